@@ -1,20 +1,19 @@
-"""An hour of faults at random, and nobody who mends anything: the same command is started again. Linux.
+"""Faults at random for an hour; the same command is started again after each. Linux.
 
-    python -m tests.soak.chaos_soak --minutes 60 --work runs/chaos
+    python -m tests.soak.chaos_soak --minutes 60
 
-A job of two processes trains until the time is over, then it is stopped by SIGTERM. Between faults it has to commit a
-checkpoint. Every kind of fault comes before one comes again, in an order that --seed decides. At the end weights,
-moments and logged rows must equal those of an undisturbed run of one process that stops at the same step, bit for bit;
-only rows of the moments when the disk was full may be missing. Checked as well: every exit code is one that the fault
-may cause, every failure is one line that names what, where and the fix, nothing prints a traceback, no process is left.
+A job of two processes trains until the time is over, then it is stopped by SIGTERM. Between faults
+it has to commit a checkpoint. Every kind of fault comes before one comes again. At the end weights,
+moments and logged rows must equal those of an undisturbed run of one process that stops at the same
+step, bit for bit; only rows of the moments when the disk was full may be missing. Every exit code
+must be one that the fault may cause, every failure one line that names what, where and the fix;
+nothing may print a traceback, and no process may be left.
 
-The run folder is on a small file system in memory where this user may mount one; without, the faults of full and
-read-only disks are left out. With --work the same command goes on after an interruption. Prints one JSON line; exits 1
-and keeps the folder when something is wrong.
+The run folder is on a small file system in memory where this user may mount one; otherwise the
+faults of full and read-only disks are left out. Prints one JSON line; exits 1 and keeps the folder
+when something is wrong.
 """
 
-import argparse
-import json
 import os
 import random
 import re
@@ -24,40 +23,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.config.load import resolve
-from megatoken.console import Console
 from megatoken.errors import ExitCode
-from megatoken.system.atomic_write import replace_file
 from megatoken.system.metrics_log import read_metrics
-from megatoken.train.train import Trainer
 from tests.processes import children, group_members
+from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     Layout,
     Process,
     command,
     drafts,
     kill_group,
-    newest_step,
+    run_quietly,
     start,
     wait_for,
     write_recipe,
 )
-from tests.train.test_pretrain import fingerprint
+from tests.tiny_run import fingerprint, newest_step, train
 
-WORDS = [
-    "budget.steps=1000000",
-    "save.every=20",
-    "log.every=5",
-    "evaluate.every=100",
-    "sample.every=200",
-]
+WORDS = "budget.steps=1000000 save.every=20 log.every=5 evaluate.every=100 sample.every=200"
 DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10
 ERROR = re.compile(r"^(\[rank \d+\] )?error: .+ — .+", re.MULTILINE)
 FORBIDDEN = ("Traceback", "Exception ignored", "terminate called", "Fatal Python error", "leaked")
@@ -73,41 +64,29 @@ class Chaos:
     """The job, what was done to it, and how its starts ended."""
 
     def __init__(
-        self, work: Path, layout: Layout, seed: int, words: Sequence[str] = WORDS, disk: bool = True
+        self, work: Path, layout: Layout, seed: int, words: str = WORDS, disk: bool = True
     ) -> None:
-        """words: of the command. disk: whether to mount one for the run folder."""
-        self.work, self.layout, self.words = work, layout, words
-        self.disk, self.state_file = work / "disk", work / "state.json"
+        """words: settings of the command. disk: whether to mount one for the run folder."""
+        self.work, self.layout, self.words = work, layout, words.split()
+        self.disk = work / "disk"
         self.out = self.disk / "run"
-        self.state: dict[str, Any] = {
-            "faults": {},
-            "exits": {},
-            "starts": 0,
-            "seconds": 0.0,
-            "full": [],
-            "damaged": [],
-        }
-        if self.state_file.exists():
-            self.state = json.loads(self.state_file.read_text())
-        else:
-            subprocess.run(
-                ["umount", str(self.disk)], stderr=subprocess.DEVNULL
-            )  # of one that has failed
-            shutil.rmtree(work, ignore_errors=True)
-            write_recipe(work / "data")
-        self.recipe = work / "data" / "tiny.yaml"
-        self.rng = random.Random(f"{seed} {self.state['starts']}")
+        self.faults: Counter[str] = Counter()
+        self.exits: Counter[int] = Counter()
+        self.seconds = 0.0
+        self.full: list[tuple[int, int]] = []  # steps between which the disk was full
+        self.damaged: list[Path] = []  # checkpoints
+        self.recipe = write_recipe(work / "data")
+        self.rng = random.Random(seed)
         self.expected: set[int] = set()  # exit codes that the last fault may cause
-        self.disk.mkdir(exist_ok=True)
-        self.has_disk = disk and (self.disk.is_mount() or mount(self.disk))
+        self.disk.mkdir()
+        self.has_disk = disk and mount(self.disk)
         self.process: Process
         self.log: Path | None = None
 
     def start(self) -> None:
         """Start the command, the same one every time."""
         self.check_end()
-        self.state["starts"] += 1
-        self.log = self.work / f"start-{self.state['starts']:04d}.log"
+        self.log = self.work / f"start-{self.exits.total():04d}.log"
         self.process = start(self.recipe, self.out, self.layout, self.log, self.words)
 
     def ranks(self) -> list[int]:
@@ -132,8 +111,7 @@ class Chaos:
         if self.log is None:
             return
         code, text = self.process.returncode, self.printed()
-        exits = self.state["exits"]
-        exits[str(code)] = exits.get(str(code), 0) + 1
+        self.exits[code] += 1
         if code not in self.expected:
             raise Problem(f"exit code {code}, expected {sorted(self.expected)}: {self.log}")
         for word in FORBIDDEN:
@@ -155,71 +133,54 @@ class Chaos:
         self.expected.clear()
 
     def disturb(self, seconds: float, number: int, pause: float, names: list[str]) -> None:
-        """Faults, one after another, for some time in all and up to a number in all."""
-        began, before, bag = time.monotonic(), self.state["seconds"], list[str]()
+        """Cause faults, one after another, for some time and up to a number."""
+        began, bag = time.monotonic(), list[str]()
         self.start()
         while True:
             self.train_on()
-            self.state["seconds"] = before + time.monotonic() - began
-            replace_file(self.state_file, json.dumps(self.state) + "\n")
-            if self.state["seconds"] > seconds or sum(self.state["faults"].values()) >= number:
+            self.seconds = time.monotonic() - began
+            if self.seconds > seconds or self.faults.total() >= number:
                 break
             time.sleep(self.rng.uniform(0, 2 * pause))
             bag = bag or self.rng.sample(names, len(names))
             name = bag.pop()
-            print(
-                f"{self.state['seconds']:.0f} s, step {newest_step(self.out)}: {name}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{self.seconds:.0f} s, step {newest_step(self.out)}: {name}", file=sys.stderr)
             FAULTS[name](self)
-            self.state["faults"][name] = self.state["faults"].get(name, 0) + 1
+            self.faults[name] += 1
         self.process.terminate()
         self.end(ExitCode.STOPPED)
         self.check_end()
 
     def compare(self) -> dict[str, Any]:
-        """Run undisturbed to the same step, in one process; what differs."""
+        """Train undisturbed to the same step in one process; return what differs."""
         last, clean = newest_step(self.out), self.work / "clean"
-        shutil.rmtree(clean, ignore_errors=True)
         layout = Layout(1, "none", self.layout.micro_batch)
-        config = resolve(str(self.recipe), [*self.words, *layout.words])
-        Trainer(
-            config, clean, callbacks=[lambda row: row["step"] == last], console=Console(quiet=True)
-        ).fit()
+        train(clean, *self.words, *layout.words, recipe=self.recipe, stop=last)
+        results = [fingerprint(out) for out in (self.out, clean)]
         found, expected = (
-            {
-                (row["kind"], row["step"]): row
-                for row in fingerprint(run)["rows"]
-                if is_compared(row, last)
-            }
-            for run in (self.out, clean)
+            {(r["kind"], r["step"]): r for r in result["rows"] if is_compared(r, last)}
+            for result in results
         )
-        missing = sorted(step for _, step in expected.keys() - found.keys())
-        seconds = [row["seconds"] for row in read_metrics(self.out) if row["kind"] == "train"]
-        trained = last * sum(seconds) / len(seconds)
+        missing = [step for _, step in expected.keys() - found.keys()]
+        full = {step for first, end in self.full for step in range(first, end + 1)}
         return {
             "steps": last,
-            "same_weights_and_moments": fingerprint(self.out)["tensors"]
-            == fingerprint(clean)["tensors"],
-            "same_rows": all(row == expected.get(key) for key, row in found.items()),
             "rows": len(found),
+            "same_weights_and_moments": results[0]["tensors"] == results[1]["tensors"],
+            "same_rows": all(row == expected.get(key) for key, row in found.items()),
             "rows_lost_on_a_full_disk": len(missing),
-            "rows_lost_otherwise": sum(
-                not any(a <= s <= b for a, b in self.state["full"]) for s in missing
-            ),
-            "effective_training_time": trained / self.state["seconds"],
+            "rows_lost_otherwise": sorted({*missing} - full),
         }
 
 
 def is_compared(row: dict[str, Any], last: int) -> bool:
-    """Saves come more often; a stop leaves out evaluations and samples of its step."""
-    return row["kind"] == "train" or (row["kind"] in ("val", "sample") and row["step"] < last)
+    """A stop leaves out evaluations and samples of its step."""
+    return row["kind"] == "train" or row["step"] < last
 
 
 def mount(folder: Path) -> bool:
     options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
-    return subprocess.run(["mount", *options], stderr=subprocess.DEVNULL).returncode == 0
+    return run_quietly(["mount", *options]) == 0
 
 
 def kill_all(chaos: Chaos) -> None:
@@ -326,15 +287,13 @@ def full_disk(chaos: Chaos) -> None:
     wait_for(has_failed, chaos.process, or_end=True)
     filler.unlink()
     wait_for(lambda: last_logged(chaos) > first, chaos.process, or_end=True)
-    chaos.state["full"].append([first, last_logged(chaos)])
+    chaos.full.append((first, last_logged(chaos)))
 
 
 def full_disk_at_start(chaos: Chaos) -> None:
     chaos.kill()
-    for draft in (chaos.out / "checkpoints").glob(
-        ".tmp-*"
-    ):  # of a save that was under way: the start would remove it
-        shutil.rmtree(draft)
+    for draft in (chaos.out / "checkpoints").glob(".tmp-*"):
+        shutil.rmtree(draft)  # the start would remove it, which makes room
     filler = fill_disk(chaos)
     chaos.start()
     chaos.end(ExitCode.STORAGE)
@@ -344,12 +303,9 @@ def full_disk_at_start(chaos: Chaos) -> None:
 def read_only_disk(chaos: Chaos) -> None:
     chaos.kill()
     deadline = time.monotonic() + 60
-    while subprocess.run(
-        ["mount", "-o", "remount,ro", str(chaos.disk)], stderr=subprocess.DEVNULL
-    ).returncode:
-        assert time.monotonic() < deadline, (
-            "a file of the run is still open"
-        )  # by a thread of a killed process
+    while run_quietly(["mount", "-o", "remount,ro", str(chaos.disk)]):
+        # A thread of a killed process may still have a file open.
+        assert time.monotonic() < deadline, "a file of the run is still open"
         time.sleep(0.1)
     chaos.start()
     chaos.end(ExitCode.STORAGE)
@@ -365,14 +321,10 @@ def missing_data(chaos: Chaos) -> None:
     hidden.rename(chaos.recipe.with_name("train_0.npy"))
 
 
-def damaged(chaos: Chaos) -> list[Path]:
-    return [chaos.out / "checkpoints" / name for name in chaos.state["damaged"]]
-
-
 def two_checkpoints(chaos: Chaos) -> Path:
-    """Train until there are two that nobody has damaged; the newest."""
+    """Train until there are two that nobody has damaged; return the newest."""
     root = chaos.out / "checkpoints"
-    while len([s for s in list_steps(root) if step_folder(root, s) not in damaged(chaos)]) < 2:
+    while len([s for s in list_steps(root) if step_folder(root, s) not in chaos.damaged]) < 2:
         chaos.train_on()
     return step_folder(root, newest_step(chaos.out))
 
@@ -380,14 +332,13 @@ def two_checkpoints(chaos: Chaos) -> Path:
 def flip_bit(chaos: Chaos) -> None:
     newest = two_checkpoints(chaos)
     chaos.kill()
-    path = chaos.rng.choice(
-        [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
-    )
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
+    path = chaos.rng.choice(files)
     data = bytearray(path.read_bytes())
     bit = chaos.rng.randrange(len(data) * 8)
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
-    chaos.state["damaged"].append(newest.name)
+    chaos.damaged.append(newest)
 
 
 def delete_checkpoint(chaos: Chaos) -> None:
@@ -429,10 +380,9 @@ def second_start(chaos: Chaos) -> None:
 
 
 def verify_beside(chaos: Chaos) -> None:
-    codes = [
-        ExitCode.DONE,
-        *([ExitCode.CHECKPOINT] if any(path.exists() for path in damaged(chaos)) else []),
-    ]
+    codes = {ExitCode.DONE}
+    if any(path.exists() for path in chaos.damaged):
+        codes.add(ExitCode.CHECKPOINT)
     run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", "verify", str(chaos.out)], *codes)
 
 
@@ -477,30 +427,16 @@ FAULTS |= OF_RANKS | OF_DISKS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parse_options(
+        __doc__, minutes=60.0, faults=10_000, pause=15.0, nproc=2, only="", seed=0
     )
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--faults", type=int, default=10_000, help="stop after this many")
-    parser.add_argument(
-        "--pause", type=float, default=15.0, help="mean seconds of training between faults"
-    )
-    parser.add_argument("--work", type=Path, help="folder for everything; the same command goes on")
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--only", default="", metavar="NAME;...", help=f"of: {'; '.join(FAULTS)}")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    work = options.work or Path(tempfile.mkdtemp(prefix="megatoken-chaos-"))
-    chaos = Chaos(work.absolute(), Layout(options.nproc, "none"), options.seed)
+    work = Path(tempfile.mkdtemp(prefix="megatoken-chaos-"))
+    chaos = Chaos(work, Layout(options.nproc, "none"), options.seed)
     left_out = {*(OF_RANKS if options.nproc == 1 else ()), *(() if chaos.has_disk else OF_DISKS)}
-    names = (
-        options.only.split(";")
-        if options.only
-        else [name for name in FAULTS if name not in left_out]
-    )
+    names = options.only.split(";") if options.only else [*(FAULTS.keys() - left_out)]
     problem, answer = "", dict[str, Any]()
     try:
-        chaos.disturb(60 * options.minutes, options.faults, options.pause, names)
+        chaos.disturb(60 * options.minutes, options.faults, options.pause, sorted(names))
         answer = chaos.compare()
     except (Problem, TimeoutError) as error:
         problem = str(error)
@@ -508,31 +444,13 @@ def main() -> int:
         kill_group(chaos.process)
     is_good = not problem and answer["same_weights_and_moments"] and answer["same_rows"]
     is_good = is_good and not answer["rows_lost_otherwise"]
-    chaos.state_file.unlink(missing_ok=True)  # the next start begins anew
     if is_good:
-        subprocess.run(["umount", str(chaos.disk)], stderr=subprocess.DEVNULL)
+        run_quietly(["umount", str(chaos.disk)])
         shutil.rmtree(work)
-    state = chaos.state
-    summary = {
-        "soak": "chaos",
-        "minutes": state["seconds"] / 60,
-        "faults": sum(state["faults"].values()),
-    }
-    summary |= {
-        "manual_steps": 0,
-        "starts": state["starts"],
-        **answer,
-        "exit_codes": state["exits"],
-    }
-    summary |= {
-        "by_fault": state["faults"],
-        "problem": problem or ("" if is_good else f"see {work}"),
-    }
-    summary["machine"] = (
-        f"{options.nproc} processes on {os.cpu_count()} cores: a small-machine figure"
-    )
-    print(json.dumps(summary), flush=True)
-    return not is_good
+    elif not problem:
+        problem = f"see {work}"
+    answer |= {"faults": chaos.faults, "exit_codes": chaos.exits, "seconds": chaos.seconds}
+    return report("chaos", is_good, nproc=options.nproc, problem=problem, **answer)
 
 
 if __name__ == "__main__":

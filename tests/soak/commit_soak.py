@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -25,7 +24,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +34,15 @@ from safetensors.numpy import save_file
 from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.manifest import FileEntry, verify
 from megatoken.errors import ExitCode, MegatokenError, PeerError, error_from_code
-from tests.soak.options import parse_options
-from tests.soak.strace import ENVIRONMENT, format_injection, list_calls, run_traced, strace_words
+from tests.soak.options import parse_options, report
+from tests.soak.strace import (
+    ENVIRONMENT,
+    format_injection,
+    list_calls,
+    run_traced,
+    strace_words,
+    try_points,
+)
 
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN = "/soak-begins"
@@ -144,12 +149,12 @@ def commit_on_ranks(root: Path, rank1: "subprocess.Popen[bytes]") -> None:
     if not answer:
         raise PeerError("rank 1 is lost", root)  # rank 0 ends without a commit
     try:
-        report = json.loads(answer)
+        written = json.loads(answer)
         if error is not None:
             raise error
-        if report["code"]:
-            raise error_from_code(report["code"], report["message"])
-        files |= {name: FileEntry(*entry) for name, entry in report["entries"].items()}
+        if written["code"]:
+            raise error_from_code(written["code"], written["message"])
+        files |= {name: FileEntry(*entry) for name, entry in written["entries"].items()}
         protocol.publish(draft, 30, files, meta={"tokens": 30_000})
     finally:
         protocol.discard(draft)
@@ -282,17 +287,17 @@ def is_valid(folder: Path, step: int) -> bool:
     return True
 
 
-def check_report(point: Point, root: Path, newest: int, report: dict[str, object]) -> str:
+def check_report(point: Point, root: Path, newest: int, answer: dict[str, object]) -> str:
     """Check that a failed call had no effect, or was reported and left nothing behind."""
     scenario = SCENARIOS[point.scenario]
-    assert report["code"] in (ExitCode.DONE, ExitCode.STORAGE), report
-    if report["code"] == ExitCode.DONE:
+    assert answer["code"] in (ExitCode.DONE, ExitCode.STORAGE), answer
+    if answer["code"] == ExitCode.DONE:
         assert newest == scenario.newest[1], "reported as a success"
         return "done"
-    assert str(root.parent) in str(report["message"]), report  # its name is made durable there
+    assert str(root.parent) in str(answer["message"]), answer  # its name is made durable there
     if point.scenario != "prune":
         assert newest == scenario.newest[0], "reported as a failure"
-        assert " free" in str(report["message"]), report
+        assert " free" in str(answer["message"]), answer
     drafts = [path.name for path in root.glob(".tmp-step-*")]
     cannot_remove = point.call in REMOVALS or (point.call == "openat" and point.fault[-1] == "+")
     assert not drafts or cannot_remove, f"left behind: {drafts}"
@@ -316,18 +321,15 @@ def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
             last_sync[moves.get(path, path)] = index
     files = last_write.keys()
     folders = {str(Path(path).parent) for path in files}
-    last_file_sync = max(last_sync.get(path, -1) for path in files)
+    last_file_sync = max(last_sync[path] for path in files)
     parent_sync = re.compile(rf"fsync\([0-9]+<{root}>\) += 0")
     return {
         "files": len(files),
-        "files_synced_before_rename": len(files & last_sync.keys()),
-        "files_written_after_sync": sum(
-            last_write[path] > last_sync.get(path, -1) for path in files
-        ),
         "folders": len(folders),
-        "folders_synced_before_rename": len(folders & last_sync.keys()),
-        "manifest_synced_last_of_files": last_sync.get(f"{draft}/manifest.json") == last_file_sync,
-        "folder_synced_after_manifest": last_sync.get(draft, -1) > last_file_sync,
+        "all_synced_before_rename": files | folders <= last_sync.keys(),
+        "no_file_written_after_sync": all(last_write[path] < last_sync[path] for path in files),
+        "manifest_synced_last_of_files": last_sync[f"{draft}/manifest.json"] == last_file_sync,
+        "folder_synced_after_manifest": last_sync[draft] > last_file_sync,
         "parent_synced_after_rename": any(map(parent_sync.search, lines[rename + 1 :])),
     }
 
@@ -346,28 +348,15 @@ def soak(sample: int, seed: int, jobs: int) -> dict[str, object]:
                     scenario, rank, templates / scenario, work
                 )
                 points += found
-        total = len(points)
-        by_operation = Counter(f"{point.scenario} rank {point.rank}" for point in points)
-        if 0 < sample < total:
-            points = random.Random(seed).sample(points, sample)
-        outcomes: Counter[str] = Counter()
-        failures = []
-        with ThreadPoolExecutor(jobs) as pool:
-            tries = [
-                pool.submit(try_point, point, templates / point.scenario, work) for point in points
-            ]
-            for point, attempt in zip(points, tries, strict=True):
-                try:
-                    outcomes[f"{point.scenario} {point.fault} {attempt.result()}"] += 1
-                except (AssertionError, MegatokenError) as error:
-                    failures.append(f"{point}: {error}")
+
+        def attempt(point: Point) -> str:
+            outcome = try_point(point, templates / point.scenario, work)
+            return f"{point.scenario} {point.fault} {outcome}"
+
+        result = try_points(points, attempt, sample=sample, seed=seed, jobs=jobs)
         return {
-            "soak": "commit",
-            "points": total,
-            "points_by_operation": dict(by_operation),
-            "tried": len(points),
-            "outcomes": dict(sorted(outcomes.items())),
-            "failures": failures,
+            **result,
+            "points_by_operation": Counter(f"{p.scenario} rank {p.rank}" for p in points),
             "power_loss": read_power_loss(logs["save", 0], str(work / "save-0-plain")),
         }
 
@@ -377,9 +366,8 @@ def main() -> int:
         run_operation(sys.argv[2], Path(sys.argv[3]))
         return 0
     options = parse_options(__doc__, sample=0, seed=1, jobs=2)
-    report = soak(options.sample, options.seed, options.jobs)
-    print(json.dumps(report))
-    return int(bool(report["failures"]))
+    result = soak(options.sample, options.seed, options.jobs)
+    return report("commit", not result["failures"], **result)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ checkpoint the one before is chosen; of a dataset's tokenizer its folder is name
 files; none may raise or warn.
 """
 
-import argparse
-import json
 import random
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from megatoken.data.shard_format import HEADER_BYTES, INPUTS_NAME
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
 from tests.checkpoint.test_load import shard, trained
+from tests.soak.options import parse_options, report
 
 STEPS = (1, 2)
 RANKS = 3
@@ -171,18 +171,15 @@ def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str,
     return answer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--flips", type=int, default=10_000)
-    parser.add_argument("--clean", type=int, default=1_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def main() -> int:
+    options = parse_options(__doc__, flips=10_000, clean=1_000, seed=0)
     with tempfile.TemporaryDirectory() as name:
         answer = soak(Path(name), options.flips, options.clean, options.seed)
-    print(json.dumps({"soak": "flip", **answer}), flush=True)
+    is_good = not answer["clean"]["false_alarms"] and not any(
+        "missed" in a for a in answer.values()
+    )
+    return report("flip", is_good, **answer)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

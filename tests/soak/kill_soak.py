@@ -1,21 +1,19 @@
-"""Random SIGKILLs of all ranks, or of one, and each finished run compared with an undisturbed one. Linux.
+"""Kill all ranks or one at random, and compare each finished run with an undisturbed one. Linux.
 
-    python -m tests.soak.kill_soak --kills 300 --state kills.json
+    python -m tests.soak.kill_soak --kills 300
 
-After a kill of all, launcher included, the same command is started again; after a kill of one rank the launcher starts
-all again. Half of the kills wait for a draft of a checkpoint, the others for a random moment between two checkpoints or
-within the first seconds of a start; those that left a draft behind, or hit while one existed, count as inside a save.
-A run takes about a dozen kills. At its end weights, moments, losses, validation losses, token counts and samples must
-equal those of an undisturbed run of the same layout, bit for bit. In 'mixed' every start has another number of
-processes and the end equals that of one process, bit for bit; in 'mixed, sharded' also another layout and micro-batch,
-and the losses are equal to 1e-6.
+After a kill of all, launcher included, the same command is started again; after a kill of one rank
+the launcher starts all again. Half of the kills wait for a draft of a checkpoint, the others for a
+random moment between two checkpoints or within the first seconds of a start; those that left a
+draft behind, or hit while one existed, count as inside a save. A run takes about a dozen kills. At
+its end weights, moments and logged numbers must equal those of an undisturbed run of the same
+layout, bit for bit. In 'mixed' every start has another number of processes and the end equals that
+of one process, bit for bit; in 'mixed, sharded' also another layout and micro-batch, and the losses
+are equal to 1e-6.
 
-With --state the counts are kept in a file after every run, and the same command goes on until all are done. Exits 1
-when a run differs, hangs or ends with another code than 0 and 7; its folder and output are kept.
+Exits 1 when a run differs, hangs or ends with another code than 0 and 7; its folder is kept.
 """
 
-import argparse
-import json
 import os
 import random
 import shutil
@@ -25,24 +23,16 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatoken.errors import ExitCode
-from megatoken.system.atomic_write import replace_file
 from tests.processes import children
-from tests.soak.tiny_job import (
-    Layout,
-    Process,
-    drafts,
-    kill_group,
-    newest_step,
-    start,
-    wait_for,
-    write_recipe,
-)
-from tests.train.test_pretrain import fingerprint
+from tests.soak.options import parse_options, report
+from tests.soak.tiny_job import Layout, Process, drafts, kill_group, start, wait_for, write_recipe
+from tests.tiny_run import fingerprint, newest_step
 
 KILLS_PER_RUN = 12
 MAX_STARTS = 3 * KILLS_PER_RUN
@@ -76,79 +66,41 @@ CASES = [
 ]
 
 
-@dataclass
-class Soak:
-    """Undisturbed runs by layout, made when they are needed first, and the counts by case."""
+@cache
+def run_clean(recipe: Path, layout: Layout) -> dict[str, Any]:
+    """Return the result of an undisturbed run."""
+    out = recipe.with_name(f"clean {layout}")
+    assert start(recipe, out, layout, out.with_suffix(".log")).wait() == 0
+    return fingerprint(out)
 
-    folder: Path
-    seed: int
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    runs: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-    _clean: dict[Layout, dict[str, Any]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.recipe = write_recipe(self.folder / "data")
-
-    def clean(self, layout: Layout) -> dict[str, Any]:
-        if layout not in self._clean:
-            out = self.folder / f"clean {layout}"
-            code = start(self.recipe, out, layout, self.folder / "clean.log").wait()
-            assert code == 0, (self.folder / "clean.log").read_text()
-            self._clean[layout] = fingerprint(out)
-        return self._clean[layout]
-
-    def total(self, what: str) -> int:
-        return sum(counts[what] for counts in self.counts.values())
-
-    def run(self, case: Case) -> None:
-        """One run, killed until it is finished or has had its share of kills."""
-        clean, began = self.clean(case.layouts[0]), time.monotonic()
-        counts = self.counts.setdefault(case.name, Counter())
-        rng, out = random.Random(f"{self.seed} {self.runs}"), self.folder / f"run-{self.runs}"
-        log = self.folder / f"run-{self.runs}.log"
-        kills, what = Counter[str](), ""
-        try:
-            code, starts = -1, 0
-            while code != ExitCode.DONE:
-                starts += 1
-                process = start(self.recipe, out, rng.choice(case.layouts), log)
-                code = disturb(process, out, rng, kills)
-                if (
-                    code not in (ExitCode.DONE, ExitCode.PEER, -signal.SIGKILL)
-                    or starts > MAX_STARTS
-                ):
-                    what = f"exit code {code} of start {starts}"
-                    break
-            what = what or compare(fingerprint(out), clean, case.is_exact)
-        except TimeoutError as error:
-            what = str(error)
-        if b"Traceback" in log.read_bytes():
-            what = what or "a traceback"
-        counts.update(kills)
-        counts["runs"] += 1
-        counts["equal"] += not what
-        self.runs += 1
-        self.seconds += time.monotonic() - began
-        print(
-            f"{case.name}: {kills['kills']} kills, {what or 'equal'}", file=sys.stderr, flush=True
-        )
-        if what:
-            self.failures.append(f"{case.name}: {what}: see {log}")
-        else:
-            shutil.rmtree(out)
-            log.unlink()
+def run_case(case: Case, recipe: Path, out: Path, rng: random.Random) -> tuple[Counter[str], str]:
+    """Kill a run until it is finished or has had its share of kills; return what went wrong."""
+    kills, log = Counter[str](), out.with_suffix(".log")
+    code, starts = -1, 0
+    try:
+        while code != ExitCode.DONE:
+            starts += 1
+            process = start(recipe, out, rng.choice(case.layouts), log)
+            code = disturb(process, out, rng, kills)
+            if code not in (ExitCode.DONE, ExitCode.PEER, -signal.SIGKILL) or starts > MAX_STARTS:
+                return kills, f"exit code {code} of start {starts}"
+    except TimeoutError as error:
+        return kills, str(error)
+    if b"Traceback" in log.read_bytes():
+        return kills, "a traceback"
+    return kills, compare(fingerprint(out), run_clean(recipe, case.layouts[0]), case.is_exact)
 
 
 def disturb(process: Process, out: Path, rng: random.Random, kills: Counter[str]) -> int:
-    """Kill a rank, or all, again and again; the exit code of the process once it has ended."""
+    """Kill a rank, or all, repeatedly; return the exit code of the process once it has ended."""
     while kills["kills"] < KILLS_PER_RUN:
         leftovers = drafts(out)
         if not wait_for_moment(process, out, rng):
             break
         ranks = children(process.pid)
-        if one := bool(ranks) and rng.random() < 0.4:
+        one = bool(ranks) and rng.random() < 0.4
+        if one:
             with suppress(ProcessLookupError):
                 os.kill(rng.choice(ranks), signal.SIGKILL)
         else:
@@ -165,7 +117,7 @@ def disturb(process: Process, out: Path, rng: random.Random, kills: Counter[str]
 
 
 def wait_for_moment(process: Process, out: Path, rng: random.Random) -> bool:
-    """Wait for the moment of the next kill; False when the process has ended before."""
+    """Wait for the moment of the next kill; return False if the process has ended."""
     kind, seconds = rng.choices(["save", "step", "start"], [10, 7, 3])[0], rng.random()
     before, newest = drafts(out), newest_step(out) + 4 * rng.randrange(2)
     if kind == "start":
@@ -188,58 +140,33 @@ def compare(found: dict[str, Any], clean: dict[str, Any], is_exact: bool) -> str
     both = [
         [row for row in run["rows"] if row["kind"] in ("train", "val")] for run in (found, clean)
     ]
-    order = [[(row["kind"], row["step"], row["tokens"]) for row in rows] for rows in both]
-    if order[0] != order[1]:
+    keys = [[(row["kind"], row["step"], row["tokens"]) for row in rows] for rows in both]
+    if keys[0] != keys[1]:
         return "other rows"
     worst = max(abs(row["loss"] / other["loss"] - 1) for row, other in zip(*both, strict=True))
     return f"losses differ by {worst:.1e}" if worst > RELATIVE else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument(
-        "--state", type=Path, help="file with the counts so far; continued if it exists"
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="CASE",
-        help=f"one of: {'; '.join(case.name for case in CASES)}",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parse_options(__doc__, kills=300, only="", seed=0)
     cases = [case for case in CASES if case.name == options.only or not options.only]
-    soak = Soak(Path(tempfile.mkdtemp(prefix="megatoken-kills-")), options.seed)
-    if options.state and options.state.exists():
-        kept = json.loads(options.state.read_text())
-        soak.counts = {name: Counter(counts) for name, counts in kept.pop("counts").items()}
-        soak.runs, soak.seconds, soak.failures = kept["runs"], kept["seconds"], kept["failures"]
-    while soak.total("kills") < options.kills and not soak.failures:
-        soak.run(cases[soak.runs % len(cases)])
-        if options.state:
-            options.state.parent.mkdir(parents=True, exist_ok=True)
-            kept = {
-                "runs": soak.runs,
-                "seconds": soak.seconds,
-                "failures": soak.failures,
-                "counts": soak.counts,
-            }
-            replace_file(options.state, json.dumps(kept, indent=1) + "\n")
-    if not soak.failures:
-        shutil.rmtree(soak.folder)
-    if options.state:
-        options.state.unlink(missing_ok=True)  # the next start begins anew
-    names = ("kills", "inside_saves", "all_ranks", "one_rank", "runs", "equal")
-    answer = {"soak": "kills", **{name: soak.total(name) for name in names}}
-    answer |= {
-        "seconds_per_kill": soak.seconds / max(1, soak.total("kills")),
-        "layouts": soak.counts,
-    }
-    print(json.dumps(answer | {"failures": soak.failures}), flush=True)
-    return bool(soak.failures)
+    folder = Path(tempfile.mkdtemp(prefix="megatoken-kills-"))
+    recipe = write_recipe(folder / "data")
+    layouts: dict[str, Counter[str]] = {}
+    total, failure = Counter[str](), ""
+    while total["kills"] < options.kills and not failure:
+        case, out = cases[total["runs"] % len(cases)], folder / f"run-{total['runs']}"
+        kills, failure = run_case(case, recipe, out, random.Random(f"{options.seed} {out.name}"))
+        kills.update(runs=1, equal=not failure)
+        layouts.setdefault(case.name, Counter()).update(kills)
+        total.update(kills)
+        print(f"{case.name}: {kills}, {failure or 'equal'}", file=sys.stderr, flush=True)
+        if not failure:
+            shutil.rmtree(out)
+    if not failure:
+        shutil.rmtree(folder)
+    answer = {**total, "layouts": layouts, "failure": failure and f"{failure}: see {folder}"}
+    return report("kills", not failure, **answer)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Stop signals, killed and hung ranks, slow steps and crash loops of a tiny job that the launcher watches.
+"""Stop signals, killed and hung ranks, slow steps and crash loops of a job that a launcher watches.
 
     python -m tests.soak.launch_soak --signals 100 --kills 40 --hangs 100 --slow 1000 --loops 10
 
-Prints one JSON line at the end. A callback of rank 1 does what a file asks for, in the middle of training; times are
-seconds from there to the line that names the rank, and to the next step that is trained.
+Prints one JSON line at the end. A callback of rank 1 does what a file asks for, in the middle of
+training; times are seconds from there to the line that names the rank, and to the next step that is
+trained.
 """
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -21,21 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks_race import write_data
-from megatoken.checkpoint.commit import list_steps
 from megatoken.errors import ExitCode
-from megatoken.system.metrics_log import read_metrics
-from tests.distributed.test_training import FIXED
 from tests.processes import find_processes
+from tests.soak.options import parse_options, report
+from tests.tiny_run import newest_step, read_column, write_shards
 
 # A rank of a run. `out.order`, read by rank 1 after a step, names a fault; `out.at` is when it began.
 RANK = r"""
 import os, re, signal, sys, time
 from pathlib import Path
 import torch.distributed
-from megatoken.config.load import resolve
-from megatoken.console import Console
-from megatoken.train.train import Trainer
+from tests.tiny_run import train
 
 out, *words = sys.argv[1:]
 limit_file = Path(os.environ["MEGATOKEN_HEARTBEAT"])
@@ -65,7 +60,7 @@ def act(row):
         Path(out + ".at").write_text(str(time.monotonic()))
         faults[fault]()
 
-sys.exit(Trainer(resolve("quickstart", words), out, callbacks=[act], console=Console(quiet=True)).fit().code)
+sys.exit(train(Path(out), *words, callbacks=[act]).code)
 """
 LAUNCH = "import sys; from megatoken.launch.local import launch; "
 LAUNCH += "sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), 3))"
@@ -76,17 +71,10 @@ SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 class Run:
     """A run whose launcher's messages are kept with the time they came."""
 
-    def __init__(self, out: Path, data: Path, nproc: int, *words: str) -> None:
+    def __init__(self, out: Path, data: str, nproc: int, *settings: str) -> None:
         self.out, self.lines = out, list[tuple[float, str]]()
-        given = [
-            f"data.path={data}",
-            *FIXED,
-            "log.every=1",
-            "evaluate.every=0",
-            "machine.micro_batch=2",
-            *words,
-        ]
-        command = [sys.executable, "-c", LAUNCH, str(nproc), "-c", RANK, str(out), *given]
+        words = [data, "evaluate.every=0 machine.micro_batch=2", *settings]
+        command = [sys.executable, "-c", LAUNCH, str(nproc), "-c", RANK, str(out), *words]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -96,7 +84,7 @@ class Run:
             self.lines.append((time.monotonic(), line))
 
     def steps(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.out) if row["kind"] == "train"]
+        return list(read_column(self.out, "loss"))
 
     def is_training(self, size: int = 0) -> bool:
         """Whether the log has grown beyond `size` bytes by a step."""
@@ -123,117 +111,82 @@ class Run:
         return code
 
 
-def run_signals(folder: Path, data: Path, count: int, rng: random.Random) -> dict[str, Any]:
-    """One run, stopped at random moments by each signal in turn, and resumed."""
-    out, seconds, no_step_lost, orphans = folder / "signals", [], 0, 0
+def run_signals(folder: Path, data: str, count: int, rng: random.Random) -> dict[str, Any]:
+    """Stop one run at random moments by each signal in turn, and resume it."""
+    out, seconds, no_step_lost = folder / "signals", [], 0
     for index in range(count):
-        done = list_steps(out / "checkpoints")[-1:]
-        run = Run(out, data, 2, "budget.steps=1000000", "save.every=25")
-        size = (out / "metrics.jsonl").stat().st_size if done else 0
+        size = (out / "metrics.jsonl").stat().st_size if newest_step(out) else 0
+        run = Run(out, data, 2, "budget.steps=1000000 save.every=25")
         run.wait(lambda run=run, size=size: run.is_training(size))  # type: ignore[misc]
         time.sleep(rng.uniform(0, 1.0))
         start = time.monotonic()
         code = run.end(SIGNALS[index % len(SIGNALS)])
         seconds.append(time.monotonic() - start)
-        no_step_lost += (
-            code == ExitCode.STOPPED and list_steps(out / "checkpoints")[-1] == run.steps()[-1]
-        )
-        orphans += len(find_processes(str(out)))
-    return {
-        "signals": count,
-        "no_step_lost": no_step_lost,
-        "orphans": orphans,
-        "seconds": spread(seconds),
-    }
+        no_step_lost += code == ExitCode.STOPPED and newest_step(out) == run.steps()[-1]
+    return {"signals": count, "no_step_lost": no_step_lost, "seconds": spread(seconds)}
 
 
 def run_faults(
-    folder: Path, data: Path, count: int, faults: tuple[str, ...], nproc: int
+    folder: Path, data: str, count: int, faults: tuple[str, ...], nproc: int
 ) -> dict[str, Any]:
-    """One run of `nproc` ranks; rank 1 does one fault after another, and is named and started again each time."""
+    """Cause faults in rank 1 of one run; it is named and all ranks start again each time."""
     out = folder / faults[0]
     os.mkfifo(f"{out}.fifo")
-    run, named, right, again = (
-        Run(out, data, nproc, "budget.steps=1000000", "save.every=10"),
-        [],
-        0,
-        [],
-    )
+    run = Run(out, data, nproc, "budget.steps=1000000 save.every=10")
+    named, again, right = list[float](), list[float](), 0
     run.wait(run.is_training)
     for index in range(count):
-        seen, fault = len(run.lines), faults[index % len(faults)]
-        first = run.steps()[-1]
-        run.wait(lambda first=first: run.steps()[-1] >= first + 5)  # type: ignore[misc]  # limits are measured again
+        n_lines, first = len(run.lines), run.steps()[-1]
+        # The limits of a step are measured again after a start.
+        run.wait(lambda first=first: run.steps()[-1] >= first + 5)  # type: ignore[misc]
         run.file("at").unlink(missing_ok=True)
-        run.file("order").write_text(fault)
+        run.file("order").write_text(faults[index % len(faults)])
         run.wait(lambda: run.file("at").exists() and bool(run.file("at").read_text()))
-        at = float(run.file("at").read_text())
+        start = float(run.file("at").read_text())
 
-        def warnings(seen: int = seen) -> list[tuple[float, str]]:
-            return [(when, line) for when, line in run.lines[seen:] if line.startswith("warning: ")]
+        def warnings(n_lines: int = n_lines) -> list[tuple[float, str]]:
+            return [(at, line) for at, line in run.lines[n_lines:] if line.startswith("warning: ")]
 
         run.wait(lambda: bool(warnings()))
         size = (out / "metrics.jsonl").stat().st_size
-        again.append(run.wait(lambda size=size: run.is_training(size)) - at)  # type: ignore[misc]
-        ((when, line),) = warnings()
-        named.append(when - at)
+        again.append(run.wait(lambda size=size: run.is_training(size)) - start)  # type: ignore[misc]
+        ((at, line),) = warnings()
+        named.append(at - start)
         right += line.startswith("warning: rank 1 ") and " in phase 'step' after step " in line
-    code = run.end(signal.SIGTERM)
-    return {
-        "faults": count,
-        "right_rank_and_phase": right,
-        "named_seconds": spread(named),
-        "training_again_seconds": spread(again),
-        "stopped": code == ExitCode.STOPPED,
-        "orphans": len(find_processes(str(out))),
-    }
+    stopped = run.end(signal.SIGTERM) == ExitCode.STOPPED
+    times = {"named_seconds": spread(named), "training_again_seconds": spread(again)}
+    return {"faults": count, "right_rank_and_phase": right, "stopped": stopped, **times}
 
 
-def run_slow(folder: Path, data: Path, count: int, parallel: int) -> dict[str, Any]:
-    """Steps that take half their limit, each after as many short ones as the limit remembers, in several runs."""
+def run_slow(folder: Path, data: str, count: int, parallel: int) -> dict[str, Any]:
+    """Make steps that take half their limit, each after as many short ones as it remembers."""
+    slow = -(-count // parallel)
 
-    def run_one(index: int) -> tuple[int, int]:
-        out, slow = folder / f"slow-{index}", -(-count // parallel)
+    def run_one(index: int) -> int:
+        out = folder / f"slow-{index}"
         Path(f"{out}.slow").touch()
-        run = Run(out, data, 2, f"budget.steps={70 * slow + 1}", "save.every=0")
-        code = run.end()
-        assert code == ExitCode.DONE, run.lines
-        rows = [row for row in read_metrics(out) if row["kind"] == "train"]
-        return slow, sum(line.startswith("warning: ") for _, line in run.lines) + (
-            len(rows) != 70 * slow + 1
-        )
+        run = Run(out, data, 2, f"budget.steps={70 * slow + 1} save.every=0")
+        assert run.end() == ExitCode.DONE, run.lines
+        kills = sum(line.startswith("warning: ") for _, line in run.lines)
+        return kills + (len(run.steps()) != 70 * slow + 1)
 
     with ThreadPoolExecutor(parallel) as pool:
-        results = list(pool.map(run_one, range(parallel)))
-    return {
-        "slow_steps": sum(slow for slow, _ in results),
-        "false_kills": sum(kills for _, kills in results),
-    }
+        kills = sum(pool.map(run_one, range(parallel)))
+    return {"slow_steps": slow * parallel, "false_kills": kills}
 
 
-def run_loops(folder: Path, data: Path, count: int) -> dict[str, Any]:
-    """Runs that abort after their first step, every time they are started."""
+def run_loops(folder: Path, data: str, count: int) -> dict[str, Any]:
+    """Abort runs after their first step, every time they are started."""
     ended, starts = 0, set()
     for index in range(count):
         out = folder / f"loop-{index}"
         Path(f"{out}.order").write_text("abort")
-        run = Run(out, data, 2, "budget.steps=100", "save.every=0")
-        code, (*warnings, error) = (
-            run.end(),
-            [line for _, line in run.lines if " was killed by SIGABRT " in line],
-        )
-        starts.add(1 + len(warnings))
-        ended += (
-            code == ExitCode.PEER
-            and error.startswith("error: rank 1 ")
-            and "3 restarts brought no" in error
-        )
-    return {
-        "loops": count,
-        "ended": ended,
-        "starts": sorted(starts),
-        "orphans": len(find_processes(str(folder))),
-    }
+        run = Run(out, data, 2, "budget.steps=100 save.every=0")
+        code = run.end()
+        lines = [line for _, line in run.lines if " was killed by SIGABRT " in line]
+        starts.add(len(lines))
+        ended += code == ExitCode.PEER and lines[-1].startswith("error: rank 1 ")
+    return {"loops": count, "ended": ended, "starts": sorted(starts)}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -245,39 +198,31 @@ def spread(seconds: list[float]) -> dict[str, float]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, count in {
-        "signals": 100,
-        "kills": 40,
-        "hangs": 100,
-        "slow": 1000,
-        "loops": 10,
-        "parallel": 4,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def main() -> int:
+    counts = {"signals": 100, "kills": 40, "hangs": 100, "slow": 1000, "loops": 10}
+    options = parse_options(__doc__, **counts, parallel=4, seed=0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = write_data(folder)
-        answer: dict[str, Any] = {"soak": "launch"}
-        if options.signals:
-            answer["signals"] = run_signals(
-                folder, data, options.signals, random.Random(options.seed)
-            )
-        if options.kills:
-            answer["kills"] = run_faults(folder, data, options.kills, ("kill",), 2)
-        if options.hangs:
-            answer["hangs"] = run_faults(folder, data, options.hangs, HANGS, 3)
-        if options.slow:
-            answer["slow"] = run_slow(folder, data, options.slow, options.parallel)
-        if options.loops:
-            answer["loops"] = run_loops(folder, data, options.loops)
-    print(json.dumps(answer), flush=True)
+        data = write_shards(folder / "data")
+        rng = random.Random(options.seed)
+        answer = {
+            "signals": run_signals(folder, data, options.signals, rng),
+            "kills": run_faults(folder, data, options.kills, ("kill",), 2),
+            "hangs": run_faults(folder, data, options.hangs, HANGS, 3),
+            "slow": run_slow(folder, data, options.slow, options.parallel),
+            "loops": run_loops(folder, data, options.loops),
+            "orphans": len(find_processes(name)),
+        }
+    is_good = (
+        answer["signals"]["no_step_lost"] == options.signals
+        and answer["kills"]["right_rank_and_phase"] == options.kills
+        and answer["hangs"]["right_rank_and_phase"] == options.hangs
+        and not answer["slow"]["false_kills"]
+        and answer["loops"]["ended"] == options.loops
+        and not answer["orphans"]
+    )
+    return report("launch", is_good, **answer)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
-"""Command-line options of the soaks."""
+"""Options and results of the soaks."""
 
 import argparse
+import json
 
 
 def parse_options(doc: str | None, **defaults: int | float | str) -> argparse.Namespace:
@@ -8,6 +9,11 @@ def parse_options(doc: str | None, **defaults: int | float | str) -> argparse.Na
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     for name, default in defaults.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default, help=f"default {default}")
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser.parse_args()
+
+
+def report(soak: str, is_good: object, **answer: object) -> int:
+    """Print the JSON line of a soak and return its exit code."""
+    print(json.dumps({"soak": soak, **answer}), flush=True)
+    return int(not is_good)

@@ -6,7 +6,6 @@
 The same command again must give the bytes of an undisturbed preparation. Prints one JSON line.
 """
 
-import json
 import os
 import random
 import re
@@ -20,7 +19,6 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,8 @@ from typing import Any
 import xxhash
 
 from tests.processes import family, wait_for_group
-from tests.soak.options import parse_options
-from tests.soak.strace import format_injection, list_calls, run_traced
+from tests.soak.options import parse_options, report
+from tests.soak.strace import format_injection, list_calls, run_traced, try_points
 
 KILLS_MEGABYTES = 15
 FAULTS = ("kill", "ENOSPC", "EIO")
@@ -132,7 +130,7 @@ def run_kills(folder: Path, options: Namespace) -> dict[str, Any]:
             orphans += wait_for_group(process.pid, seconds=5)
         check_equal(out, folder / "undisturbed")
         shutil.rmtree(out)
-    return {"killed": kills, "runs_finished": runs, "byte_identical": True, "orphans": orphans}
+    return {"killed": kills, "runs_finished": runs, "orphans": orphans}
 
 
 def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
@@ -146,24 +144,12 @@ def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
         assert done.returncode == 0, done.stderr
         for call, number in list_output_calls(log, out):
             points += [(scenario, call, number, fault) for fault in FAULTS]
-    total = len(points)
-    if 0 < options.sample < total:
-        points = random.Random(options.seed).sample(points, options.sample)
-    outcomes: Counter[str] = Counter()
-    failures = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        tries = [pool.submit(try_point, folder, *point) for point in points]
-        for point, attempt in zip(points, tries, strict=True):
-            try:
-                outcomes[f"{point[0]} {point[3]} {attempt.result()}"] += 1
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                failures.append(f"{point}: {error}")
-    return {
-        "points": total,
-        "tried": len(points),
-        "outcomes": dict(sorted(outcomes.items())),
-        "failures": failures,
-    }
+
+    def attempt(point: tuple[str, str, int, str]) -> str:
+        return f"{point[0]} {point[3]} {try_point(folder, *point)}"
+
+    limits = {"sample": options.sample, "seed": options.seed, "jobs": options.jobs}
+    return try_points(points, attempt, **limits)
 
 
 def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -> str:
@@ -206,8 +192,8 @@ def main() -> int:
     run = {"kills": run_kills, "calls": run_calls}[options.what]
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder).resolve(), options)
-    print(json.dumps(vars(options) | result))
-    return int(bool(result.get("failures") or result.get("orphans")))
+    is_good = not result.get("failures") and not result.get("orphans")
+    return report("prepare", is_good, **vars(options), **result)
 
 
 if __name__ == "__main__":

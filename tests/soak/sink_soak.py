@@ -8,7 +8,6 @@ The disk then gets room, and `megatoken sync` sends the rest; the record counts 
 sink has. Needs the three packages, and the right to mount or user namespaces. Three minutes. Linux.
 """
 
-import json
 import os
 import signal
 import sqlite3
@@ -17,14 +16,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatoken.system.metrics_log import read_metrics
-from tests.soak.options import parse_options
-from tests.soak.tiny_job import Layout, command, write_recipe
-from tests.train.test_pretrain import fingerprint
+from tests.soak.options import parse_options, report
+from tests.soak.tiny_job import Layout, command, run_quietly, write_recipe
+from tests.tiny_run import fingerprint, read_rows
 
 SINKS = ("tensorboard", "wandb", "trackio")
 DISK_BYTES = 512 << 10
@@ -111,7 +108,7 @@ def run_case(name: str, recipe: Path, out: Path, clean: dict[str, Any]) -> dict[
             "exit": train.returncode,
             "still_trying": stop_sinks(out),
             "identical": fingerprint(out) == clean,
-            "rows": sum(row["kind"] == "train" for row in read_metrics(out)),
+            "rows": len(read_rows(out, "train")),
         }
         (disk / "filler").unlink()
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
@@ -131,17 +128,14 @@ def main() -> int:
         folder = Path(name)
         recipe = write_recipe(folder / "job")
         words = command(recipe, folder / "clean", Layout(1, "none"))
-        subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
+        run_quietly(words, check=True)
         clean = fingerprint(folder / "clean")
         for number, case in enumerate(CASES):
             if options.only in case:
                 results[case] = run_case(case, recipe, folder / f"run-{number}", clean)
                 print(f"{case}: {results[case]}", flush=True)
     n_identical = sum(not result["exit"] and result["identical"] for result in results.values())
-    answer = {"soak": "sinks", "cases": len(results), "identical": n_identical, "ends": results}
-    answer["versions"] = {name: version(name) for name in SINKS}
-    print(json.dumps(answer), flush=True)
-    return int(n_identical < len(results))
+    return report("sinks", n_identical == len(results), identical=n_identical, ends=results)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
 """Run a command under strace, killing it or failing one of its system calls. Linux."""
 
 import os
+import random
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
+from megatoken.errors import MegatokenError
+
+Point = TypeVar("Point")
 CALLS = (
     "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,"
     "?unlink,unlinkat,?rmdir,?mkdir,?mkdirat,ftruncate,?flock,?chmod,?fchmod,?fchmodat,?link,?linkat"
@@ -61,3 +67,23 @@ def list_calls(log: Path) -> Iterator[tuple[str, int, str]]:
         if match:
             counts[match[1]] += 1
             yield match[1], counts[match[1]], line
+
+
+def try_points(
+    points: list[Point], attempt: Callable[[Point], str], *, sample: int, seed: int, jobs: int
+) -> dict[str, Any]:
+    """Try every point, or a random sample; count outcomes and list failed assertions."""
+    total = len(points)
+    if 0 < sample < total:
+        points = random.Random(seed).sample(points, sample)
+    outcomes: Counter[str] = Counter()
+    failures = []
+    with ThreadPoolExecutor(jobs) as pool:
+        tries = [pool.submit(attempt, point) for point in points]
+        for point, result in zip(points, tries, strict=True):
+            try:
+                outcomes[result.result()] += 1
+            except (AssertionError, MegatokenError, subprocess.TimeoutExpired) as error:
+                failures.append(f"{point}: {error}")
+    counts = {"points": total, "tried": len(points), "outcomes": dict(sorted(outcomes.items()))}
+    return {**counts, "failures": failures}

@@ -7,42 +7,41 @@ the sweep and its run at once, in its second and in its fourth trial. Both must 
 trials: values, losses to the last bit, states, folders. Two minutes. Prints one JSON line.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.quickstart_race import prepare_corpus, run
 from megatoken.system.atomic_write import read_object
 from megatoken.system.process import at_parent_death
-from tests.soak.options import parse_options
+from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import kill_group, wait_for
 
 KILLED_IN = (1, 3)  # trials, from 0
 BAD_RATE = "1e-5"
 # Fixed kernels: measured choices could differ between the two.
-FIXED = [
-    "budget.steps=100",
-    "evaluate.every=20steps",
-    "save.every=20steps",
-    "sample.every=0steps",
-    "log.plots=false",
-    "log.every=10steps",
-    "machine.threads=1",
-    "machine.precision=fp32",
-    "machine.micro_batch=2",
-    "machine.attention=flash",
-    "machine.gemm_backend=torch",
-]
+FIXED = (
+    "budget.steps=100 evaluate.every=20steps save.every=20steps sample.every=0steps "
+    "log.plots=false log.every=10steps machine.threads=1 machine.precision=fp32 "
+    "machine.micro_batch=2 machine.attention=flash machine.gemm_backend=torch"
+)
 
 
 def search(out: str) -> list[str]:
     """Return the words of a sweep into `out`."""
-    return ["sweep", "quickstart", "--out", out, "--trials", "8", "optim.lr=log:1e-5..3e-2", *FIXED]
+    return [
+        "sweep",
+        "quickstart",
+        "--out",
+        out,
+        "--trials",
+        "8",
+        "optim.lr=log:1e-5..3e-2",
+        *FIXED.split(),
+    ]
 
 
 def kill_in(folder: Path, out: str, trial: int) -> None:
@@ -72,21 +71,14 @@ def main() -> int:
         for trial in KILLED_IN:
             kill_in(folder, "killed", trial)
         killed = run(folder, *search("killed"))
-        bad = run(folder, "train", "quickstart", "--out", "bad", f"optim.lr={BAD_RATE}", *FIXED)
+        bad = run(
+            folder, "train", "quickstart", "--out", "bad", f"optim.lr={BAD_RATE}", *FIXED.split()
+        )
         logs = [(folder / f"killed/trial-{trial:03d}.log").read_text() for trial in KILLED_IN]
-    answer: dict[str, Any] = {
-        "soak": "sweep",
-        "kills": len(KILLED_IN),
-        "resumed_runs": sum("resum" in log for log in logs),
-        "same_trials": untouched["trials"] == killed["trials"],
-        "bad_loss": bad["val_loss"],
-        "best": killed["best"],
-        "trials": killed["trials"],
-        "stopped_early": sum(trial["state"] == "pruned" for trial in killed["trials"]),
-    }
-    print(json.dumps(answer), flush=True)
-    is_good = answer["same_trials"] and answer["resumed_runs"] == len(KILLED_IN)
-    return int(not (is_good and answer["best"]["loss"] < answer["bad_loss"]))
+    is_same = untouched["trials"] == killed["trials"]
+    resumed = sum("resum" in log for log in logs)
+    is_good = is_same and resumed == len(KILLED_IN) and killed["best"]["loss"] < bad["val_loss"]
+    return report("sweep", is_good, same_trials=is_same, resumed=resumed, trials=killed["trials"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The job that the soaks disturb: 2 layers, width 64, 512 ids, context 64, dropout, fp32, one thread a process.
+"""The job that the soaks disturb.
 
 A step takes some tens of milliseconds, a checkpoint 1.5 MB, a start some seconds.
 """
@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from megatoken.checkpoint.commit import list_steps
 from megatoken.system.process import at_parent_death
 from tests.processes import group_members
+from tests.tiny_run import write_shards
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 64, seq_len: 64, vocab_size: 512, dropout: 0.1}
@@ -58,15 +57,18 @@ class Layout:
 
 def write_recipe(folder: Path) -> Path:
     """Write the recipe and its data into a new folder."""
-    folder.mkdir(parents=True)
     text = b"".join(
         b"%d bottles of beer on the wall, take %d down\n" % (n, n % 7) for n in range(20_000)
     )
-    ids = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-    np.save(folder / "train_0.npy", ids[:-10_000])
-    np.save(folder / "val_0.npy", ids[-10_000:])
+    write_shards(folder, text[:-10_000], text[-10_000:])
     (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", str(folder / "*.npy")))
     return folder / "tiny.yaml"
+
+
+def run_quietly(words: Sequence[str], **options: Any) -> int:
+    """Run a command without its output; return its exit code."""
+    null = subprocess.DEVNULL
+    return subprocess.run(words, stdout=null, stderr=null, **options).returncode
 
 
 def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) -> list[str]:
@@ -79,10 +81,8 @@ def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[st
     follow_parent = at_parent_death(signal.SIGKILL)
 
     def prepare_child() -> None:
-        for number in (
-            signal.SIGHUP,
-            signal.SIGINT,
-        ):  # nohup and a job in the background begin with them ignored
+        # nohup and a job in the background start with them ignored.
+        for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         follow_parent()
 
@@ -102,11 +102,6 @@ def kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not group_members(process.pid), process)
-
-
-def newest_step(out: Path) -> int:
-    """Step of the newest committed checkpoint, unverified; 0 if there is none."""
-    return max(list_steps(out / "checkpoints"), default=0)
 
 
 def drafts(out: Path) -> set[str]:
