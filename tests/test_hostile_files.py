@@ -14,7 +14,6 @@ import pickle
 import random
 import shutil
 import struct
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -154,12 +153,9 @@ def list_payloads(canary: Path) -> dict[str, bytes]:
     touch = f"touch {canary}"
     calls = {
         "system": Call(os.system, touch),
-        "call": Call(subprocess.call, touch, None, None),
-        "exec": Call(builtins.exec, f"open({str(canary)!r}, 'w').close()"),
         "open": Call(builtins.open, str(canary), "w"),
         "touch": Call(Path.touch, canary),
         "torch": Call(torch.load, str(canary.parent / "secret")),
-        "tensor": Call(torch.Tensor, 2**40),
         "bytearray": Call(builtins.bytearray, 2**34),
     }
     payloads = {name: pickle.dumps(call, 2) for name, call in calls.items()}
@@ -171,13 +167,10 @@ def list_payloads(canary: Path) -> dict[str, bytes]:
         "stack global": stack_global + bytes([len(command)]) + command + b"\x85R.",
         "persistent": b"Pcos\nsystem\n.",
         "extension": b"\x80\x02\x82\x01.",
-        "marks": b"\x80\x02" + b"(" * 100_000,
         "deep": b"[" * 100_000,
-        "deep objects": b'{"a":' * 100_000,
         "long number": b"9" * 100_000,
         "infinite": b'{"step": 1e999, "files": {"a": {"bytes": 1e999, "xxh3_128": ""}}}',
         "null": b"null",
-        "list": b"[[], {}]",
         "ansi": b"\x1b[2J\x1b]0;owned\x07",
     }
 
@@ -498,9 +491,9 @@ YAMLS = (
 
 
 @pytest.mark.fault(28, 29)
-@pytest.mark.parametrize("number", range(len(YAMLS)))
-def test_no_recipe_runs_code(tmp_path: Path, place: Path, number: int) -> None:
-    text = YAMLS[number].replace("CANARY", str(tmp_path / "outside" / "canary"))
+@pytest.mark.parametrize("text", YAMLS)
+def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str) -> None:
+    text = text.replace("CANARY", str(tmp_path / "outside" / "canary"))
     path = place / "recipe.yaml"
     for content in (f"model: {text}\n", text + "\n", f"{text}: 1\n", f"include: {text}\n"):
         path.write_bytes(content.encode(errors="surrogatepass"))

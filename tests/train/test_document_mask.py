@@ -7,46 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatoken.checkpoint.commit import find_checkpoint
-from megatoken.config.load import resolve
 from megatoken.config.model_config import ModelConfig
-from megatoken.console import Console
 from megatoken.data.dataloader import Batch, DataLoader, Prefetcher, separate_documents
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
-from megatoken.system.metrics_log import read_metrics
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
-from megatoken.train.train import Trainer
 from tests.eval.test_val_loss import SINGLE
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state, tiny_step_config
+from tests.tiny_run import assert_equal_tensors, read_losses, train
 
 EOT, T = 96, 16  # of the tiny models
-MASK = "data.document_mask=true"
-WORDS = (
-    *(
-        "model.n_layer=2",
-        "model.n_head=2",
-        "model.d_model=32",
-        "model.seq_len=32",
-        "budget.batch_tokens=256",
-    ),
-    *("budget.steps=12", "optim.lr=1e-2", "machine.gemm_backend=torch", "machine.attention=flash"),
-    *("machine.threads=1", "machine.loss_chunk=32", "machine.micro_batch=4", "machine.device=cpu"),
-    *(
-        "machine.precision=fp32",
-        "evaluate.every=5",
-        "evaluate.tokens=400",
-        "sample.every=0",
-        "log.plots=false",
-    ),
-    *("log.every=1", "save.every=4"),
-)
 
 
 def make_windows(n_rows: int = 8) -> np.ndarray:
@@ -145,6 +120,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
+@pytest.fixture(scope="module")
+def settings(shards: Path) -> str:
+    return (
+        f"data.path={shards} model.seq_len=32 budget.batch_tokens=256 machine.loss_chunk=32 "
+        "data.document_mask=true"
+    )
+
+
 def test_batches_are_the_same_for_any_layout(shards: Path) -> None:
     tokens = load_dataset(shards).train
 
@@ -166,67 +149,49 @@ def test_batches_are_the_same_for_any_layout(shards: Path) -> None:
         assert all(torch.equal(starts(1, step), starts(dp_size, step)) for step in (0, 7, 3))
 
 
-def train(shards: Path, out: Path, *words: str, **options: Any) -> ExitCode:
-    config = resolve("quickstart", [f"data.path={shards}", *WORDS, *words])
-    return Trainer(config, out, console=Console(quiet=True), **options).fit().code
-
-
-def curve(out: Path, kind: str = "train") -> list[float]:
-    return [row["loss"] for row in read_metrics(out) if row["kind"] == kind]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    folder, _ = find_checkpoint(out, lambda _: None)
-    return {
-        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
-    }
-
-
 @pytest.fixture(scope="module")
-def masked(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def masked(settings: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("masked") / "run"
-    assert train(shards, out, MASK) == ExitCode.DONE
+    train(out, settings)
     return out
 
 
-def test_a_run_without_the_mask_is_another(shards: Path, masked: Path, tmp_path: Path) -> None:
-    assert train(shards, tmp_path / "off", "data.document_mask=false") == ExitCode.DONE
-    assert train(shards, tmp_path / "default") == ExitCode.DONE
-    assert curve(tmp_path / "off") == curve(tmp_path / "default")
+def test_a_run_without_the_mask_is_another(settings: str, masked: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, settings, "data.document_mask=false")
     for kind in ("train", "val"):
-        assert min(np.abs(np.subtract(curve(masked, kind), curve(tmp_path / "off", kind)))) > 1e-6
-    with pytest.raises(ConfigError, match=r"data.document_mask: false -> true"):
-        train(shards, tmp_path / "off", MASK, "budget.steps=14")
+        assert min(np.abs(np.subtract(read_losses(masked, kind), read_losses(out, kind)))) > 1e-6
+    with pytest.raises(ConfigError):
+        train(out, settings, "budget.steps=14")
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(shards: Path, masked: Path, tmp_path: Path) -> None:
-    stop = [lambda row: row["kind"] == "train" and row["step"] == 7]
-    assert train(shards, tmp_path / "run", MASK, callbacks=stop) == ExitCode.STOPPED
-    assert train(shards, tmp_path / "run", MASK) == ExitCode.DONE
+def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", settings, stop=7)
+    train(tmp_path / "run", settings)
     for kind in ("train", "val"):
-        assert curve(tmp_path / "run", kind) == curve(masked, kind)
-    expected, found = weights(masked), weights(tmp_path / "run")
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+        assert read_losses(tmp_path / "run", kind) == read_losses(masked, kind)
+    assert_equal_tensors(tmp_path / "run", masked)
 
 
 @pytest.mark.parametrize(
     ("sharding", "micro_batch"), [("none", 2), pytest.param("zero3", 4, marks=pytest.mark.slow)]
 )
 def test_two_processes_train_as_one(
-    shards: Path, masked: Path, tmp_path: Path, sharding: str, micro_batch: int
+    settings: str, masked: Path, tmp_path: Path, sharding: str, micro_batch: int
 ) -> None:
-    words = f"machine.micro_batch={micro_batch}", f"machine.sharding={sharding}"
-    assert train(shards, tmp_path / "run", MASK, *words, nproc=2) == ExitCode.DONE
+    """Started by the Trainer itself."""
+    split = f"machine.micro_batch={micro_batch} machine.sharding={sharding}"
+    train(tmp_path / "run", settings, split, nproc=2)
     for kind in ("train", "val"):
-        assert curve(tmp_path / "run", kind) == pytest.approx(curve(masked, kind), rel=1e-5)
+        losses = read_losses(masked, kind)
+        assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "word", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"]
+    "setting", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"]
 )
 def test_the_micro_batch_and_the_kernels_change_nothing(
-    shards: Path, masked: Path, tmp_path: Path, word: str
+    settings: str, masked: Path, tmp_path: Path, setting: str
 ) -> None:
-    assert train(shards, tmp_path / "run", MASK, word) == ExitCode.DONE
-    assert curve(tmp_path / "run") == pytest.approx(curve(masked), rel=1e-5)
+    train(tmp_path / "run", settings, setting)
+    assert read_losses(tmp_path / "run") == pytest.approx(read_losses(masked), rel=1e-5)

@@ -5,7 +5,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from io import FileIO
+import time
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +18,17 @@ from hypothesis import strategies as st
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.system.atomic_write import replace_file
 from megatoken.system.metrics_log import LogPosition, MetricsLogger, read_metrics, read_new_rows
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from megatoken.errors import ExitCode, MegatokenError
-from megatoken.system.metrics_log import MetricsLogger
-try:
-    log = MetricsLogger.open(Path(sys.argv[1]))
-except MegatokenError as error:
-    print(error, flush=True)
-    sys.exit(error.code)
-print("held", flush=True)
-time.sleep(1000)  # until it is killed: who waited for it would wait as long
-"""
+from tests.ranks import FORKS, start_process
 
 
-def start(folder: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def first_line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.communicate()
+def hold(folder: Path, answers: "Queue[str]") -> None:
+    """Lock a folder until this process is killed."""
+    try:
+        with MetricsLogger.open(folder):
+            answers.put(str(os.getpid()))
+            time.sleep(1000)
+    except MegatokenError:
+        answers.put("refused")
 
 
 def rows_of(folder: Path) -> list[tuple[str, int]]:
@@ -158,19 +141,6 @@ def test_missing_log_is_a_data_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(21)
-def test_full_disk_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not Path("/dev/full").is_char_device():
-        pytest.skip("no /dev/full")
-    with MetricsLogger.open(tmp_path) as log:
-        assert log._file is not None
-        log._file.close()
-        log._file = FileIO("/dev/full", "wb")
-        for step in range(7):
-            log.write("train", step, step)
-        assert log.lost_rows == 7
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_partial_write_is_removed(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
@@ -229,26 +199,24 @@ def test_status_is_replaced_atomically(tmp_path: Path) -> None:
 
 @pytest.mark.fault(22)
 def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path) -> None:
-    processes = [start(tmp_path) for _ in range(3)]
+    answers = FORKS.Queue()
+    processes = [start_process(hold, tmp_path, answers) for _ in range(3)]
     try:
-        lines = {process: first_line(process) for process in processes}
-        owners = [process for process, line in lines.items() if line == "held\n"]
-        assert len(owners) == 1
-        with pytest.raises(MegatokenError, match=f"pid {owners[0].pid} on ") as caught:
+        (owner,) = {answers.get(timeout=120) for _ in processes} - {"refused"}
+        with pytest.raises(MegatokenError, match=f"pid {owner} on ") as caught:
             MetricsLogger.open(tmp_path)
         assert caught.value.code == ExitCode.STORAGE
         (tmp_path / ".owner.json").unlink()
         with pytest.raises(MegatokenError):
             MetricsLogger.open(tmp_path)
-        owners[0].kill()
-        owners[0].wait()
-        log = MetricsLogger.open(tmp_path)
-        log.close()
-        log.close()
-        MetricsLogger.open(tmp_path).close()
     finally:
         for process in processes:
-            end(process)
+            process.kill()
+            process.join()
+    log = MetricsLogger.open(tmp_path)
+    log.close()
+    log.close()
+    MetricsLogger.open(tmp_path).close()
 
 
 def test_unusable_folders_are_storage_errors(tmp_path: Path) -> None:

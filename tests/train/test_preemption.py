@@ -67,12 +67,11 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
 
 
 @pytest.mark.fault(12, 16)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
-def test_process_exits_after_a_signal(name: str) -> None:
+def test_process_exits_after_a_signal() -> None:
     process = start()
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
-    assert (out, process.returncode) == (f"{name}\n", 3)
+    assert (out, process.returncode) == ("SIGTERM\n", 3)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
