@@ -38,7 +38,6 @@ from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     Layout,
     Process,
-    command,
     drafts,
     kill_group,
     run_quietly,
@@ -360,37 +359,6 @@ def damage_file(chaos: Chaos) -> None:
         path.unlink()
 
 
-def run_beside(chaos: Chaos, words: list[str], *codes: int) -> str:
-    """Run another command while the job trains; what it printed."""
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if done.returncode not in codes or any(word in done.stdout for word in FORBIDDEN):
-        raise Problem(
-            f"{' '.join(words[2:])}: exit code {done.returncode}, expected {codes}: {done.stdout}"
-        )
-    return done.stdout
-
-
-def second_start(chaos: Chaos) -> None:
-    words = command(chaos.recipe, chaos.out, chaos.layout, chaos.words)
-    printed = run_beside(chaos, words, ExitCode.STORAGE)
-    if "another run is using this folder" not in printed or len(ERROR.findall(printed)) != 1:
-        raise Problem(f"a second start printed {printed!r}")
-
-
-def verify_beside(chaos: Chaos) -> None:
-    codes = {ExitCode.DONE}
-    if any(path.exists() for path in chaos.damaged):
-        codes.add(ExitCode.CHECKPOINT)
-    run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", "verify", str(chaos.out)], *codes)
-
-
-def sample_beside(chaos: Chaos) -> None:
-    words = ["sample", str(chaos.out), "bottles", "--tokens", "4"]
-    run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", *words], ExitCode.DONE)
-
-
 Fault = Callable[[Chaos], None]
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
@@ -406,9 +374,6 @@ FAULTS: dict[str, Fault] = {
     "newest checkpoint deleted": delete_checkpoint,
     "log ends in half a line or junk": half_line,
     "config.yaml or another file damaged or removed": damage_file,
-    "second start in the folder": second_start,
-    "verify beside training": verify_beside,
-    "sample beside training": sample_beside,
     "data missing at a start": missing_data,
 }
 OF_RANKS: dict[str, Fault] = {
