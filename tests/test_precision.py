@@ -12,7 +12,6 @@ import torch
 from megatoken.config.load import load_config
 from megatoken.config.schema import Config
 from megatoken.console import Console
-from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
 from megatoken.system.device import Device
 from megatoken.train.step import forward_backward, train_step
@@ -46,7 +45,7 @@ def test_gradients_are_those_of_fp32(device: Device) -> None:
     gradients = []
     for each in (CPU, device):
         state = tiny_state()
-        loss = forward_backward(state, tiny_step_config(2), each, Batch(*tiny_batch())).item()
+        loss = forward_backward(state, tiny_step_config(2), each, tiny_batch()).item()
         gradients.append(
             torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None])
         )
@@ -60,8 +59,7 @@ def test_gradients_are_those_of_fp32(device: Device) -> None:
 
 def test_a_step_does_not_depend_on_the_micro_batch(device: Device) -> None:
     reports = [
-        train_step(tiny_state(), tiny_step_config(size), device, Batch(*tiny_batch()))
-        for size in (1, 2, 8)
+        train_step(tiny_state(), tiny_step_config(size), device, tiny_batch()) for size in (1, 2, 8)
     ]
     for report in reports[1:]:
         assert report.loss == pytest.approx(reports[0].loss, rel=RELATIVE[device.precision] / 10)

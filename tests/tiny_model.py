@@ -6,6 +6,7 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, OptimConfig, build_config
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
@@ -59,8 +60,12 @@ def tiny_step_config(micro_batch: int = 8, **values: object) -> StepConfig:
     return build_step_config(tiny_config(**values), epoch_tokens=1280, micro_batch=micro_batch)
 
 
-def tiny_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def tiny_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.randint(
         0, TINY_GPT.vocab_size, (8, 17), generator=torch.Generator().manual_seed(seed)
     )
     return rows[:, :-1], rows[:, 1:]
+
+
+def tiny_batch(seed: int = 0) -> Batch:
+    return Batch(*tiny_rows(seed))

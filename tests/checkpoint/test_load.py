@@ -22,7 +22,6 @@ from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.dataloader import Batch
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -39,6 +38,7 @@ from tests.tiny_model import (
     TINY_LLAMA,
     tiny_batch,
     tiny_config,
+    tiny_rows,
     tiny_state,
     tiny_step_config,
 )
@@ -171,7 +171,7 @@ def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
 def trained(steps: int, optimizer: str = "") -> TrainState:
     state = new_state(optimizer)
     for step in range(steps):
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch(step)))
+        train_step(state, tiny_step_config(), CPU, tiny_batch(step))
     return state
 
 
@@ -186,8 +186,7 @@ def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path
     assert manifest.meta["dataset"] == "d"
     for step in range(steps, steps + 3):
         losses = [
-            train_step(s, tiny_step_config(), CPU, Batch(*tiny_batch(step))).loss
-            for s in (state, resumed)
+            train_step(s, tiny_step_config(), CPU, tiny_batch(step)).loss for s in (state, resumed)
         ]
         assert losses[0] == losses[1]
     for name, tensor in state.model.state_dict().items():
@@ -367,7 +366,7 @@ def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path) -> Non
     state = tiny_state(model_config=model_config)
     model = load_checkpoint_model(*save(state, tmp_path))
     assert model.config == model_config
-    inputs, _ = tiny_batch()
+    inputs, _ = tiny_rows()
     assert torch.equal(model(inputs), state.model(inputs))
 
 
@@ -405,8 +404,8 @@ def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
     restore_state(saved, manifest, resumed)
     assert resumed.step == 2
     assert resumed.scaler.get_scale() == 4.0
-    assert train_step(resumed, tiny_step_config(), CPU, Batch(*tiny_batch())).loss == pytest.approx(
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss, rel=1e-6
+    assert train_step(resumed, tiny_step_config(), CPU, tiny_batch()).loss == pytest.approx(
+        train_step(state, tiny_step_config(), CPU, tiny_batch()).loss, rel=1e-6
     )
 
 
@@ -443,7 +442,7 @@ def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     # The scaled loss overflows fp32.
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    report = train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
+    report = train_step(state, tiny_step_config(), CPU, tiny_batch())
     assert report.overflowed
     assert state.step == 1
     assert state.scaler.get_scale() == 2.0**126

@@ -13,7 +13,7 @@ from megatoken.distributed.grad_reduce import GradBucketReducer, fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.train.step import forward_backward
 from tests.ranks import run_ranks
-from tests.tiny_model import CPU, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import CPU, tiny_rows, tiny_state, tiny_step_config
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
@@ -43,7 +43,7 @@ def reduce_gradients(comm: Comm, out: Path, master_weights: bool) -> None:
         return reduce(tensor, *args, **options)
 
     dist.all_reduce = count
-    inputs, targets = (part.chunk(world)[rank] for part in tiny_batch())
+    inputs, targets = (part.chunk(world)[rank] for part in tiny_rows())
     targets = targets.clone()
     if rank:
         targets[:, :5] = -1  # ranks have different numbers of targets
@@ -63,7 +63,7 @@ def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) ->
         single = tiny_state()
         if master_weights:
             single.enable_master_weights(torch.bfloat16)
-        inputs, targets = tiny_batch()
+        inputs, targets = tiny_rows()
         targets = targets.clone()
         targets[4:, :5] = -1
         loss = forward_backward(single, tiny_step_config(1), CPU, Batch(inputs, targets))

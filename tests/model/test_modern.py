@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatoken.config.load import load_config
 from megatoken.config.model_config import ModelConfig
-from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
 from megatoken.model.gpt import GPT, TreeMask, set_attention
@@ -78,9 +77,7 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
     assert [
         name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
     ] == []
-    report = train_step(
-        tiny_state(model_config=config), tiny_step_config(), CPU, Batch(*tiny_batch())
-    )
+    report = train_step(tiny_state(model_config=config), tiny_step_config(), CPU, tiny_batch())
     assert report.loss == pytest.approx(math.log(97), rel=1e-6)
 
 

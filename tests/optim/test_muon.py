@@ -14,7 +14,6 @@ from megatoken.checkpoint.save import save_state
 from megatoken.config.fields import Duration
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
-from megatoken.data.dataloader import Batch
 from megatoken.errors import NumericsError
 from megatoken.optim.costs import STATE_BYTES, count_optimizer_bytes, count_saved_bytes
 from megatoken.optim.muon import COEFFICIENTS, WholeMatrices, list_hidden_matrices, orthogonalize
@@ -189,7 +188,7 @@ def test_clipping_is_that_of_other_optimizers(form: str) -> None:
     seen: list[Tensor] = []
     for step in range(2):
         before = weights_of(state)
-        report = train_step(state, step_config, CPU, Batch(*tiny_batch(step)))
+        report = train_step(state, step_config, CPU, tiny_batch(step))
         assert report.grad_norm > 0.1
         seen.append(
             state.optimizer.state[state.model.get_parameter(name)]["momentum_buffer"].clone()
@@ -206,15 +205,15 @@ def test_a_bad_step_and_all_after_it_leave_weights_and_momentum() -> None:
             with torch.no_grad():
                 kept = state.model.norm.bias[0].clone()  # type: ignore[index]
                 state.model.norm.bias[0] = math.nan  # type: ignore[index]
-        pending.append(train_step_async(state, step_config, CPU, Batch(*tiny_batch(step))))
+        pending.append(train_step_async(state, step_config, CPU, tiny_batch(step)))
         if step == 2:
             with torch.no_grad():
                 state.model.norm.bias[0] = kept  # type: ignore[index]
     for step in range(2):
-        train_step(alone, step_config, CPU, Batch(*tiny_batch(step)))
+        train_step(alone, step_config, CPU, tiny_batch(step))
     assert [report.bad for report in wait_for_steps(state, pending)] == [False, False, True]
     for each in (state, alone):
-        train_step(each, step_config, CPU, Batch(*tiny_batch(7)))
+        train_step(each, step_config, CPU, tiny_batch(7))
     for name, param in alone.model.named_parameters():
         other = state.model.get_parameter(name)
         assert torch.equal(other, param), name
@@ -225,11 +224,11 @@ def test_a_bad_step_and_all_after_it_leave_weights_and_momentum() -> None:
 @pytest.mark.parametrize("form", ["fused", "loop"])
 def test_a_step_without_gradient_leaves_the_weights(form: str) -> None:
     state, step_config = muon_state(form=form), tiny_step_config()
-    train_step(state, step_config, CPU, Batch(*tiny_batch()))
+    train_step(state, step_config, CPU, tiny_batch())
     before = weights_of(state)
     state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)
     with pytest.raises(NumericsError, match="the gradient is 0"):
-        train_step(state, step_config, CPU, Batch(*tiny_batch()))
+        train_step(state, step_config, CPU, tiny_batch())
     assert all(torch.equal(value, before[name]) for name, value in weights_of(state).items())
 
 
@@ -266,7 +265,7 @@ def test_momentum_grows_from_085() -> None:
     ]
     state = muon_state()
     for expected in (0.85, 0.875, 0.9):
-        train_step(state, step_config, CPU, Batch(*tiny_batch()))
+        train_step(state, step_config, CPU, tiny_batch())
         assert state.optimizer.param_groups[-1]["momentum"] == pytest.approx(expected)
     low = tiny_step_config(
         optim__name="muon", optim__momentum=0.5, optim__momentum_warmup=Duration(4)
@@ -298,9 +297,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     step_config = tiny_step_config(optim__lr=3e-3, optim__momentum_warmup=Duration(5))
     whole, first, second = (muon_state(cautious_decay=True) for _ in range(3))
     for step in range(6):
-        train_step(whole, step_config, CPU, Batch(*tiny_batch(step)))
+        train_step(whole, step_config, CPU, tiny_batch(step))
     for step in range(3):
-        train_step(first, step_config, CPU, Batch(*tiny_batch(step)))
+        train_step(first, step_config, CPU, tiny_batch(step))
     (tmp_path / "config.yaml").touch()
     (tmp_path / "tokenizer").mkdir()
     folder = save_state(
@@ -312,6 +311,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     }  # its numbers are in the config
     restore_state(folder, verify(folder), second)
     for step in range(3, 6):
-        train_step(second, step_config, CPU, Batch(*tiny_batch(step)))
+        train_step(second, step_config, CPU, tiny_batch(step))
     for name, weight in weights_of(whole).items():
         assert torch.equal(second.model.get_parameter(name), weight), name

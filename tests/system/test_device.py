@@ -26,7 +26,15 @@ from megatoken.system.device import (
 )
 from megatoken.train.compilation import compile_forward
 from megatoken.train.step import forward_backward, train_step
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import (
+    CPU,
+    TINY_GPT,
+    TINY_LLAMA,
+    tiny_batch,
+    tiny_rows,
+    tiny_state,
+    tiny_step_config,
+)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def test_compiled_steps_equal_eager_ones(
     assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
     assert (compiled.forward is compiled.model) == (kind == "blocks")
     for step in range(5):
-        batch = tiny_batch(step)
+        batch = tiny_rows(step)
         losses = [
             train_step(state, tiny_step_config(), CPU, Batch(*batch)).loss
             for state in (plain, compiled)
@@ -186,14 +194,13 @@ def test_compile_applies_to_the_low_precision_copy(
     for state in (plain, compiled):
         state.enable_master_weights(torch.bfloat16)
     assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
-    forward_backward(compiled, tiny_step_config(), CPU, Batch(*tiny_batch()))
+    forward_backward(compiled, tiny_step_config(), CPU, tiny_batch())
     assert all(
         p.grad is None for p in compiled.compute_model.parameters()
     )  # collected, hence made there
     compiled.optimizer.zero_grad()
     losses = [
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss
-        for state in (plain, compiled)
+        train_step(state, tiny_step_config(), CPU, tiny_batch()).loss for state in (plain, compiled)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 

@@ -9,7 +9,6 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
-from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.native.library import find_library
@@ -17,7 +16,14 @@ from megatoken.system import device
 from megatoken.system.device import Device, misses_triton
 from megatoken.system.measurement_cache import read_measurements
 from megatoken.train import kernel_autotune as autotune_module
-from megatoken.train.kernel_autotune import CACHE_FILE, autotune, list_options, pick
+from megatoken.train.kernel_autotune import (
+    CACHE_FILE,
+    KernelChoice,
+    apply_choice,
+    autotune,
+    list_options,
+    pick,
+)
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 
@@ -29,6 +35,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of the test's own, and no native kernels unless it brings them."""
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
     monkeypatch.setattr(autotune_module, "find_library", lambda: None)
+
+
+def tune(micro_batch: int, model_config: ModelConfig = TINY_GPT) -> KernelChoice:
+    return autotune(model_config, MachineConfig(), CPU, micro_batch=micro_batch, dropout=0.0)
 
 
 def test_pick_needs_a_clear_margin() -> None:
@@ -65,7 +75,7 @@ def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
 def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConfig) -> None:
     losses, hidden = {}, {}
     for block in ("torch", "torch+native"):
-        state, batch = tiny_state(model_config=family), Batch(*tiny_batch())
+        state, batch = tiny_state(model_config=family), tiny_batch()
         set_block_kernels(state.model, block)
         hidden[block] = state.model(batch.inputs_BT).detach()
         losses[block] = [train_step(state, tiny_step_config(2), CPU, batch).loss for _ in range(3)]
@@ -121,14 +131,11 @@ def test_trials_shrink_until_they_fit_in_memory(
         return {"attention": {"flash": 2.0, "blocked": 1.0}}
 
     monkeypatch.setattr(autotune_module, "_time_options", time_options)
-    assert (
-        autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=9, dropout=0.0).kernels.attention
-        == "blocked"
-    )
+    assert tune(9).kernels.attention == "blocked"
     assert sizes == [9, 4, 2]
     largest = 0
     with pytest.raises(type(error), match="no room"):
-        autotune(TINY_LLAMA, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+        tune(2, TINY_LLAMA)
 
 
 def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,24 +143,21 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such backend")
 
     monkeypatch.setitem(ATTENTION, "blocked", fail)
-    first = autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    first = tune(2)
     assert set(first.seconds["attention"]) == {"flash"}
     assert first.kernels.attention == "flash"
     kept = read_measurements(CACHE_FILE)
-    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
+    assert tune(2) == first
     assert read_measurements(CACHE_FILE) == kept
 
 
 def test_cached_timings_decide(tmp_path: Path) -> None:
-    autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    tune(2)
     kept = json.loads((tmp_path / CACHE_FILE).read_text())
     for seconds in kept.values():
         seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
     (tmp_path / CACHE_FILE).write_text(json.dumps(kept))
-    assert (
-        autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention
-        == "blocked"
-    )
+    assert tune(2).kernels.attention == "blocked"
 
 
 def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
@@ -161,14 +165,12 @@ def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
     losses = {}
     for kernels in (Kernels(attention="explicit"), Kernels(attention="blocked"), Kernels()):
         state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
-        autotune_module.apply_choice(
-            state, autotune_module.KernelChoice(kernels=kernels, master_weights=False), CPU
-        )
+        apply_choice(state, KernelChoice(kernels=kernels, master_weights=False), CPU)
         step_config = tiny_step_config(
             8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5
         )
         losses[str(kernels)] = [
-            train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(20)
+            train_step(state, step_config, CPU, tiny_batch()).loss for _ in range(20)
         ]
     reference, *others = losses.values()
     assert reference[-1] < reference[0]
@@ -179,14 +181,12 @@ def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> None:
     states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
-    autotune_module.apply_choice(
-        states[1], autotune_module.KernelChoice(kernels=Kernels(), master_weights=True), BF16
-    )
+    apply_choice(states[1], KernelChoice(kernels=Kernels(), master_weights=True), BF16)
     assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
     step_config = tiny_step_config(2)
     for _ in range(20):
-        plain = train_step(states[0], step_config, CPU, Batch(*tiny_batch()))
-        low = train_step(states[1], step_config, BF16, Batch(*tiny_batch()))
+        plain = train_step(states[0], step_config, CPU, tiny_batch())
+        low = train_step(states[1], step_config, BF16, tiny_batch())
         assert low.loss == pytest.approx(plain.loss, rel=5e-3)
         assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
     for master, worker in zip(
@@ -202,7 +202,7 @@ def test_master_weights_accumulate_gradients_in_fp32() -> None:
     for micro_batch in (8, 1):
         state = tiny_state()
         state.enable_master_weights(torch.bfloat16)
-        forward_backward(state, tiny_step_config(micro_batch), BF16, Batch(*tiny_batch()))
+        forward_backward(state, tiny_step_config(micro_batch), BF16, tiny_batch())
         gradients.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
     for whole, split in zip(*gradients, strict=True):
         assert split.dtype == torch.float32

@@ -186,7 +186,6 @@ def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:
     measured, plain = tiny_state(), tiny_state()
     assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
     steps = [
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
-        for state in (measured, plain)
+        train_step(state, tiny_step_config(), CPU, tiny_batch()) for state in (measured, plain)
     ]
     assert steps[0] == steps[1]

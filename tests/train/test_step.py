@@ -32,6 +32,7 @@ from tests.tiny_model import (
     TINY_LLAMA,
     tiny_batch,
     tiny_config,
+    tiny_rows,
     tiny_state,
     tiny_step_config,
 )
@@ -42,7 +43,7 @@ def gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     state = tiny_state(dropout=dropout)
     step_config = tiny_step_config(micro_batch, machine__loss_chunk=chunk)
-    loss = forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
+    loss = forward_backward(state, step_config, CPU, tiny_batch())
     return loss.item(), {
         name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None
     }
@@ -86,7 +87,7 @@ def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(determinist
 
 
 def test_ignored_targets_in_any_micro_batch() -> None:
-    inputs, targets = tiny_batch()
+    inputs, targets = tiny_rows()
     targets = targets.clone()
     targets[0] = -1  # one micro-batch holds none that count: a mean of means would be wrong here
     batch = Batch(inputs, targets)
@@ -100,7 +101,7 @@ def test_step_equals_plain_torch() -> None:
     state = tiny_state()
     twin = copy.deepcopy(state.model)
     step_config = tiny_step_config(2, optim__grad_clip=0.5)
-    inputs, targets = tiny_batch()
+    inputs, targets = tiny_rows()
     report = train_step(state, step_config, CPU, Batch(inputs, targets))
     optimizer = build_optimizer(twin, OptimConfig(lr=step_config.schedule.lr(0)))
     logits = twin.logits(inputs)
@@ -122,7 +123,7 @@ def test_nonfinite_loss_leaves_the_weights() -> None:
         state.model.norm.bias[0] = float("inf")
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
     with pytest.raises(MegatokenError, match="step 1") as error:
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
+        train_step(state, tiny_step_config(), CPU, tiny_batch())
     assert error.value.code == ExitCode.NUMERICS
     assert state.step == 0
     assert all(
@@ -138,9 +139,7 @@ def test_adamw_implementations_agree(form: str, clip: float) -> None:
         state = tiny_state(form=name)
         assert state.skips_bad_on_device == (name == "fused")
         for step in range(4):
-            train_step(
-                state, tiny_step_config(optim__grad_clip=clip), CPU, Batch(*tiny_batch(step))
-            )
+            train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, tiny_batch(step))
         weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
 
@@ -154,12 +153,12 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
             with torch.no_grad():
                 kept = state.model.norm.bias[0].clone()
                 state.model.norm.bias[0] = float("nan")
-        pending.append(train_step_async(state, step_config, CPU, Batch(*tiny_batch(step))))
+        pending.append(train_step_async(state, step_config, CPU, tiny_batch(step)))
         if step == 2:
             with torch.no_grad():
                 state.model.norm.bias[0] = kept
     for step in range(2):
-        train_step(alone, step_config, CPU, Batch(*tiny_batch(step)))
+        train_step(alone, step_config, CPU, tiny_batch(step))
     assert [report.step for report in wait_for_steps(state, pending[:2])] == [1, 2]
     assert state.step == 5
     metrics = wait_for_steps(state, pending)
@@ -167,7 +166,7 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
     assert math.isnan(metrics[-1].loss)
     assert state.step == 2
     for each in (state, alone):
-        train_step(each, step_config, CPU, Batch(*tiny_batch(7)))  # the next one counts again
+        train_step(each, step_config, CPU, tiny_batch(7))  # the next one counts again
     for name, parameter in alone.model.named_parameters():
         assert torch.equal(state.model.get_parameter(name), parameter), name
     moments = [s.optimizer.state[s.model.positions.weight] for s in (state, alone)]
@@ -180,13 +179,13 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
 @pytest.mark.parametrize("form", ["fused", "loop"])
 def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) -> None:
     state, step_config = tiny_state(form=form), tiny_step_config()
-    train_step(state, step_config, CPU, Batch(*tiny_batch()))
+    train_step(state, step_config, CPU, tiny_batch())
     weights = copy.deepcopy(state.model.state_dict())
     state.forward = lambda ids: torch.zeros(
         *ids.shape, TINY_GPT.d_model
     )  # reaches no weight but the output layer's
     with pytest.raises(NumericsError, match=r"gradient is 0 — step 2"):
-        train_step(state, step_config, CPU, Batch(*tiny_batch()))
+        train_step(state, step_config, CPU, tiny_batch())
     assert state.step == 1
     assert all(
         torch.equal(value, weights[name]) for name, value in state.model.state_dict().items()
@@ -205,12 +204,12 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
 
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
     state.cuda_graphs = True
-    forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
+    forward_backward(state, step_config, CPU, tiny_batch())
     _, expected = gradients(8)
     for name, param in state.model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name], rtol=1e-5, atol=1e-7)
     state.optimizer.zero_grad()
-    forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
+    forward_backward(state, step_config, CPU, tiny_batch())
     assert marks == [[], []]  # once a step, when no gradient is left
 
 
@@ -229,7 +228,7 @@ def kept_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    inputs, targets = tiny_batch()
+    inputs, targets = tiny_rows()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = state.forward(inputs)
     total, count = cross_entropy(
@@ -262,7 +261,7 @@ def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
     for what in ("none", recompute):
         state = tiny_state(dropout=0.3)
         set_activation_checkpointing(state.model, what)
-        forward_backward(state, tiny_step_config(4), CPU, Batch(*tiny_batch()))
+        forward_backward(state, tiny_step_config(4), CPU, tiny_batch())
         gradients.append([p.grad for p in state.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
@@ -270,7 +269,7 @@ def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
 def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -> None:
     """Six sequences at once, and as two processes' shares in micro-batches."""
-    inputs, targets = (rows[:6] for rows in tiny_batch())
+    inputs, targets = (rows[:6] for rows in tiny_rows())
     whole, shared = tiny_state(dropout=0.3), tiny_state(dropout=0.3)
     whole_loss = forward_backward(whole, tiny_step_config(6), CPU, Batch(inputs, targets))
     n_ranks = 1 if micro_batch == 6 else 2
@@ -294,7 +293,7 @@ def test_every_step_and_seed_drops_other_values() -> None:
         state = tiny_state(dropout=dropout)
         state.step = step
         losses.append(
-            float(forward_backward(state, tiny_step_config(seed=seed), CPU, Batch(*tiny_batch())))
+            float(forward_backward(state, tiny_step_config(seed=seed), CPU, tiny_batch()))
         )
     assert losses[0] == losses[1]
     assert len(set(losses)) == 4
@@ -303,14 +302,14 @@ def test_every_step_and_seed_drops_other_values() -> None:
 def test_padding_rows_stay_zero() -> None:
     state = tiny_state()
     for seed in range(3):
-        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch(seed)))
+        train_step(state, tiny_step_config(), CPU, tiny_batch(seed))
     assert torch.count_nonzero(state.model.lm_head_weight[TINY_GPT.vocab_size :]) == 0
 
 
 def test_overfits_one_batch() -> None:
     state = tiny_state(optim=OptimConfig(lr=1e-2))
     step_config = tiny_step_config(optim__lr=1e-2, optim__schedule="constant")
-    losses = [train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(40)]
+    losses = [train_step(state, step_config, CPU, tiny_batch()).loss for _ in range(40)]
     assert losses[0] == pytest.approx(4.57, abs=0.1)  # ln 97
     assert losses[-1] < 1.5
 
@@ -338,7 +337,7 @@ class HalfObjective:
 
 
 def test_rows_of_one_sequence_need_no_mask() -> None:
-    inputs, targets = tiny_batch()
+    inputs, targets = tiny_rows()
     starts = torch.zeros_like(inputs)
     starts[0, 8:] = 8
     first, second = HalfBatch(inputs, targets, starts, half=torch.arange(8)).split(4)
@@ -348,7 +347,7 @@ def test_rows_of_one_sequence_need_no_mask() -> None:
 
 def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
     """Here: the cross-entropy of half of the rows, with another number logged beside it."""
-    inputs, targets = tiny_batch()
+    inputs, targets = tiny_rows()
     half = torch.arange(8) % 2 == 0
 
     state = tiny_state()
