@@ -22,6 +22,8 @@ from tests.processes import children, read_variable
 from tests.ranks import train_on_ranks
 from tests.tiny_run import TINY, newest_step, read_column, read_losses, read_rows, train
 
+RATE = "optim.lr=1e-3"  # AdamW amplifies rounding at higher ones
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +50,7 @@ def run(shards: Path, out: Path, nproc: int, *settings: str) -> subprocess.Compl
 @pytest.fixture(scope="module")
 def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
-    train(out, f"data.path={shards} machine.micro_batch=12")
+    train(out, f"data.path={shards} machine.micro_batch=12", RATE)
     return out
 
 
@@ -57,11 +59,11 @@ def test_the_curve_of_three_processes_is_that_of_one(
     shards: Path, alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    done = run(shards, out, 3, "--json")
+    done = run(shards, out, 3, RATE, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 12  # only rank 0 prints
     for kind in ("train", "val"):
-        assert read_losses(out, kind) == pytest.approx(read_losses(alone, kind), rel=1e-5)
+        assert read_losses(out, kind) == pytest.approx(read_losses(alone, kind), rel=1e-6)
     counts = [read_column(folder, "target_tokens", "val") for folder in (alone, out)]
     assert counts[0] == counts[1]
     facts = json.loads((out / "provenance.json").read_text())
@@ -70,7 +72,7 @@ def test_the_curve_of_three_processes_is_that_of_one(
 
 def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = f"data.path={shards} sample.every=4 sample.tokens=3"
+    settings = f"data.path={shards} {RATE} sample.every=4 sample.tokens=3"
     for nproc, layout, step in (
         (3, "machine.micro_batch=2 machine.sharding=zero3", 5),
         (2, "machine.micro_batch=3 machine.tensor_parallel=2", 9),
@@ -78,7 +80,7 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
         train_on_ranks(nproc, out, settings, layout, stop=step)
         assert newest_step(out) == step
     assert train(out, settings, "machine.micro_batch=12").code == ExitCode.DONE
-    assert read_losses(out) == pytest.approx(read_losses(alone), rel=1e-5)
+    assert read_losses(out) == pytest.approx(read_losses(alone), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -95,8 +97,8 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     shutil.copytree(two, one)
     assert train(one, settings).code == ExitCode.DONE
     train_on_ranks(2, two, settings)
-    assert read_losses(two) == pytest.approx(read_losses(one), rel=1e-5)
-    assert read_losses(two)[0] < read_losses(alone)[0] - 1
+    assert read_losses(two) == pytest.approx(read_losses(one), rel=1e-6)
+    assert read_losses(two)[0] < read_losses(alone)[0] - 0.1
 
 
 ENDLESS = "machine.micro_batch=2 budget.steps=100000 machine.sharding=zero1"
