@@ -306,8 +306,6 @@ def test_python_function_returns_what_the_command_prints(
     }
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         evaluate(loaded.model, loaded.tokenizer)
-    with pytest.raises(ConfigError):
-        evaluate(loaded.model, loaded.tokenizer, data=data / "shards", split="test")
 
 
 def test_text_without_a_known_character_is_no_nan(
@@ -410,10 +408,7 @@ def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine line"}\n{"text": 3}\n')
     for arguments, message in (
         (["evaluate.tasks=lambda"], r"unknown task 'lambda' — tasks — did you mean lambada\?"),
-        (
-            ["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"],
-            r"bad\.jsonl:2 — correct",
-        ),
+        (["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"], r"bad\.jsonl:2"),
     ):
         with pytest.raises(MegatokenError, match=message):
             Trainer(

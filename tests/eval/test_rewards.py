@@ -1,4 +1,4 @@
-"""What each rule pays, what it does not pay for, and users' own code that fails."""
+"""Rewards by rule, and user rewards that fail."""
 
 import threading
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.errors import ConfigError
-from megatoken.eval.rewards import REWARDS, load_reward, score_answers
+from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,7 @@ from megatoken.eval.rewards import REWARDS, load_reward, score_answers
         ("number", "17-42", "42", 1.0),
         ("number", "17 - -42", "-42", 1.0),
         ("number", "the minus sign: -42", "42", 0.0),
-        (
-            "number",
-            "42, 43",
-            "42",
-            0.0,
-        ),  # the last one counts, so a list of all numbers is not paid
+        ("number", "42, 43", "42", 0.0),
         ("number", "4,2", "42", 0.0),
         ("number", "1.50", "1.5", 1.0),
         ("number", "no number", "42", 0.0),
@@ -38,11 +33,13 @@ from megatoken.eval.rewards import REWARDS, load_reward, score_answers
         ("gsm8k", "", "42", 0.0),
     ],
 )
-def test_what_a_rule_pays(name: str, answer: str, right: str, reward: float):
+def test_rule(name: str, answer: str, right: str, reward: float):
     assert REWARDS[name]("", answer, right) == reward
 
 
-def test_own_code_is_found_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_reward_is_imported_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "my_reward_of_length.py").write_text(
         "def reward(prompt, answer, right):\n    return len(answer)\n"
     )
@@ -51,43 +48,24 @@ def test_own_code_is_found_by_module_and_function(tmp_path: Path, monkeypatch: p
     assert score_answers(reward, "mine", [("p", "abc", ""), ("p", "", "")]) == [3.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("exact", "'exact' names no function"),
-        ("no_such_module:reward", "cannot be imported: ModuleNotFoundError"),
-        ("math:no_such_function", "cannot be imported: AttributeError"),
-        ("math:pi", "is no function"),
-    ],
-)
-def test_a_name_without_a_function(name: str, text: str):
-    with pytest.raises(ConfigError, match=text):
+@pytest.mark.parametrize("name", ["no_such_name", "no_such_module:reward", "math:no_such_function"])
+def test_missing_reward(name: str):
+    with pytest.raises(ConfigError):
         load_reward(name)
 
 
-def test_a_reward_that_fails_names_its_answer():
-    def divide(prompt: str, answer: str, right: str) -> float:
-        return 1 / len(answer)
-
-    with pytest.raises(
-        ConfigError, match=r"reward m:f raised ZeroDivisionError: .*prompt 'p', answer ''.*return 0"
-    ):
-        score_answers(divide, "m:f", [("p", "a", ""), ("p", "", "")])
+@pytest.mark.parametrize(
+    "reward", [lambda *row: 1 / len(row[1]), lambda *row: float("nan"), lambda *row: None]
+)
+def test_failing_reward_names_its_row(reward: Reward):
+    with pytest.raises(ConfigError, match=r"m:f.*'question'"):
+        score_answers(reward, "m:f", [("question", "", "")])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "one"])
-def test_a_reward_is_a_finite_number(value: object):
-    with pytest.raises(ConfigError, match=r"reward m:f is .*return a finite number"):
-        score_answers(lambda *row: value, "m:f", [("p", "a" * 50, "")])
-
-
-def test_a_reward_that_hangs():
+def test_hanging_reward():
     released = threading.Event()
     try:
-        with pytest.raises(
-            ConfigError,
-            match=r"reward m:f has not returned within 0.05 s — prompt 'p', answer 'slow'",
-        ):
+        with pytest.raises(ConfigError, match=r"m:f.*'slow'"):
             score_answers(
                 lambda *row: released.wait(), "m:f", [("p", "slow", "")], limit_seconds=0.05
             )

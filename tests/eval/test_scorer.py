@@ -1,4 +1,4 @@
-"""Prefix trees and their scores: each shared prefix is computed once, and the scores are those of single sequences."""
+"""Prefix trees hold each shared prefix once, and score as single sequences do."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,38 +51,12 @@ def score(model: GPT, examples: list[Example], comm: Comm = SINGLE) -> list[list
     return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, comm)]
 
 
-def test_tree_holds_a_shared_prefix_once_and_no_last_id() -> None:
-    tree = make_tree(([5, 6, 7, 1, 2], 2), ([5, 6, 7, 1, 3, 4], 3), ([5, 6, 7, 9], 1))
-    assert tree.ids.tolist() == [5, 6, 7, 1, 3]
-    assert tree.positions.tolist() == [0, 1, 2, 3, 4]
-    assert tree.ends.tolist() == [5, 5, 5, 5, 5]
-    assert tree.n_targets.tolist() == [2, 3, 1]
-    assert list(zip(tree.before.tolist(), tree.targets.tolist(), strict=True)) == [
-        (2, 1), (3, 2),
-        (2, 1), (3, 3), (4, 4),
-        (2, 9),
-    ]  # fmt: skip
-
-
-def test_branches_do_not_attend_to_each_other() -> None:
-    tree = make_tree(([5, 8, 9, 0], 2), ([5, 6, 7, 0], 2))
-    assert tree.ids.tolist() == [5, 6, 7, 8, 9]
-    assert tree.positions.tolist() == [0, 1, 2, 1, 2]
-    assert tree.ends.tolist() == [5, 3, 3, 5, 5]
-    ids, mask = stack_trees([tree, make_tree(([1, 2], 1))], CPU.torch_device)
+def test_padding_attends_to_itself_only() -> None:
+    trees = [make_tree(([5, 8, 9, 0], 2), ([5, 6, 7, 0], 2)), make_tree(([1, 2], 1))]
+    ids, mask = stack_trees(trees, CPU.torch_device)
     assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
     assert mask.positions_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
-    rows = mask.attn_mask_BTT.int().tolist()
-    assert rows[0] == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 0, 0, 1, 1],
-    ]
-    assert (
-        rows[1] == torch.eye(5).int().tolist()
-    )  # padding attends to itself: no row of the mask is empty
+    assert mask.attn_mask_BTT[1].int().tolist() == torch.eye(5).tolist()
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,7 +69,7 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) 
     tree = make_tree(*zip(sequences, counts, strict=True))
     mask = stack_trees([tree], CPU.torch_device)[1].attn_mask_BTT[0].numpy()
     splits = np.cumsum(counts)[:-1]
-    nodes, targets = np.split(tree.before, splits), np.split(tree.targets, splits)
+    nodes, targets = np.split(tree.parents, splits), np.split(tree.targets, splits)
     for i, ids in enumerate(sequences):
         assert targets[i].tolist() == ids[-counts[i] :]
         for back, node in zip(range(counts[i], 0, -1), nodes[i], strict=True):
@@ -129,7 +103,7 @@ def test_equal_sequences_have_bit_equal_scores() -> None:
 
 
 class RankOfMany(Comm):
-    """One of several ranks, whose sums are left for the test to add."""
+    """One of several ranks. The test adds their sums."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(DistEnv())
@@ -184,23 +158,18 @@ def test_dropout_is_off_and_training_mode_is_restored() -> None:
 
 def test_padding_ids_have_no_probability() -> None:
     model = make_model()
-    before = score(model, EXAMPLES)
+    expected = score(model, EXAMPLES)
     with torch.no_grad():
         model.tokens.weight[257:] = 100.0
-    assert score(model, EXAMPLES) == before
+    assert score(model, EXAMPLES) == expected
 
 
-def test_greedy_is_true_if_every_target_is_the_argmax() -> None:
+def test_greedy_and_sequences_without_targets() -> None:
     model = make_model().eval()
     ids = [*b"the word "]
     with torch.no_grad():
         argmax = int(model.logits(torch.tensor([ids]))[0, -1].argmax())
-    tree = make_tree(([*ids, argmax], 1), ([*ids, argmax ^ 1], 1), ([*ids[:-1], 0, argmax], 2))
-    (scores,) = score_trees(model, [tree], CPU, SINGLE)
-    assert scores.greedy.tolist() == [True, False, False]
-
-
-def test_sequence_without_targets_scores_zero() -> None:
-    (scores,) = score_trees(make_model(), [make_tree(([1, 2], 1), ([1, 3], 0))], CPU, SINGLE)
-    assert scores.log_p[1] == 0.0
-    assert scores.greedy[1]
+    choices = ([*ids, argmax], 1), ([*ids, argmax ^ 1], 1), ([*ids[:-1], 0, argmax], 2), (ids, 0)
+    (scores,) = score_trees(model, [make_tree(*choices)], CPU, SINGLE)
+    assert scores.greedy.tolist() == [True, False, False, True]
+    assert scores.log_p[3] == 0.0

@@ -1,4 +1,4 @@
-"""Tasks: prompts equal to lm-evaluation-harness 0.4.13's (benchmarks/harness_race.py compares), files of examples."""
+"""Prompts equal lm-evaluation-harness 0.4.13's (benchmarks/harness_race.py), files of examples."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ConfigError, DataError
 from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -128,62 +128,35 @@ def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
     example = TASKS["hellaswag"].parse(row)
     assert example.prompts[0] == ("Roof: A man sits.", " a")
     assert example.raw_prompts[1] == ("A man sits.", " b")
-    halves = {
-        "activity_label": "Roof",
-        "ctx_a": "A man sits.",
-        "ctx_b": "",
-        "endings": ["a", "b"],
-        "label": 1,
-    }
-    assert TASKS["hellaswag"].parse(halves).prompts[0] == ("Roof: A man sits.", " a")
-    assert TASKS["hellaswag"].parse(halves).raw_prompts[0][0] == "A man sits."
 
 
 @pytest.mark.parametrize(
-    ("task", "change", "message"),
+    ("task", "change"),
     [
-        ("hellaswag", {"endings": "one"}, "choices are 'one', not at least two strings"),
-        ("hellaswag", {"endings": ["one"]}, "not at least two strings"),
-        (
-            "hellaswag",
-            {"endings": ["one", " "]},
-            "choices are .'one', ' '., not at least two strings",
-        ),
-        ("hellaswag", {"label": "4"}, "'label' is '4', not one of 0 to 3"),
-        ("hellaswag", {"label": ""}, "invalid literal for int"),
-        ("hellaswag", {"ctx_b": None}, "'ctx_b' is None, not a string"),
-        ("arc_easy", {"answerKey": "D"}, "'D' is not in list"),
-        ("arc_easy", {"choices": ["a", "b"]}, "list indices must be integers"),
-        ("piqa", {"label": -1}, "'label' is -1"),
-        ("piqa", {"sol1": ""}, r"choices are \['', .*\], not at least two strings"),
-        ("winogrande", {"sentence": "no gap"}, "'sentence' has no gap"),
-        ("winogrande", {"sentence": "a gap _ "}, "'sentence' has no gap '_' with text behind it"),
-        ("winogrande", {"answer": "3"}, "'3' is not in list"),
-        ("lambada", {"text": 5}, "'text' is 5, not a string"),
-        ("lambada", {"text": "ends in space "}, "does not end with a word"),
+        ("hellaswag", {"label": "4"}),
+        ("hellaswag", {"label": ""}),
+        ("arc_easy", {"answerKey": "D"}),
+        ("piqa", {"label": -1}),
+        ("winogrande", {"sentence": "no gap"}),
+        ("winogrande", {"answer": "3"}),
+        ("lambada", {"text": "word"}),
     ],
 )
-def test_malformed_row(task: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_malformed_row(task: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
         TASKS[task].parse(ROWS[task] | change)
 
 
 def test_find_tasks() -> None:
     assert [task.name for task in find_tasks("piqa, hellaswag")] == ["piqa", "hellaswag"]
     assert find_tasks(["piqa", "hellaswag"]) == find_tasks("piqa,hellaswag,piqa")
-    with pytest.raises(
-        MegatokenError, match=r"unknown task 'helaswag' — tasks — did you mean hellaswag\?"
-    ) as error:
-        find_tasks("piqa,helaswag")
-    assert error.value.code == ExitCode.CONFIG
-    with pytest.raises(MegatokenError, match="choose among hellaswag, arc_easy"):
-        find_tasks("xyz")
-    with pytest.raises(MegatokenError, match="unknown task ''"):
-        find_tasks(" ,")
+    for names in ("piqa,helaswag", "xyz", " ,"):
+        with pytest.raises(ConfigError):
+            find_tasks(names)
 
 
 PIQA_ROWS = [{"goal": f"goal {n}", "sol1": "a", "sol2": "b", "label": n % 2} for n in range(5)]
-PIQA, BOTH = find_tasks("piqa"), find_tasks("piqa,lambada")
+PIQA = find_tasks("piqa")
 
 
 def write_rows(folder: Path, name: str) -> Path:
@@ -196,7 +169,7 @@ def write_rows(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_every_file_format_gives_the_same_examples(tmp_path: Path, suffix: str) -> None:
+def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str) -> None:
     path = write_rows(tmp_path, f"piqa{suffix}")
     examples = read_examples(PIQA, path)["piqa"]
     assert [example.prompts[0][0] for example in examples] == [
@@ -208,76 +181,34 @@ def test_every_file_format_gives_the_same_examples(tmp_path: Path, suffix: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "where"),
     [
-        (
-            "a.jsonl",
-            '{"goal": "x"}\n',
-            r"malformed example of piqa: KeyError: 'sol1' .*a\.jsonl:1 — correct or remove it",
-        ),
-        (
-            "a.jsonl",
-            json.dumps(PIQA_ROWS[0]) + "\n\n{oops\n",
-            r"malformed example of piqa: JSONDecodeError: .*a\.jsonl:3 — correct or remove it",
-        ),
-        (
-            "a.jsonl",
-            json.dumps(PIQA_ROWS[0]) + "\n[1]\n",
-            r"malformed example of piqa: TypeError.* — .*a\.jsonl:2",
-        ),
-        ("a.jsonl", "", "no examples of piqa — .*a.jsonl"),
-        (
-            "a.jsonl",
-            '{"goal": "half \\ud800", "sol1": "a", "sol2": "b", "label": 0}\n',
-            r"surrogates.*a\.jsonl:1",
-        ),
-        ("a.parquet", "PAR1", r"cannot read: .*a\.parquet"),
-        ("a.csv", "goal,sol1", r"malformed example of piqa: JSONDecodeError: .*a\.csv:1"),
+        ("a.jsonl", '{"goal": "x"}\n', "a.jsonl:1"),
+        ("a.jsonl", json.dumps(PIQA_ROWS[0]) + "\n\n{oops\n", "a.jsonl:3"),
+        ("a.jsonl", json.dumps(PIQA_ROWS[0]) + "\n[1]\n", "a.jsonl:2"),
+        ("a.jsonl", "", "a.jsonl"),
+        ("a.parquet", "PAR1", "a.parquet"),
+        ("a.csv", "goal,sol1", "a.csv:1"),
     ],
 )
-def test_malformed_file_is_a_one_line_error(
-    tmp_path: Path, name: str, content: str, message: str
-) -> None:
+def test_malformed_file(tmp_path: Path, name: str, content: str, where: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(MegatokenError, match=message) as error:
+    with pytest.raises(DataError, match=where):
         read_examples(PIQA, tmp_path / name)
-    assert error.value.code == ExitCode.DATA
-    assert "\n" not in str(error.value)
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError, match=r"no such file — .*nowhere"):
-        read_examples(PIQA, tmp_path / "nowhere.jsonl")
-    with pytest.raises(MegatokenError, match=r"no such file — .*/piqa\.jsonl"):
-        read_examples(PIQA, tmp_path)
+    for path in (tmp_path / "nowhere.jsonl", tmp_path):
+        with pytest.raises(DataError):
+            read_examples(PIQA, path)
 
 
 def test_one_file_cannot_be_two_tasks(tmp_path: Path) -> None:
-    with pytest.raises(
-        MegatokenError,
-        match=r"one file cannot be 2 tasks.*give a folder with piqa\.jsonl, lambada\.jsonl",
-    ):
-        read_examples(BOTH, write_rows(tmp_path, "piqa.jsonl"))
+    with pytest.raises(ConfigError):
+        read_examples(find_tasks("piqa,lambada"), write_rows(tmp_path, "piqa.jsonl"))
 
 
-def test_hub_needs_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # import fails as if it were not installed
-    with pytest.raises(
-        MegatokenError,
-        match=r"reading baber/piqa from the hub needs `datasets` — piqa — pip install",
-    ):
-        read_examples(PIQA, None)
-
-
-def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def fail(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(
-        MegatokenError,
-        match="cannot get baber/piqa from the Hugging Face hub: ConnectionError — piqa — give a",
-    ):
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
+    with pytest.raises(DataError, match="baber/piqa"):
         read_examples(PIQA, None)

@@ -1,11 +1,8 @@
-"""Validation loss: per token, as perplexity, per byte of text."""
+"""Validation loss per token and per byte of text, and perplexity."""
 
 import json
 import math
-import pickle
-import queue
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
-from megatoken.errors import DataError
-from megatoken.eval.evaluate import evaluate, open_tokens
+from megatoken.eval.evaluate import evaluate
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
 
@@ -57,7 +51,7 @@ def test_bytes_of_byte_level_ids_sum_to_the_text(spec: str) -> None:
 
 
 def build_tokenizer(kind: str) -> Tokenizer:
-    """Bytes and a few words, with a way of its own to change a text."""
+    """Return a tokenizer of bytes and a few words that changes text in its own way."""
     space = "\u2581"
     words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -91,11 +85,13 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
     texts = ["a", "an the \ufb01n \u5927 \u2014  the", "then a \n", "\u304d a"]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "text.jsonl").write_text(rows)
-    found = evaluate(model, tokenizer, data=tmp_path / "text.jsonl")
-    known = 0 if kind in ("prefix", "added space") else 1  # of "a", the first token
-    assert found["text_bytes"] == sum(len(text.encode()) for text in texts) - known
-    nats = found["loss"] * found["target_tokens"]
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["text_bytes"])
+    result = evaluate(model, tokenizer, data=tmp_path / "text.jsonl")
+    first = 0 if kind in ("prefix", "added space") else 1  # bytes of the first token, no target
+    assert result["text_bytes"] == sum(len(text.encode()) for text in texts) - first
+    nats = result["loss"] * result["target_tokens"]
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
+    if kind not in ("no U+2581", "prefix"):  # the others change the text
+        return
     tokenizer.save(tmp_path / "tokenizer")
     prepare(
         str(tmp_path / "text.jsonl"),
@@ -104,46 +100,9 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
         val_fraction=0,
     )
     tokens = load_dataset(tmp_path / "shards").train
-    if kind in ("no U+2581", "prefix"):  # the others change the text
-        ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
-        assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == found["text_bytes"]
+    ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
+    assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == result["text_bytes"]
     if kind == "prefix":
-        for limit in (0, 32):
-            expected, few = (
-                evaluate(model, tokenizer, data=tmp_path / name, limit=limit)
-                for name in ("text.jsonl", "shards")
-            )
-            assert (few["text_bytes"], few["bits_per_byte"]) == (
-                expected["text_bytes"],
-                expected["bits_per_byte"],
-            )
-
-
-class MailboxComm(Comm):
-    """One of two ranks that run one after another; `mailbox` holds what rank 0 has sent."""
-
-    def __init__(self, rank: int, mailbox: "queue.Queue[bytes]") -> None:
-        super().__init__(DistEnv(rank=rank, world_size=2))
-        self.mailbox = mailbox
-
-    def broadcast_from_rank0(self, value: Any) -> Any:
-        if self.dist_env.is_main_process:
-            self.mailbox.put(pickle.dumps(value))
-            return value
-        return pickle.loads(self.mailbox.get_nowait())
-
-
-def test_text_that_rank_0_cannot_prepare_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    """The others waited for rank 0."""
-    mailbox: queue.Queue[bytes] = queue.Queue()
-    messages = []
-    for rank in (0, 1):
-        comm = MailboxComm(rank, mailbox)
-        with (
-            pytest.raises(DataError) as error,
-            open_tokens(tmp_path / "nowhere.txt", BYTES, None, comm),
-        ):
-            pass
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert "nowhere.txt" in messages[0]
+        few = evaluate(model, tokenizer, data=tmp_path / "text.jsonl", limit=32)
+        few_tokens = evaluate(model, tokenizer, data=tmp_path / "shards", limit=32)
+        assert few_tokens["text_bytes"] == few["text_bytes"]

@@ -14,10 +14,11 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.data.sources import find_source
 from megatoken.distributed.comm import Comm
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import DataError
+from megatoken.eval.multiple_choice import format_share, standard_error
 from megatoken.eval.rewards import Reward, reward_exact, score_answers
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import Completion, Request, generate_batch
+from megatoken.sampling.batch import Request, generate_batch
 from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 
@@ -38,8 +39,8 @@ class Question:
 def read_questions(source: str, limit: int) -> list[Question]:
     """Return the first `limit` (0: all) prompts with answers, or conversations with first answers.
 
-    source: a source of `prepare`, or a dataset of prompts, whose held-out ones are read. Raises
-    DataError for rows without a right answer.
+    source: a source of `prepare`, or a dataset of prompts, of which the held-out split is read.
+    Raises DataError for rows without a right answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))
@@ -65,7 +66,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """How answers are sampled and scored. Raises ConfigError for negative `samples`.
+    """How answers are sampled and scored.
 
     samples: answers per question for pass@k, with `sampling`; 0 for greedy answers only.
     """
@@ -75,10 +76,6 @@ class AnswerSettings:
     samples: int = 0
     sampling: Sampling = Sampling(DEFAULT_TOKENS)
     per_example: bool = False
-
-    def __post_init__(self) -> None:
-        if self.samples < 0:
-            raise ConfigError(f"samples is {self.samples}", fix="use 0 (greedy only) or more")
 
 
 def evaluate_answers(
@@ -100,43 +97,40 @@ def evaluate_answers(
     """
     rank, size = (comm.dist_env.rank, comm.dist_env.world_size) if comm else (0, 1)
     local = list(enumerate(questions))[rank::size]
-    rows: list[dict[str, Any]] = []
 
-    def answer(n: int, sampling: Sampling) -> tuple[list[Completion], list[str], list[float]]:
-        requests = []
-        for number, question in local:
-            for sample in range(n):
-                seeded = replace(sampling, seed=sampling.seed + number * n + sample)
-                requests.append(_make_request(model, template, question, seeded))
-        completions = generate_batch(model, requests, device=device)
-        texts = [template.tokenizer.decode(completion.ids) for completion in completions]
-        asked = [question for _, question in local for _ in range(n)]
-        triples = [
-            (question.messages[-1].content, text, question.right)
-            for question, text in zip(asked, texts, strict=True)
+    def answer(n: int, sampling: Sampling) -> list[dict[str, Any]]:
+        """Return one row for each of n answers to each question."""
+        asked = [
+            (question, number * n + sample) for number, question in local for sample in range(n)
         ]
-        return completions, texts, score_answers(settings.reward, settings.reward_name, triples)
-
-    greedy = replace(settings.sampling, temperature=0.0)
-    for (_, question), completion, text, score in zip(local, *answer(1, greedy), strict=True):
-        stops = completion.stop_id is not None
-        rows.append(
-            {
-                "prompt": question.messages[-1].content,
-                "right": question.right,
-                "where": question.where,
-                "answer": text,
-                "score": score,
-                "stops": stops,
-                "tokens": len(completion.ids) + stops,
-            }
-        )
-    if samples := settings.samples:
-        _, _, scores = answer(samples, settings.sampling)
-        for i, row in enumerate(rows):
-            row["n_right"] = sum(
-                score >= RIGHT for score in scores[i * samples : (i + 1) * samples]
+        requests = [
+            _make_request(model, template, question, replace(sampling, seed=sampling.seed + offset))
+            for question, offset in asked
+        ]
+        rows: list[dict[str, Any]] = []
+        completions = generate_batch(model, requests, device=device)
+        for (question, _), completion in zip(asked, completions, strict=True):
+            stops = completion.stop_id is not None
+            rows.append(
+                {
+                    "prompt": question.messages[-1].content,
+                    "right": question.right,
+                    "where": question.where,
+                    "answer": template.tokenizer.decode(completion.ids),
+                    "stops": stops,
+                    "tokens": len(completion.ids) + stops,
+                }
             )
+        triples = [(row["prompt"], row["answer"], row["right"]) for row in rows]
+        scores = score_answers(settings.reward, settings.reward_name, triples)
+        return [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
+
+    rows = answer(1, replace(settings.sampling, temperature=0.0))
+    n = settings.samples
+    if n > 0:
+        sampled = answer(n, settings.sampling)
+        for i, row in enumerate(rows):
+            row["n_right"] = sum(one["score"] >= RIGHT for one in sampled[i * n : (i + 1) * n])
     if comm:
         parts = comm.gather(rows)
         rows = [parts[number % size][number // size] for number in range(len(questions))]
@@ -150,19 +144,20 @@ def _summarize(rows: Sequence[Mapping[str, Any]], settings: AnswerSettings) -> d
         values = [float(row[name]) for row in rows]
         result[name] = statistics.fmean(values)
         stderr[name] = standard_error(values)
-    if samples := settings.samples:
-        result["pass_at"] = {}
+    n = settings.samples
+    if n > 0:
+        result |= {"pass_at": {}, "samples": n, "temperature": settings.sampling.temperature}
         stderr["pass_at"] = {}
-        for k in (2**i for i in range(samples.bit_length())):
-            values = [estimate_pass_at_k(samples, row["n_right"], k) for row in rows]
+        for k in (2**i for i in range(n.bit_length())):
+            values = [estimate_pass_at_k(n, row["n_right"], k) for row in rows]
             result["pass_at"][str(k)] = statistics.fmean(values)
             stderr["pass_at"][str(k)] = standard_error(values)
-        result["samples"] = samples
-        result["temperature"] = settings.sampling.temperature
-    result["stderr"] = stderr
-    result["n"] = len(rows)
-    result["reward"] = settings.reward_name
-    result["max_new_tokens"] = settings.sampling.max_new_tokens
+    result |= {
+        "stderr": stderr,
+        "n": len(rows),
+        "reward": settings.reward_name,
+        "max_new_tokens": settings.sampling.max_new_tokens,
+    }
     if settings.per_example:
         result["examples"] = rows
     return result
@@ -175,7 +170,7 @@ def _make_request(
     ids, _ = template.encode(question.messages, reply=True)
     if len(ids) > context:
         what = f"the prompt has {len(ids):,} tokens, the context {context:,}"
-        raise DataError(what, question.where, "leave it out, or use a model with a longer context")
+        raise DataError(what, question.where, "use a model with a longer context")
     room = min(sampling.max_new_tokens, context - len(ids) + 1)
     return Request(ids, replace(sampling, max_new_tokens=room, stop_ids=template.stop_ids))
 
@@ -185,25 +180,17 @@ def estimate_pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over √n, or None for one value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 def describe_answers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the result as printable rows (name, value)."""
-
-    def share(value: float, error: float | None) -> str:
-        return f"{value:.2%}" + ("" if error is None else f" ±{error:.2%}")
-
     error = result["stderr"]
-    score = share(result["score"], error["score"])
+    score = format_share(result["score"], error["score"])
+    stops = format_share(result["stops"], error["stops"])
     rows = [
         (result["reward"], f"{score} of {result['n']:,} greedy answers"),
-        ("stops", f"{share(result['stops'], error['stops'])} end with a stop token"),
+        ("stops", f"{stops} end with a stop token"),
         ("length", f"{result['tokens']:.1f} of at most {result['max_new_tokens']:,} tokens"),
     ]
     for k, value in result.get("pass_at", {}).items():
         how = f"of {result['samples']} samples at temperature {result['temperature']}"
-        rows.append((f"pass@{k}", f"{share(value, error['pass_at'][k])}  {how}"))
+        rows.append((f"pass@{k}", f"{format_share(value, error['pass_at'][k])}  {how}"))
     return rows

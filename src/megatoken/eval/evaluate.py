@@ -28,13 +28,11 @@ from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.eval.multiple_choice import compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
-from megatoken.eval.tasks import SCORES, TASKS, Example, find_tasks, read_examples
+from megatoken.eval.tasks import SCORES, Example, find_tasks, read_examples
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
-
-SPLITS = ("train", "val")
 
 
 def evaluate(
@@ -64,9 +62,7 @@ def evaluate(
         device = choose_device(MachineConfig(device=weight_device, precision="fp32"))
     if not tasks:
         if data is None:
-            raise ConfigError(
-                "nothing to evaluate on", fix=f"pass data or tasks: {', '.join(TASKS)}"
-            )
+            raise ConfigError("nothing to evaluate on", fix="pass tasks or data")
         return evaluate_loss(model, tokenizer, data, device, comm, limit=limit, split=split)
     if not isinstance(tasks, Mapping):
         tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit)
@@ -143,9 +139,9 @@ def evaluate_loss(
         if split == "all" and tokenizer.split_points == "nowhere":
             # Ids alone do not determine the bytes of the text.
             ends = measure_text(str(folder), tokenizer)
-            starts = windows.starts(0, len(windows))
             text_bytes = ends[-1] - ends[0]
             if limit:
+                starts = windows.starts(0, len(windows))
                 text_bytes = (ends[starts + windows.seq_len] - ends[starts]).sum()
             n_targets = metrics["target_tokens"]
             metrics = loss_metrics(metrics["loss"] * n_targets, n_targets, int(text_bytes))
@@ -162,7 +158,7 @@ def open_tokens(
 ) -> Iterator[tuple[Tokens, str]]:
     """Open tokens: a split of shards (default val if not empty), or prepared text, "all".
 
-    Raises DataError for shards of another tokenizer, ConfigError for a split that does not exist.
+    Raises DataError for shards of another tokenizer, ConfigError for a split of text.
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
         yield open_shards(data, tokenizer, split)
@@ -196,18 +192,14 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
         raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")
     dataset.set_vocab_size(tokenizer.vocab_size)
     split = split or ("val" if len(dataset.val) else "train")
-    if split not in SPLITS:
-        raise ConfigError(f"no split {split!r}", str(data), f"use {' or '.join(SPLITS)}")
-    return getattr(dataset, split), split
+    return {"train": dataset.train, "val": dataset.val}[split], split
 
 
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Return the number of bytes of text up to the end of each token that `prepare` would write."""
     options = PrepareOptions()
-    # Encode sizes in place of ids.
+    # Encode sizes instead of ids.
     meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)
     chunks = read_chunks(find_source(source), options, ReadPosition())
-    sizes = np.concatenate(
-        [encode_segments(chunk.segments, options, meter).train for chunk in chunks]
-    )
+    sizes = np.concatenate([encode_segments(c.segments, options, meter).train for c in chunks])
     return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token precedes the first document

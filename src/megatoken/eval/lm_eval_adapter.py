@@ -1,10 +1,11 @@
-"""lm-evaluation-harness on a loaded model: any task that the harness knows, without exporting the model.
+"""Run lm-evaluation-harness on a loaded model: any of its tasks, without exporting the model.
 
-Log-likelihoods come from eval/scorer.py, which computes a context once for all of its continuations. A model with a
-chat template gets its prompts, and solved examples, as a conversation.
+Log-likelihoods come from eval/scorer.py, which encodes a context once for all its continuations.
+A model with a chat template gets its prompts, including few-shot examples, as a conversation.
 """
 
 import importlib.metadata
+import itertools
 import json
 import re
 from argparse import Namespace
@@ -37,12 +38,14 @@ try:
 except ImportError:
     lm_eval, TemplateLM = None, object
 
-NEW_TOKENS = 256  # where the task does not say, as the harness
-CONTROL = "\ufdd0"  # no character of any text: before each control token of a conversation, so that content has none
+NEW_TOKENS = 256  # the harness's default
+# Precedes each control token of a conversation in text form. No text contains this noncharacter.
+CONTROL = "\ufdd0"
+RESULTS = ("results", "groups", "versions", "n-samples", "samples")
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]
-    """A model behind the harness's interface. Every rank is given all requests and returns all results."""
+    """A model behind the harness's interface. Every rank gets all requests and returns all results."""
 
     def __init__(
         self,
@@ -53,9 +56,13 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         template: ChatTemplate | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.compute_device, self.comm = model, tokenizer, device, comm
+        self.model = model
+        self.tokenizer = tokenizer
+        self.compute_device = device
+        self.comm = comm
         self.max_length = model.config.seq_len
-        self.template, self.stop_ids = template, find_stop_ids(tokenizer)
+        self.template = template
+        self.stop_ids = find_stop_ids(tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -69,8 +76,6 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **ignored: Any
     ) -> list[int]:
         ids = [] if add_special_tokens is False else list(self.tokenizer.bos_ids)
-        if CONTROL not in string:
-            return [*ids, *self.tokenizer.encode(string).tolist()]
         special = self.tokenizer.special_ids
         tokens = "|".join(re.escape(token) for token in special)
         for number, part in enumerate(re.split(f"{CONTROL}({tokens})", string)):
@@ -87,7 +92,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as text that `tok_encode` turns into the template's ids; CONTROL stands before its tokens.
+        """Return the conversation as text that `tok_encode` turns into the template's ids.
 
         Without add_generation_prompt the last message is the beginning of the answer.
         """
@@ -95,20 +100,23 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         messages = [
             Message(row["role"], row["content"].replace(CONTROL, "")) for row in chat_history
         ]
-        begun = "" if add_generation_prompt else messages.pop().content
+        prefill = "" if add_generation_prompt else messages.pop().content
         ids, _ = self.template.encode(messages, reply=True)
-        names, text, start = {id: token for token, id in self.tokenizer.special_ids.items()}, "", 0
-        ids = ids[len(self.tokenizer.bos_ids) :]
-        for place, id in enumerate(ids):
-            if id in names:
-                text += self.tokenizer.decode(ids[start:place]) + CONTROL + names[id]
-                start = place + 1
-        return text + self.tokenizer.decode(ids[start:]) + begun
+        names = {id: token for token, id in self.tokenizer.special_ids.items()}
+        text = ""
+        for is_special, group in itertools.groupby(
+            ids[len(self.tokenizer.bos_ids) :], names.__contains__
+        ):
+            if is_special:
+                text += "".join(CONTROL + names[id] for id in group)
+            else:
+                text += self.tokenizer.decode(list(group))
+        return text + prefill
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """requests: (texts, context ids, continuation ids), truncated from the left as by the harness's own models."""
+        """requests: (texts, context ids, continuation ids), truncated from the left as in lm-eval."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         sequences = []
         for number, (_, context, continuation) in enumerate(requests):
@@ -119,10 +127,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         all_scores = score_trees(self.model, trees, self.compute_device, self.comm)
         for group, scores in zip(groups.values(), all_scores, strict=True):
-            for number, log_p, greedy in zip(
-                group, scores.log_p.tolist(), scores.greedy.tolist(), strict=True
-            ):
-                results[number] = log_p, greedy
+            for i, number in enumerate(group):
+                results[number] = float(scores.log_p[i]), bool(scores.greedy[i])
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -137,40 +143,33 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        rank, world_size = self.comm.dist_env.rank, self.comm.dist_env.world_size
-        own = [self._generate(*request.args) for request in requests[rank::world_size]]
-        gathered = self.comm.gather(own)
-        return [
-            gathered[number % world_size][number // world_size] for number in range(len(requests))
-        ]
+        rank, size = self.comm.dist_env.rank, self.comm.dist_env.world_size
+        texts = self.comm.gather([self._generate(*r.args) for r in requests[rank::size]])
+        return [texts[number % size][number // size] for number in range(len(requests))]
 
     def _generate(self, prompt: str, settings: dict[str, Any]) -> str:
-        """The continuation up to the first stop string, without special tokens."""
+        """Return the continuation up to the first stop string, without special tokens."""
         settings = normalize_gen_kwargs(settings, NEW_TOKENS)
         stops = handle_stop_sequences(
             settings.get("until"), self.tokenizer.decode(self.stop_ids[:1])
         )
-        new_tokens, special = settings["max_gen_toks"], self.tokenizer.special_ids.values()
+        new_tokens = settings["max_gen_toks"]
         if new_tokens >= self.max_length:
-            what = f"max_gen_toks {new_tokens:,} leaves no room for a prompt in the context of {self.max_length:,}"
-            raise ConfigError(
-                what, "--harness", "lower it in the task, or use a model with a longer context"
-            )
-        request = Request(
-            self.tok_encode(prompt)[new_tokens - self.max_length :] or [self.prefix_token_id],
-            Sampling(
-                new_tokens,
-                temperature=float(settings.get("temperature", 1.0))
-                if settings["do_sample"]
-                else 0.0,
-                top_k=int(settings.get("top_k") or 0),
-                top_p=float(settings.get("top_p") or 1.0),
-                stop_ids=self.stop_ids,
-            ),
+            what = f"max_gen_toks {new_tokens:,} leaves no room in the context {self.max_length:,}"
+            raise ConfigError(what, "--harness", "use a model with a longer context")
+        temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0.0
+        sampling = Sampling(
+            new_tokens,
+            temperature=float(temperature),
+            top_k=int(settings.get("top_k") or 0),
+            top_p=float(settings.get("top_p") or 1.0),
+            stop_ids=self.stop_ids,
         )
+        ids = self.tok_encode(prompt)[new_tokens - self.max_length :] or [self.prefix_token_id]
+        special = self.tokenizer.special_ids.values()
         stream = TextStream(self.tokenizer)
         text = ""
-        for token in decode(self.model, request, self.compute_device):
+        for token in decode(self.model, Request(ids, sampling), self.compute_device):
             if token.id not in special and token.finish_reason != "stop":
                 text += stream.push(token.id)
             if any(stop in text for stop in stops if stop):
@@ -181,27 +180,23 @@ class Adapter(TemplateLM):  # type: ignore[misc]
 def run_harness(
     options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
 ) -> dict[str, Any]:
-    """The harness's results for `--tasks`, any that it knows or that are in the folder `--include`.
+    """Return the harness's results for `--tasks`: its own, or those in the folder `--include`.
 
-    Raises ConfigError when it is not installed or knows no such task, DataError when a task's data cannot be read.
+    Raises ConfigError if it is not installed or has no such task, DataError if it cannot read a
+    task's data.
     """
     if lm_eval is None:
-        raise ConfigError(
-            "lm-evaluation-harness is not installed", "--harness", 'pip install "megatoken[eval]"'
-        )
+        fix = 'pip install "megatoken[eval]"'
+        raise ConfigError("lm-evaluation-harness is not installed", "--harness", fix)
     manager = TaskManager(include_path=str(options.include) if options.include else None)
     template = None if options.no_template else template_of(loaded.tokenizer)
     if template:
-        console.print(
-            f"note: prompts as conversations, by the model's chat template {template.name} (--no-template)"
-        )
-    names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown or not names:
-        what = f"lm-evaluation-harness knows no task {unknown[0]!r}" if unknown else "no task named"
-        raise ConfigError(
-            what, "--tasks", "`lm_eval ls tasks` lists them; --include FOLDER adds your own"
-        )
+        console.print(f"note: prompts use the chat template {template.name} (--no-template)")
+    names = [name.strip() for name in (options.tasks or "").split(",")]
+    for name in names:
+        if not manager.match_tasks([name]):
+            fix = "`lm_eval ls tasks` lists them; --include FOLDER adds your own"
+            raise ConfigError(f"lm-evaluation-harness has no task {name!r}", "--tasks", fix)
     try:
         results = lm_eval.simple_evaluate(
             model=Adapter(loaded.model, loaded.tokenizer, device, comm, template),
@@ -213,21 +208,14 @@ def run_harness(
             apply_chat_template=template is not None,
             fewshot_as_multiturn=template is not None and bool(options.fewshot),
         )
-    except (OSError, ValueError) as error:  # datasets and the hub
-        what = f"lm-evaluation-harness failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-        raise DataError(
-            what, options.tasks, "check that the task's dataset can be reached or is cached"
-        ) from error
+    except (OSError, ValueError) as error:  # from datasets and the hub
+        what = f"lm-evaluation-harness failed: {type(error).__name__}: {error}"
+        raise DataError(what, options.tasks) from error
     if not options.json:
         console.print(make_table(results))
-    kept = {
-        key: results[key]
-        for key in ("results", "groups", "versions", "n-samples", "samples")
-        if key in results
-    }
-    applied = {"chat_template": template.name if template else None}
+    tables = {key: results[key] for key in RESULTS if key in results}
     return {
         "lm_eval": importlib.metadata.version("lm_eval"),
-        **applied,
-        **json.loads(json.dumps(kept, default=str)),
+        "chat_template": template.name if template else None,
+        **json.loads(json.dumps(tables, default=str)),
     }

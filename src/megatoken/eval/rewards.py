@@ -1,8 +1,8 @@
-"""Rewards of a model's answers, by rule: a number for (prompt, the model's answer, the right answer).
+"""Score a model's answers by rule: a reward is a number for (prompt, answer, right answer).
 
-By name: the rules of REWARDS. Own code is named as module:function, by the command line or from Python only: a recipe
-that runs code would be a program. A rule must pay for the whole answer, not for a part of it: `right in answer` pays
-for an answer that lists all numbers, `answer in right` for the empty one.
+Rules have a name in REWARDS. A user's own function is named module:function, on the command line
+or from Python only, because a recipe must not run code. A rule must check the full answer:
+`right in answer` rewards a list of all numbers, and `answer in right` rewards an empty answer.
 """
 
 import importlib
@@ -15,15 +15,15 @@ from decimal import Decimal
 from pathlib import Path
 from threading import Thread
 
-from megatoken.errors import ConfigError, MegatokenError
+from megatoken.errors import ConfigError
 
 Reward = Callable[[str, str, str], float]
 NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
-LIMIT_SECONDS = 10.0  # of one call of a user's reward
+LIMIT_SECONDS = 10.0  # per call
 
 
 def reward_exact(prompt: str, answer: str, right: str) -> float:
-    """1 for the right answer alone, without regard to spaces around it."""
+    """Return 1 if the answers are equal, ignoring surrounding white space."""
     return float(answer.strip() == right.strip())
 
 
@@ -34,7 +34,7 @@ def reward_number(prompt: str, answer: str, right: str) -> float:
 
 
 def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the number after the last #### equals that of the right answer (Cobbe et al. 2021).
+    """Return 1 if the number after the last #### equals the right answer's (Cobbe et al. 2021).
 
     An answer without the mark gets 0. The right answer may be a full solution or just its number.
     """
@@ -44,45 +44,37 @@ def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None. A hyphen after a number is not a sign."""
-    found = list(NUMBER.finditer(text))
-    if not found:
+    """Return the last number in a text, or None. A hyphen after a letter or digit is not a sign."""
+    matches = list(NUMBER.finditer(text))
+    if not matches:
         return None
-    number = found[-1][0]
-    if number[0] in "+-" and found[-1].start() and text[found[-1].start() - 1].isalnum():
-        number = number[1:]
-    return Decimal(number.replace(",", ""))
+    last = matches[-1]
+    number = last[0].replace(",", "")
+    if last.start() and text[last.start() - 1].isalnum():
+        number = number.lstrip("+-")
+    return Decimal(number)
 
 
 REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k}
 
 
 def load_reward(name: str) -> Reward:
-    """A user's reward by module:function; the module is looked for in the working folder, too.
+    """Import a user's reward by module:function, also from the working folder.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if the import fails.
     """
     module, _, function = name.partition(":")
-    if not (module and function):
-        fix = f"choose one of {', '.join(REWARDS)}, or write your own as module:function"
-        raise ConfigError(f"{name!r} names no function", "--reward", fix)
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # the file may be newer than what was looked up before
+    importlib.invalidate_caches()  # the file may be new
     try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # of the user's code
-        what = f"{name} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(
-            what, "--reward", "give a function of (prompt, answer, right) that returns a number"
-        ) from error
+        reward: Reward = getattr(importlib.import_module(module), function)
+    except Exception as error:  # from the user's code
+        what = f"cannot import {name}: {type(error).__name__}: {error}"
+        fix = f"choose one of {', '.join(REWARDS)}, or write your own as module:function"
+        raise ConfigError(what, "--reward", fix) from error
     finally:
         sys.path.remove(folder)
-    if not callable(found):
-        raise ConfigError(
-            f"{name} is no function", "--reward", "give a function of (prompt, answer, right)"
-        )
-    reward: Reward = found
     return reward
 
 
@@ -92,46 +84,34 @@ def score_answers(
     rows: Sequence[tuple[str, str, str]],
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[float]:
-    """The reward of each (prompt, answer, right).
+    """Return the reward of each row (prompt, answer, right answer).
 
-    Raises ConfigError, which names the row, for a reward that raises, is no finite number or takes longer than the
-    limit; the thread in which it hangs is left behind.
+    Raises ConfigError if a reward raises, is not a finite number or takes longer than the limit.
     """
-    results: queue.SimpleQueue[object] = queue.SimpleQueue()
+    results: queue.SimpleQueue[float | BaseException] = queue.SimpleQueue()
 
     def call() -> None:
         for row in rows:
             try:
-                results.put(reward(*row))
-            except BaseException as error:  # also one that wants to end the program
+                results.put(float(reward(*row)))
+            except BaseException as error:  # including SystemExit
                 results.put(error)
                 return
 
+    # A daemon thread, so that a reward that hangs does not keep the process alive.
     Thread(target=call, daemon=True, name="megatoken-reward").start()
     rewards: list[float] = []
     for prompt, answer, _ in rows:
-        where = f"prompt {_shorten(prompt)}, answer {_shorten(answer)}"
+        where = f"prompt {prompt[:40]!r}, answer {answer[:40]!r}"
         try:
             value = results.get(timeout=limit_seconds)
         except queue.Empty:
-            what = f"reward {name} has not returned within {limit_seconds:g} s"
-            raise ConfigError(what, where, "make it faster") from None
-        if isinstance(value, MegatokenError):  # a rule's own line
-            raise value
+            what = f"reward {name} took longer than {limit_seconds:g} s"
+            raise ConfigError(what, where) from None
         if isinstance(value, BaseException):
             what = f"reward {name} raised {type(value).__name__}: {value}"
-            raise ConfigError(
-                what, where, "mend it, or catch the error there and return 0"
-            ) from value
-        try:
-            number = float(value)  # type: ignore[arg-type] # whatever a user's code returns
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"reward {name} is {value!r}", where, "return a finite number")
-        rewards.append(number)
+            raise ConfigError(what, where) from value
+        if not math.isfinite(value):
+            raise ConfigError(f"reward {name} is {value}", where, "return a finite number")
+        rewards.append(value)
     return rewards
-
-
-def _shorten(text: str, length: int = 40) -> str:
-    return repr(text if len(text) <= length else text[: length - 3] + "...")

@@ -1,9 +1,10 @@
-"""Log-likelihoods of continuations, computed once per shared prefix; the same for any number of ranks.
+"""Compute log-likelihoods of continuations, encoding each shared prefix once.
 
-The sequences of an example are merged into a prefix tree, whose nodes are one row of a batch with a tree-shaped
-attention mask. The choices of an example share their context; equal choices get equal scores to the bit.
+The sequences of an example become a prefix tree: one row of a batch, with a tree-shaped attention
+mask. Equal choices get bit-equal scores, and scores do not depend on the number of ranks.
 
-Shapes: B trees of a batch, T nodes, S sequences, R scored targets, U nodes before a target, C d_model, V vocabulary.
+Shapes: B trees of a batch, T nodes, S sequences, R targets, U nodes that predict a target,
+C d_model, V vocabulary.
 """
 
 import itertools
@@ -32,7 +33,7 @@ BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # per forward, includin
 
 
 class ScoredSequence(NamedTuple):
-    """Token ids (at least two); the last `n_targets` are scored, each given its prefix."""
+    """Token ids (at least two), of which the last `n_targets` are scored."""
 
     ids: list[int]
     n_targets: int
@@ -40,9 +41,10 @@ class ScoredSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """The prefix tree of S sequences, nodes in depth-first order. A sequence's last id is a target, not a node.
+    """The prefix tree of S sequences. A sequence's last id is a target but not a node.
 
-    Per node (T,): id, position in its sequence, end of its subtree. Per target (R,), by sequence: id, node before it.
+    Nodes (T,), depth first: ids, positions in their sequence, ends of their subtrees.
+    Targets (R,), by sequence: ids, and the node that predicts each.
     n_targets (S,): targets per sequence.
     """
 
@@ -50,12 +52,12 @@ class Tree:
     positions: Ints
     ends: Ints
     targets: Ints
-    before: Ints
+    parents: Ints
     n_targets: Ints
 
 
 class TreeScores(NamedTuple):
-    """Per sequence of a tree (S,): summed log-likelihood of its targets in nats; whether each target is the argmax."""
+    """Per sequence (S,): log-likelihood of its targets in nats; whether each is the argmax."""
 
     log_p: NDArray[np.float64]
     greedy: NDArray[np.bool_]
@@ -65,36 +67,34 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
     ids: list[int] = []
     positions: list[int] = []
     ends = np.empty(sum(len(sequence.ids) for sequence in sequences), np.int64)
-    before: list[list[int]] = [[] for _ in sequences]
-    previous: list[int] = []  # inputs of the sequence added last, and their nodes
-    path: list[int] = []
-    # In lexicographic order, a prefix that two sequences share is shared by all between them.
+    parents: list[list[int]] = [[] for _ in sequences]
+    previous: list[int] = []  # inputs of the previous sequence
+    path: list[int] = []  # and their nodes
+    # In lexicographic order, sequences that share a prefix are adjacent.
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].ids[:-1]):
         inputs = sequences[i].ids[:-1]
         pairs = zip(previous, inputs, strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         ends[path[shared:]] = len(ids)
         path = [*path[:shared], *range(len(ids), len(ids) + len(inputs) - shared)]
         ids += inputs[shared:]
         positions += range(shared, len(inputs))
-        before[i] = path[len(path) - sequences[i].n_targets :]
+        parents[i] = path[len(path) - sequences[i].n_targets :]
         previous = inputs
     ends[path] = len(ids)
+    targets = [sequence.ids[len(sequence.ids) - sequence.n_targets :] for sequence in sequences]
     return Tree(
         ids=np.array(ids),
         positions=np.array(positions),
         ends=ends[: len(ids)],
-        targets=np.array(
-            [id for each in sequences for id in each.ids[len(each.ids) - each.n_targets :]],
-            np.int64,
-        ),
-        before=np.array([node for nodes in before for node in nodes], np.int64),
+        targets=np.array(list(itertools.chain(*targets)), np.int64),
+        parents=np.array(list(itertools.chain(*parents)), np.int64),
         n_targets=np.array([sequence.n_targets for sequence in sequences]),
     )
 
 
 def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, TreeMask]:
-    """Trees as rows padded to the longest: ids (B, T), and the mask by which a node attends to its path to the root."""
+    """Return ids (B, T), padded, and the mask by which a node attends to its path to the root."""
     T = max(len(tree.ids) for tree in trees)
     padded = np.zeros((3, len(trees), T), np.int64)
     padded[2] = np.arange(1, T + 1)  # padding attends to itself only
@@ -102,9 +102,8 @@ def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tr
         padded[:, row, : len(tree.ids)] = tree.ids, tree.positions, tree.ends
     ids, positions, ends = torch.from_numpy(padded).to(device)
     nodes_T = torch.arange(T, device=device)
-    mask_BTT = (nodes_T[None, None, :] <= nodes_T[None, :, None]) & (
-        nodes_T[None, :, None] < ends[:, None, :]
-    )
+    is_earlier_TT = nodes_T <= nodes_T[:, None]
+    mask_BTT = is_earlier_TT & (nodes_T[:, None] < ends[:, None, :])
     return ids, TreeMask(positions_BT=positions, attn_mask_BTT=mask_BTT)
 
 
@@ -118,11 +117,11 @@ def score_trees(
 ) -> list[TreeScores]:
     """Return the scores of every tree, in order, on every rank, from an fp32 log-softmax.
 
-    on_batch: called on every rank before each batch; all ranks have the same number of batches.
+    on_batch: called before each batch; all ranks have the same number of batches.
     Raises NumericsError for scores that are not finite.
     """
-    firsts = np.cumsum([0, *(len(tree.n_targets) for tree in trees)])
-    sums = np.zeros((2, firsts[-1]))  # of log-likelihoods, of targets that are not the argmax
+    firsts = np.cumsum([0, *(len(tree.n_targets) for tree in trees)])  # sequence numbers
+    sums = np.zeros((firsts[-1], 2))  # log-likelihood, number of targets that are not the argmax
     batches = plan_batches([len(tree.ids) for tree in trees], BATCH_NODES[device.type])
     was_training = model.training
     model.eval()
@@ -131,28 +130,26 @@ def score_trees(
             if on_batch is not None:
                 on_batch()
             number = first + comm.dist_env.rank
-            # A rank without a batch repeats the last: sharded weights are gathered by all ranks together.
+            # A rank without a batch repeats the last, because gathering sharded weights takes all.
             batch = batches[min(number, len(batches) - 1)]
-            log_p_R, missed_R = _score_batch(plain, [trees[i] for i in batch], device)
+            scores_R2 = _score_batch(plain, [trees[i] for i in batch], device)
             if number < len(batches):
-                rows = [
-                    np.repeat(np.arange(firsts[i], firsts[i + 1]), trees[i].n_targets)
-                    for i in batch
-                ]
-                np.add.at(sums.T, np.concatenate(rows), np.stack([log_p_R, missed_R], 1))
+                sequences = [np.arange(firsts[i], firsts[i + 1]) for i in batch]
+                counts = [trees[i].n_targets for i in batch]
+                rows_R = np.repeat(np.concatenate(sequences), np.concatenate(counts))
+                np.add.at(sums, rows_R, scores_R2)
     model.train(was_training)
-    log_p, missed = (
-        comm.sum(torch.from_numpy(sums).to(device.torch_device, device.widest)).cpu().numpy()
-    )
+    total = comm.sum(torch.from_numpy(sums).to(device.torch_device, device.widest))
+    log_p, missed = total.cpu().numpy().T
     if not np.isfinite(log_p).all():
         raise NumericsError(
-            "log-likelihoods are not finite numbers", "the model", "use an earlier checkpoint"
+            "log-likelihoods are not finite numbers", fix="use an earlier checkpoint"
         )
     return [TreeScores(log_p[a:b], missed[a:b] == 0) for a, b in itertools.pairwise(firsts)]
 
 
 def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
-    """Group tree numbers by size, largest first, into batches of at most `max_nodes` nodes including padding.
+    """Group tree numbers, largest tree first, into batches of at most `max_nodes` padded nodes.
 
     A larger tree is a batch by itself. The batches do not depend on the number of ranks.
     """
@@ -164,29 +161,27 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
     return batches
 
 
-def _score_batch(
-    model: GPT, trees: Sequence[Tree], device: Device
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Per target (R,), tree after tree: its log-probability, and 1 if it is not the argmax."""
+def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[np.float64]:
+    """Return (R, 2): log-probability per target of the trees, and 1 if it is not the argmax."""
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
-    flat_R = np.concatenate([row * ids_BT.shape[1] + tree.before for row, tree in enumerate(trees)])
-    nodes_U, index_R = np.unique(flat_R, return_inverse=True)
+    T = ids_BT.shape[1]
+    parents_R = np.concatenate([row * T + tree.parents for row, tree in enumerate(trees)])
+    nodes_U, index_R = np.unique(parents_R, return_inverse=True)
     targets_R = np.concatenate([tree.targets for tree in trees])
-    log_p_R, missed_R = np.empty((2, len(targets_R)))
+    scores_R2 = np.empty((len(targets_R), 2))
     chunk = LOSS_CHUNK[device.type]
     with device.autocast():
-        hidden_UC = model(ids_BT, tree_mask=tree_mask).flatten(0, 1)[
-            torch.from_numpy(nodes_U).to(device.torch_device)
-        ]
+        hidden_BTC = model(ids_BT, tree_mask=tree_mask)
+        hidden_UC = hidden_BTC.flatten(0, 1)[torch.from_numpy(nodes_U).to(device.torch_device)]
         weight_VC = gather_lm_head(model.lm_head_weight)
         for start in range(0, len(nodes_U), chunk):
             logits_UV = F.linear(hidden_UC[start : start + chunk], weight_VC)
-            scores_UV = cap_logits(logits_UV.float(), model.config.logit_softcap)
-            scores_UV[:, model.config.vocab_size :] = -torch.inf  # padding ids
-            torch.log_softmax(scores_UV, -1, out=scores_UV)
-            of_chunk = np.flatnonzero(index_R // chunk == start // chunk)
-            rows = torch.from_numpy(index_R[of_chunk] - start).to(device.torch_device)
-            targets = torch.from_numpy(targets_R[of_chunk]).to(device.torch_device)
-            log_p_R[of_chunk] = scores_UV[rows, targets].cpu()
-            missed_R[of_chunk] = (scores_UV.argmax(-1)[rows] != targets).cpu()
-    return log_p_R, missed_R
+            log_p_UV = cap_logits(logits_UV.float(), model.config.logit_softcap)
+            log_p_UV[:, model.config.vocab_size :] = -torch.inf  # padding ids
+            torch.log_softmax(log_p_UV, -1, out=log_p_UV)
+            in_chunk = np.flatnonzero(index_R // chunk == start // chunk)
+            rows = torch.from_numpy(index_R[in_chunk] - start).to(device.torch_device)
+            targets = torch.from_numpy(targets_R[in_chunk]).to(device.torch_device)
+            scores_R2[in_chunk, 0] = log_p_UV[rows, targets].cpu()
+            scores_R2[in_chunk, 1] = (log_p_UV.argmax(-1)[rows] != targets).cpu()
+    return scores_R2

@@ -1,4 +1,7 @@
-"""Mean loss over a fixed set of windows, the same for any micro-batch and number of ranks; bits per byte of text."""
+"""Compute the mean loss over fixed windows, and bits per byte of text.
+
+Results do not depend on the micro-batch or the number of ranks.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -40,35 +43,30 @@ def validation_loss(
     dims = dims or ParallelDims()
     was_training = model.training
     model.eval()
-    total, count, text_bytes = 0.0, 0, 0
+    total = 0.0
+    count = text_bytes = 0
     for window in windows:
         if dims.is_unsharded and not len(window):
             continue
         batch = window if isinstance(window, Batch) else to_batch(window)
         inputs, targets, starts = batch.inputs_BT, batch.targets_BT, batch.starts_BT
-        # A split model computes at least one row, of a length that divides among its ranks; padding has no target.
+        padded = targets
         if not dims.is_unsharded:
+            # A split model computes at least one row, of a length that its ranks divide.
             pad = (0, -inputs.shape[1] % dims.tp_size, 0, max(0, 1 - len(inputs)))
-            inputs, padded = F.pad(inputs, pad), F.pad(targets, pad, value=-1)
+            inputs = F.pad(inputs, pad)
+            padded = F.pad(targets, pad, value=-1)  # no target
             starts = None if starts is None else F.pad(starts, pad)
-        else:
-            padded = targets
-        mask = (
-            {}
-            if starts is None
-            else {"tree_mask": separate_conversations(starts.to(device.torch_device))}
-        )
+        mask = None
+        if starts is not None:
+            mask = separate_conversations(starts.to(device.torch_device))
         with device.autocast():
-            hidden = model(inputs.to(device.torch_device), **mask)
-            weight = gather_lm_head(model.lm_head_weight)
-            own = slice_sequence(dims, padded).to(device.torch_device)
-            vocab_size, softcap = model.config.vocab_size, model.config.logit_softcap
             loss_sum, n = cross_entropy(
-                hidden,
-                weight,
-                own,
-                vocab_size=vocab_size,
-                softcap=softcap,
+                model(inputs.to(device.torch_device), tree_mask=mask),
+                gather_lm_head(model.lm_head_weight),
+                slice_sequence(dims, padded).to(device.torch_device),
+                vocab_size=model.config.vocab_size,
+                softcap=model.config.logit_softcap,
                 chunk=chunk,
                 softmax_cross_entropy=softmax_cross_entropy,
             )
@@ -83,21 +81,21 @@ def validation_loss(
 
 
 def to_batch(window: np.ndarray) -> Batch:
-    """Windows (B, T+1) of token ids as a batch on the CPU."""
+    """Return windows (B, T+1) of token ids as a batch on the CPU."""
     ids = torch.from_numpy(window.astype(np.int64))
     return Batch(ids[:, :-1], ids[:, 1:])
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; above 709 nats to 709, the largest exponent of a float."""
+    """Return exp(loss), capped at exp(709), the largest a float can hold."""
     return math.exp(min(loss, 709.0))
 
 
 def loss_metrics(nats: float, n_targets: float, text_bytes: float) -> dict[str, Any]:
-    """loss (nats per target), perplexity, bits_per_byte, target_tokens, text_bytes.
+    """Return loss (nats per target), perplexity, bits_per_byte, target_tokens and text_bytes.
 
-    bits_per_byte: all nats, those of special tokens too, over the bytes of text that the targets decode to, which
-    compares models of different tokenizers; NaN without text.
+    bits_per_byte: all nats, including those of special tokens, over the bytes of text that the
+    targets decode to. It compares models of different tokenizers. NaN without text.
     """
     loss = nats / max(n_targets, 1)
     return {
