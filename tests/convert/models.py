@@ -1,4 +1,4 @@
-"""Small models with random values in every parameter, biases and norms too, so that no mix-up goes unnoticed."""
+"""Small models with random values in every parameter, including biases and norms."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatoken.model.gpt import GPT
 from megatoken.train.state import build_state
 from tests.tiny_model import CPU, tiny_config
 
-BYTES = 257  # ids of the tokenizer of bytes: not a multiple of any tile size
+BYTES = 257  # ids of the byte tokenizer, not a multiple of any tile size
 TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYTES, seq_len=24)
 NANOGPT = replace(TINY_GPT, mlp="gelu-erf")
 _LLAMA = replace(
@@ -53,7 +53,7 @@ UNCHOSEN = [
 
 
 def draw_model(model_config: ModelConfig = TINY_GPT, seed: int = 0) -> GPT:
-    """A model with random weights; its padding rows would win every argmax if they were used."""
+    """Return a random model whose padding rows would win every argmax if they were used."""
     model = GPT(model_config, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def llama_tokenizer() -> Tokenizer:
-    """SentencePiece as in LLaMA: words begin with U+2581, <s> comes first, decoding drops the first space."""
+    """Return a tokenizer like LLaMA's: U+2581 begins words, <s> a text; decoding drops a space."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {
         f"<0x{byte:02X}>": byte + 3 for byte in range(256)
     }
@@ -102,7 +102,7 @@ def llama_tokenizer() -> Tokenizer:
 
 
 def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
-    """Write a model as llm.c's model.bin with its tokenizer beside it."""
+    """Write a model as llm.c's model.bin, next to its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_tokenizer()).save(folder)
     write_llmc(folder / "model.bin", model, "fp32")
@@ -110,7 +110,7 @@ def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> P
 
 
 def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
-    """Write a checkpoint, by default with the byte tokenizer, as a run would."""
+    """Write a checkpoint as a run would."""
     (tokenizer or byte_tokenizer()).save(folder / "tokenizer")
     (folder / "config.yaml").touch()
     state = build_state(model, tiny_config(), CPU)
@@ -124,5 +124,5 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference as a share of the largest value."""
+    """Return the largest difference as a share of the largest value."""
     return float((found - expected).detach().abs().max() / expected.detach().abs().max())

@@ -1,9 +1,8 @@
-"""Exported chat models: transformers writes the same ids, stops at the same tokens and answers with the same text."""
+"""Exported chat models have the same ids, stop tokens and answers in transformers."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import pytest
@@ -13,13 +12,7 @@ import torch
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.data.chat_template import (
-    ChatTemplate,
-    Message,
-    add_control_tokens,
-    find_stop_ids,
-    find_template,
-)
+from megatoken.data.chat_template import Message, add_control_tokens, find_stop_ids, find_template
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
@@ -30,13 +23,13 @@ from tests.convert.models import FAMILIES, TINY_GPT, byte_tokenizer, draw_model
 transformers = pytest.importorskip("transformers")
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
-ASKED = [
+CHAT = [
     Message("system", "Be brief."),
     Message("user", "2 + 2?"),
     Message("assistant", "4"),
     Message("user", "né?\n"),
 ]
-ROWS = [{"role": message.role, "content": message.content} for message in ASKED]
+ROWS = [{"role": message.role, "content": message.content} for message in CHAT]
 
 
 def draw_chat_model(family: str) -> GPT:
@@ -47,10 +40,10 @@ def draw_chat_model(family: str) -> GPT:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose head is turned so that its third greedy token is the one that ends an answer."""
+    """Return an export whose head is permuted so that the third greedy token ends the answer."""
     model = draw_chat_model("llama-untied")
     ids = generate_ids(
-        model, TEMPLATE.encode(ASKED, reply=True)[0], Sampling(max_new_tokens=3, temperature=0)
+        model, TEMPLATE.encode(CHAT, reply=True)[0], Sampling(max_new_tokens=3, temperature=0)
     )[0]
     assert ids[2] not in (*ids[:2], *TEMPLATE.stop_ids)
     rows = [ids[2], TEMPLATE.stop_ids[0]]
@@ -64,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(ROWS, add_generation_prompt=True, return_dict=False)
-    assert ids == TEMPLATE.encode(ASKED, reply=True)[0]
+    assert ids == TEMPLATE.encode(CHAT, reply=True)[0]
     assert tokenizer.eos_token_id == TEMPLATE.stop_ids[0]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert theirs.generation_config.eos_token_id == list(TEMPLATE.stop_ids)
@@ -83,7 +76,7 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
 
 
 def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
-    """At one of several ids, none of which is called an end of text; what is exported says the same."""
+    """It ends at one of several ids, none of which is named an end of text; exports keep them."""
     inner = tokenizers.Tokenizer.from_str(
         byte_tokenizer().to_json().replace("<|endoftext|>", "<end>")
     )
@@ -110,14 +103,15 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
     written = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(written)
     text = plain.render(messages=ROWS, add_generation_prompt=True)
-    assert text == TEMPLATE.tokenizer.decode(TEMPLATE.encode(ASKED, reply=True)[0])
+    assert text == TEMPLATE.tokenizer.decode(TEMPLATE.encode(CHAT, reply=True)[0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     marked = (folder / "chat_template_training.jinja").read_text()
-    found = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         ROWS, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, trained = TEMPLATE.encode(ASKED)
-    assert (found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]) == (ids, trained)
+    ids, trained = TEMPLATE.encode(CHAT)
+    assert encoded["input_ids"] == ids
+    assert encoded["assistant_masks"] == trained
 
 
 @pytest.mark.parametrize(
@@ -127,35 +121,23 @@ def test_modelfile_and_readme(family: str, source: str, tmp_path: Path) -> None:
     hf_export.write_hf(tmp_path, draw_chat_model(family), TEMPLATE.tokenizer, "fp32")
     modelfile = (tmp_path / "Modelfile").read_text()
     assert modelfile.startswith(source)
-    assert (
-        '<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\n'
-        in modelfile
-    )
+    for stop in ("<|im_end|>", "<|endoftext|>"):
+        assert f'PARAMETER stop "{stop}"\n' in modelfile
     readme = (tmp_path / "README.md").read_text()
-    assert "<|im_end|>" in readme
     assert ("convert_hf_to_gguf.py" in readme) == (family == "gpt2")
 
 
 def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def drop_all(template: ChatTemplate) -> str:
-        return "{{ messages[0]['content'] }}"
-
-    monkeypatch.setattr(hf_export, "drop_marks", drop_all)
+    monkeypatch.setattr(hf_export, "drop_marks", lambda _: "{{ messages[0]['content'] }}")
+    loaded = LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it")
     with pytest.raises(CheckpointError):
-        export(
-            LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it"), "hf", tmp_path / "hf"
-        )
+        export(loaded, "hf", tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_without_a_template_has_no_chat_files(tmp_path: Path) -> None:
     hf_export.write_hf(tmp_path, draw_model(TINY_GPT), byte_tokenizer(), "fp32")
-    assert not {"Modelfile", "README.md", "chat_template_training.jinja"} & {
-        path.name for path in tmp_path.iterdir()
-    }
-    config: dict[str, Any] = json.loads((tmp_path / "generation_config.json").read_text())
-    assert config["eos_token_id"] == byte_tokenizer().eot
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())

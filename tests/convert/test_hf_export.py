@@ -1,10 +1,11 @@
-"""Exports to Hugging Face: logits, gradients and greedy text in transformers; a failed export leaves nothing."""
+"""Exports have the same logits, gradients and text in transformers; a failed one leaves nothing."""
 
 import json
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ IDS = torch.randint(BYTES, (2, 20), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # hundreds of small steps, that a second thread slows down
+    torch.set_num_threads(1)  # a second thread slows hundreds of small steps
     yield
     torch.set_num_threads(threads)
 
@@ -90,37 +91,29 @@ def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: An
     model.zero_grad(set_to_none=True)
 
 
+def decode(model: GPT, prompt: torch.Tensor) -> list[int]:
+    sampling = Sampling(max_new_tokens=16, temperature=0)
+    return generate_ids(model, prompt[0].tolist(), sampling)[0]
+
+
 def test_greedy_text_is_the_same_without_padding_ids(
     exported: tuple[GPT, Path], reloaded: Any
 ) -> None:
+    model = exported[0]
     prompt = IDS[:1, :4]
     reloaded.generation_config.eos_token_id = None
     theirs = reloaded.generate(prompt, max_new_tokens=16, do_sample=False)[0, 4:].tolist()
-    ours = generate_ids(
-        exported[0], prompt[0].tolist(), Sampling(max_new_tokens=16, temperature=0)
-    )[0]
-    assert ours == theirs
-    drawn = generate_ids(
-        exported[0],
-        prompt[0].tolist(),
-        Sampling(max_new_tokens=16, temperature=2.0, seed=1),
-        num_samples=8,
-    )
-    assert max(map(max, drawn)) < BYTES  # padding rows of the model have weights of 100
+    assert decode(model, prompt) == theirs
+    sampling = Sampling(max_new_tokens=16, temperature=2.0, seed=1)
+    samples = generate_ids(model, prompt[0].tolist(), sampling, num_samples=8)
+    assert max(map(max, samples)) < BYTES  # padding rows of the model have weights of 100
 
 
 def test_the_folder_holds_no_padding_and_loads_silently(
     exported: tuple[GPT, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = exported[1]
-    config = json.loads((folder / "config.json").read_text())
-    assert config["vocab_size"] == BYTES
-    tensors = load_file(folder / "model.safetensors")
-    assert {
-        len(tensors[name])
-        for name in tensors
-        if "wte" in name or "embed" in name or "lm_head" in name
-    } == {BYTES}
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == BYTES
     transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     generation = transformers.GenerationConfig.from_pretrained(folder)
@@ -134,9 +127,8 @@ def test_the_folder_holds_no_padding_and_loads_silently(
 def test_round_trip(exported: tuple[GPT, Path]) -> None:
     model, folder = exported
     again, _ = load_hf(str(folder))
-    assert (
-        replace(again.config, bias=model.config.bias) == model.config
-    )  # transformers' GPT-2 always has biases: zeros
+    # transformers' GPT-2 always has biases.
+    assert replace(again.config, bias=model.config.bias) == model.config
     ours = model.state_dict()
     for name, tensor in again.state_dict().items():
         rows = BYTES if name in ("tokens.weight", "head.weight") else len(tensor)
@@ -148,7 +140,7 @@ def test_round_trip(exported: tuple[GPT, Path]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen3", True)])
-def test_a_model_of_transformers_has_the_same_gradients_and_text(
+def test_a_model_of_transformers_has_the_same_logits_and_text(
     kind: str, tied: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -174,47 +166,22 @@ def test_a_model_of_transformers_has_the_same_gradients_and_text(
     reference = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     reference.save_pretrained(tmp_path)
     model, _ = load_hf(str(tmp_path))
-    assert (
-        model.config.kv_heads,
-        model.config.tie_embeddings,
-        model.config.rope_factor,
-        model.config.seq_len,
-    ) == (2, tied, 4.0, 40)
-    output = reference(IDS, labels=IDS)
-    output.loss.backward()
-    hidden = model(IDS)
-    assert relative(model.lm_head(hidden), output.logits) <= TOLERANCE
-    total, count = cross_entropy(
-        hidden[:, :-1], model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=0
-    )
-    (total / count).backward()
-    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
-    theirs = dict(reference.named_parameters())
-    for name, view in choose_family(model.config).view_params(ours, model.config).items():
-        assert relative(view, theirs[name].grad) <= 1e-4, name
+    assert relative(model.logits(IDS), reference(IDS).logits) <= TOLERANCE
     prompt = IDS[:1, :4]
     text = reference.generate(
         prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None
     )
-    assert (
-        generate_ids(model, prompt[0].tolist(), Sampling(max_new_tokens=16, temperature=0))[0]
-        == text[0, 4:].tolist()
-    )
+    assert decode(model, prompt) == text[0, 4:].tolist()
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-        {"rope_theta": "big"},
         {"hidden_act": "gelu"},
         {"attention_bias": True},
         {"head_dim": 16},
         {"num_key_value_heads": 3},
-        {"num_key_value_heads": None},
-        {"tie_word_embeddings": True},
-        {"model_type": "mistral"},
     ],
 )
 def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -228,15 +195,7 @@ def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str,
 
 @pytest.mark.parametrize(
     "switch",
-    [
-        {"embedding_norm": True},
-        {"residual_scales": True},
-        {"value_embeddings": True},
-        {"logit_softcap": 15.0},
-        {"bias": True},
-        {"mlp": "relu2"},
-        {"norm": "layernorm"},
-    ],
+    [{"embedding_norm": True}, {"logit_softcap": 15.0}, {"bias": True}, {"norm": "layernorm"}],
     ids=str,
 )
 def test_models_that_no_format_has_are_refused(switch: dict[str, Any], tmp_path: Path) -> None:
@@ -250,12 +209,6 @@ def test_models_that_no_format_has_are_refused(switch: dict[str, Any], tmp_path:
 def export_model(model: GPT, folder: Path, to: str = "hf", dtype: str = "fp32") -> dict[str, Any]:
     loaded = LoadedModel(model, byte_tokenizer(), "it")
     return export(loaded, to, folder / "out", dtype, Console(quiet=True))
-
-
-def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        export_model(draw_model(), tmp_path, dtype="fp8")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_unused_ids_are_left_out(tmp_path: Path) -> None:
@@ -273,43 +226,41 @@ def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("target", ["folder", "link"])
-def test_a_target_that_exists_is_left_alone(tmp_path: Path, target: str) -> None:
-    out = tmp_path / "out"
-    if target == "folder":
-        out.mkdir()
-    else:
-        out.symlink_to("nowhere")
+def test_a_target_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
     with pytest.raises(StorageError):
         export_model(draw_model(), tmp_path)
-    assert list(tmp_path.iterdir()) == [out]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def fail(error: Exception, *_: object, **__: object) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "expected"),
+    ("target", "value", "expected"),
     [
-        ("safetensors", SafetensorError("I/O error: No space (os error 28)"), StorageError),
-        ("transformers", OSError("no file named model.safetensors"), CheckpointError),
-        ("transformers", ValueError("unknown\narchitecture"), CheckpointError),
-        ("tolerance", None, CheckpointError),
+        (
+            "megatoken.convert.hf.export.save_file",
+            partial(fail, SafetensorError("I/O error: No space (os error 28)")),
+            StorageError,
+        ),
+        (
+            "transformers.AutoModelForCausalLM.from_pretrained",
+            partial(fail, ValueError("unknown\narchitecture")),
+            CheckpointError,
+        ),
+        ("megatoken.convert.hf.export.TOLERANCE", -1.0, CheckpointError),
     ],
 )
 def test_a_failed_export_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: Exception,
+    target: str,
+    value: object,
     expected: type[Exception],
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    if name == "safetensors":
-        monkeypatch.setattr("megatoken.convert.hf.export.save_file", fail)
-    elif name == "transformers":
-        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    else:
-        monkeypatch.setattr("megatoken.convert.hf.export.TOLERANCE", -1.0)
+    monkeypatch.setattr(target, value)
     with pytest.raises(expected):
         export_model(draw_model(), tmp_path)
     assert list(tmp_path.iterdir()) == []

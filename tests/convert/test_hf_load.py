@@ -1,4 +1,4 @@
-"""Hugging Face folders: parity with transformers at full size, and errors for damaged or unsupported folders."""
+"""Hugging Face folders load as in transformers; damaged or unsupported ones are refused."""
 
 import json
 import re
@@ -31,7 +31,7 @@ SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 24, "vocab_size
 
 
 def reference_model(seed: int = 0, **sizes: int) -> Any:
-    """A GPT2LMHeadModel with random weights, biases and norms too, so that no mix-up goes unnoticed."""
+    """Return a GPT2LMHeadModel with random weights, biases and norms."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="transformers")
@@ -100,13 +100,10 @@ def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]) -> None:
         n_layer=2, n_head=2, d_model=16, d_ff=64, vocab_size=130, seq_len=24
     )
     assert model.tokens.weight.shape == (256, 16)
-    assert torch.count_nonzero(model.tokens.weight[130:]) == 0
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.tokens.weight[130:].any()
     with torch.no_grad():
-        torch.testing.assert_close(
-            logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6
-        )
+        logits = reference(torch.arange(20)[None]).logits
+    torch.testing.assert_close(logits_of(model), logits, rtol=1e-5, atol=1e-6)
 
 
 def test_n_inner_is_d_ff(tmp_path: Path) -> None:
@@ -114,31 +111,13 @@ def test_n_inner_is_d_ff(tmp_path: Path) -> None:
     assert model.config.d_ff == 40
 
 
-def test_shards_are_one_model(small: tuple[Any, Path], tmp_path: Path) -> None:
-    reference, one_file = small
-    folder = save(reference, tmp_path, max_shard_size="5KB")
+def test_the_index_selects_weights(small: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = save(reference_model(seed=1, **SMALL), tmp_path)
+    (folder / WEIGHTS).rename(tmp_path / "stale")
+    save(small[0], folder, max_shard_size="5KB")
+    (tmp_path / "stale").rename(folder / WEIGHTS)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    assert torch.equal(logits_of(load_hf(str(folder))[0]), logits_of(load_hf(str(one_file))[0]))
-
-
-def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
-    """Older files in the same folder, and files with names of their own."""
-    folder = save(reference_model(seed=1, **SMALL), tmp_path, max_shard_size="3KB")
-    for path in folder.glob("*.safetensors"):
-        path.rename(path.with_name(path.name.replace("-of-", "-of-9")))
-    save(reference_model(seed=2, **SMALL), folder, max_shard_size="5KB")
-    index = folder / "model.safetensors.index.json"
-    for path in sorted(folder.glob("*-of-0*.safetensors"))[:2]:
-        path.rename(path.with_name(renamed := path.name.replace("model-", "weights.")))
-        index.write_text(index.read_text().replace(path.name, renamed))
-    reference = transformers.GPT2LMHeadModel.from_pretrained(folder)
-    stale = save(reference_model(seed=3, **SMALL), tmp_path / "stale")
-    (stale / WEIGHTS).rename(folder / WEIGHTS)
-    model, _ = load_hf(str(folder))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6
-        )
+    assert torch.equal(logits_of(load_hf(str(folder))[0]), logits_of(load_hf(str(small[1]))[0]))
 
 
 def rewrite(folder: Path, change: Change) -> None:
@@ -171,17 +150,12 @@ def test_half_precision_becomes_fp32(folder: Path) -> None:
     assert torch.equal(model.positions.weight, saved.float())
 
 
-def drop(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {key: t for key, t in tensors.items() if key != name}
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda t: drop(t, "transformer.h.1.mlp.c_fc.bias"),
+        lambda t: {key: value for key, value in t.items() if key != "transformer.ln_f.bias"},
         lambda t: t | {"score.weight": torch.zeros(2, 2)},
         lambda t: t | {"transformer.ln_f.bias": torch.zeros(7)},
-        lambda t: {"a": torch.zeros(1)},
         lambda t: t | {"lm_head.weight": torch.zeros(130, 16)},
         lambda t: t | {"transformer.ln_f.bias": torch.full((16,), torch.nan)},
         lambda t: t | {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)},
@@ -197,19 +171,13 @@ def test_tensors_that_do_not_fit_are_refused(folder: Path, change: Change) -> No
     "values",
     [
         {"model_type": "opt"},
-        {"model_type": ["gpt2"]},
         {"activation_function": "relu"},
         {"scale_attn_by_inverse_layer_idx": True},
-        {"scale_attn_weights": False},
         {"layer_norm_epsilon": 0},
         {"tie_word_embeddings": False},
         {"n_head": 3},
-        {"n_layer": "two"},
         {"n_layer": 3},
         {"n_layer": 10**7},
-        {"n_embd": None},
-        {"vocab_size": 131},
-        {"vocab_size": 10**400},
     ],
 )
 def test_unsupported_configs_are_refused(folder: Path, values: dict[str, Any]) -> None:
@@ -219,17 +187,12 @@ def test_unsupported_configs_are_refused(folder: Path, values: dict[str, Any]) -
         load_hf(str(folder))
 
 
-@pytest.mark.parametrize("keep", [0, 7, 300, -1])
-def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
-    path = folder / WEIGHTS
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError):
-        load_hf(str(folder))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "\x00\xff", "[" * 100_000], ids=str.__len__)
-def test_damaged_config_is_refused(folder: Path, content: str) -> None:
-    (folder / "config.json").write_text(content)
+@pytest.mark.parametrize(
+    ("name", "size"), [(WEIGHTS, 0), (WEIGHTS, 300), (WEIGHTS, -1), ("config.json", 9)]
+)
+def test_truncated_files_are_refused(folder: Path, name: str, size: int) -> None:
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError):
         load_hf(str(folder))
 
@@ -242,25 +205,6 @@ def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_pa
     for path in (shards, folder, tmp_path / "empty"):
         with pytest.raises(CheckpointError):
             load_hf(str(path))
-
-
-class Canary:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.write_text, (self.path, "executed")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-def test_pickles_are_never_loaded(folder: Path, tmp_path: Path, name: str) -> None:
-    (folder / WEIGHTS).unlink()
-    torch.save(Canary(tmp_path / "canary"), folder / name)
-    with pytest.raises(CheckpointError):
-        load_hf(str(folder))
-    assert not (tmp_path / "canary").exists()
 
 
 def test_hub_names_are_found_in_the_local_cache(

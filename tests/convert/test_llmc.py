@@ -1,4 +1,4 @@
-"""llm.c's checkpoints: the bytes of its format, both ways, and errors for damaged files."""
+"""llm.c's checkpoints are written and read byte for byte; damaged ones are refused."""
 
 import os
 import shutil
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import load_pretrained
@@ -25,7 +24,7 @@ PADDED = 384
 
 
 def equal(one: GPT, other: GPT) -> bool:
-    """Whether two models have the same weights, padding aside."""
+    """Return whether two models have the same weights, ignoring padding."""
     theirs = other.state_dict()
     return all(
         torch.equal(*(t[:BYTES] if name == "tokens.weight" else t for t in (tensor, theirs[name])))
@@ -69,35 +68,17 @@ def test_written_and_read_back_equal(tmp_path: Path, dtype: str) -> None:
     assert not again.tokens.weight[BYTES:].any()
 
 
-def test_export_and_load(tmp_path: Path) -> None:
-    name = save_llmc(tmp_path / "first", draw_model())
-    answer = export(str(name), "llmc", tmp_path / "second", "bf16", Console(quiet=True))
-    assert answer["verified"]
-    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
-        "gpt2_tokenizer.bin",
-        "megatoken_tokenizer.json",
-        "model.bin",
-        "tokenizer.json",
-    ]
-    loaded = load_pretrained(str(tmp_path / "second" / "model.bin"), print)
-    assert loaded.tokenizer.shares_ids(byte_tokenizer())
-    assert loaded.model.config == TINY_GPT
-
-
-def test_export_of_a_loaded_model_leaves_it_unchanged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = save_llmc(
-        tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300))
-    )  # 43 ids without a token
+def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path) -> None:
+    path = save_llmc(tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300)))
     loaded = load_pretrained(path)
     with pytest.warns(UserWarning, match="43 ids"):
         answer = export(loaded, "llmc", tmp_path / "second", "bf16")
     assert (answer["verified"], answer["ids_left_out"], answer["source"]) == (True, 43, str(path))
     assert loaded.model.config.vocab_size == 300
     assert torch.equal(loaded.model.norm.bias, load_pretrained(path).model.norm.bias)  # not rounded
-    assert load_pretrained(tmp_path / "second" / "model.bin").model.config == TINY_GPT
-    assert capsys.readouterr().out == ""
+    again = load_pretrained(tmp_path / "second" / "model.bin")
+    assert again.model.config == TINY_GPT
+    assert again.tokenizer.shares_ids(byte_tokenizer())
 
 
 def test_tokenizer_file(tmp_path: Path) -> None:
@@ -121,13 +102,9 @@ def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
     "change",
     [
         lambda raw: raw[:-1],
-        lambda raw: raw + b"\0",
         lambda raw: raw[:20],
-        lambda raw: b"",
         set_int(0, 20240520),  # magic number
         set_int(1, 2),  # version
-        set_int(1, 5),
-        set_int(4, 0),  # layers
         set_int(5, 5),  # heads
         set_int(7, 200),  # padded vocabulary
         set_int(400, 0x7FC00000),  # NaN
@@ -168,7 +145,7 @@ int main(int argc, char **argv) {
 
 
 def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -> None:
-    """Builds llm.c's own CPU program around its reader; LLMC_CHECKOUT is where its sources are."""
+    """Build llm.c's CPU program from the sources in LLMC_CHECKOUT."""
     checkout = os.environ.get("LLMC_CHECKOUT")
     if not checkout or not shutil.which("gcc"):
         pytest.skip("LLMC_CHECKOUT names no checkout of karpathy/llm.c, or there is no gcc")
@@ -176,22 +153,12 @@ def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -
     name = save_llmc(tmp_path, model)
     write_tokenizer(tmp_path / "t.bin", byte_tokenizer())
     (tmp_path / "reader.c").write_text(MAIN)
-    build = [
-        "gcc",
-        "-O1",
-        "-w",
-        f"-I{checkout}",
-        "-o",
-        tmp_path / "reader",
-        tmp_path / "reader.c",
-        "-lm",
-    ]
-    subprocess.run(build, check=True)
-    printed = subprocess.run(
-        [tmp_path / "reader", name, tmp_path / "t.bin"], capture_output=True, text=True, check=True
-    )
-    assert "eot 256 token A" in printed.stdout
-    loss = float(printed.stdout.partition("loss ")[2].split()[0])
+    reader = tmp_path / "reader"
+    build = f"gcc -O1 -w -I{checkout} -o {reader} {reader}.c -lm"
+    subprocess.run(build.split(), check=True)
+    printed = subprocess.check_output([reader, name, tmp_path / "t.bin"], text=True)
+    assert "eot 256 token A" in printed
+    loss = float(printed.partition("loss ")[2].split()[0])
     ids = torch.arange(16) * 13
     total, count = cross_entropy(
         model((ids % 257).view(2, 8)),

@@ -1,4 +1,4 @@
-"""Composer's and llm-foundry's files: their translation field by field, and equal weight decay."""
+"""Composer's and llm-foundry's files are translated field by field, with equal weight decay."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatoken.optim.optimizer import build_optimizer
 from tests.convert.models import UNCHOSEN
 
 GPT3_350M = """\
-# The GPT-3 350M of MosaicML's post, in the form of Composer's own files.
+# GPT-3 350M in the form of Composer's files.
 train_dataset:
   c4:
     split: train
@@ -173,7 +173,6 @@ def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     assert resolved.config.optim.warmup.steps(batch_tokens=524288, total_steps=20000) == 200
     batch_line = GPT3_350M.splitlines().index("train_batch_size: 256") + 1
     assert resolved.origins["budget.batch_tokens"].startswith(f"{path}:{batch_line}, ")
-    assert any("wd = 1e-05 / 0.0003" in note for note in translation.notes)
 
 
 def test_epoch_of_a_truncated_dataset(tmp_path: Path) -> None:
@@ -187,7 +186,9 @@ def test_epoch_of_a_truncated_dataset(tmp_path: Path) -> None:
 
 def test_weight_decay_equals_decoupled_adamw() -> None:
     """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as in Composer's optimizer."""
-    lr, decoupled, share = 3e-4, 1e-5, 0.37
+    lr = 3e-4
+    decoupled = 1e-5
+    share = 0.37
     layer = torch.nn.Linear(3, 3, bias=False).double()
     before = layer.weight.detach().clone()
     optimizer = build_optimizer(
@@ -235,21 +236,15 @@ def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("max_duration: 20000ba", "max_durations: 20000ba"),
     ("max_duration: 20000ba", "max_duration: 20000"),
     ("max_duration: 20000ba", "max_duration: 1dur"),
-    ("max_duration: 20000ba", "max_duration: 1.2.3ba"),
-    ("max_duration: 20000ba", "max_duration: 1e999ba"),
     ("max_duration: 20000ba", "max_duration: 1ep\ntrain_loader:\n  epoch_size: 10K"),
     ("seed: 17", "seed: x"),
     ("seed: 17", "seed: ${nothing}"),
-    ("seed: 17", "seed: ["),
-    ("seed: 17", "seed: &a [*a]"),
     ("seed: 17", "seed: 17\nseed: 18"),
     ("seed: 17", "seed: 17\nglobal_seed: 18"),
     ("seed: 17", "seed: 17\nload_path: old.pt"),
     ("seed: 17", "seed: 17\ncallbacks:\n  early_stopper:\n    monitor: loss"),
-    ("train_batch_size: 256", "train_batch_size: 2.5"),
     ("decoupled_adamw", "lion"),
     ("cosine_decay_with_warmup", "step"),
     ("t_warmup: 0.01dur", "t_max: 1dur"),
@@ -257,13 +252,10 @@ REFUSED = [
     ("gelu_new", "relu"),
     ("embd_pdrop: 0.0", "embd_pdrop: 0.1"),
     ("n_layer: 24", "n_layers_: 24"),
-    ("n_embd: 1024", "n_embd: 100000000000001"),
     ("max_seq_len: 2048\n    tokenizer_name: gpt2\n    shuffle: true", "max_seq_len: 1024"),
     ("use_pretrained: false", "use_pretrained: true"),
-    ("precision: bf16", "precision: int8"),
     ('clipping_type: "norm"', "clipping_type: value"),
     ("algorithms:", "algorithms:\n  alibi:\n    max_sequence_length: 8"),
-    ("algorithms:", "algorithms:\n  gated_linear_units: {}"),
 ]
 
 
@@ -274,16 +266,10 @@ def test_refused_settings(tmp_path: Path, old: str, new: str) -> None:
         translate_composer(write(tmp_path, GPT3_350M.replace(old, new))).resolve([])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("mpt_causal_lm", "hf_t5"), ("alibi: false", "alibi: true")]
-)
-def test_other_models_are_refused(tmp_path: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError):
-        translate_composer(write(tmp_path, FOUNDRY.replace(old, new)))
-
-
 def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, corpus, data = write(tmp_path, GPT3_350M), tmp_path / "text.txt", tmp_path / "data"
+    path = write(tmp_path, GPT3_350M)
+    corpus = tmp_path / "text.txt"
+    data = tmp_path / "data"
     corpus.write_text("the cat sat on the mat. " * 400)
     assert main(f"prepare {corpus} --out {data} --tokenizer bytes".split()) == ExitCode.DONE
     capsys.readouterr()

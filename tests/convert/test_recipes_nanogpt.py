@@ -1,8 +1,6 @@
-"""nanoGPT: its configuration files read and never run, its checkpoints read without running anything."""
+"""nanoGPT's config files and checkpoints are read without running code."""
 
-import contextlib
-import importlib.util
-import json
+import importlib
 import math
 import os
 import sys
@@ -14,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.cli.main import main
 from megatoken.config.schema import flatten
 from megatoken.convert.hf.families import GPT2
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
-from megatoken.errors import CheckpointError, ConfigError, ExitCode
+from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train.state import build_step_config
 from tests.convert.models import BYTES, NANOGPT, TINY_GPT, byte_tokenizer, draw_model, relative
@@ -53,8 +50,9 @@ def test_reference_file_field_by_field(config: Path) -> None:
     translation = translate_nanogpt(f"{config} --bias=True")
     resolved = translation.resolve([])
     values = {key: str(value) for key, value in flatten(resolved.config).items()}
-    given = {key: values[key] for key, origin in resolved.origins.items() if origin != "default"}
-    assert given == {
+    assert {
+        key: values[key] for key, origin in resolved.origins.items() if origin != "default"
+    } == {
         "seed": "1337",
         "model.n_layer": "12",
         "model.n_head": "12",
@@ -91,15 +89,13 @@ def test_reference_file_field_by_field(config: Path) -> None:
 
 
 def test_command_line_overrides_the_file(config: Path) -> None:
-    words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False --bias=True"
-    run = translate_nanogpt(words).resolve([]).config
-    assert (run.budget.batch_tokens, run.machine.micro_batch) == (4 * 1024 * 40, 4)
-    assert (run.machine.compile, run.machine.device, run.machine.precision) == (
-        "off",
-        "cpu",
-        "fp32",
-    )
-    assert (run.optim.schedule, run.optim.warmup.value) == ("constant", 0)
+    words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False"
+    values = flatten(translate_nanogpt(f"{words} --bias=True").resolve([]).config)
+    assert values["budget.batch_tokens"] == 4 * 1024 * 40
+    assert values["machine.compile"] == "off"
+    assert values["machine.precision"] == "fp32"
+    assert values["optim.schedule"] == "constant"
+    assert str(values["optim.warmup"]) == "0steps"
 
 
 @pytest.mark.parametrize("decay_iters", [3000, 5000, 600_000])
@@ -118,12 +114,7 @@ def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int)
 
 def test_published_weights(config: Path) -> None:
     run = translate_nanogpt(f"{config} --init_from=gpt2-xl --decay_lr=False").resolve([]).config
-    assert (run.model.init, run.model.n_layer, run.model.n_head, run.model.d_model) == (
-        "openai-community/gpt2-xl",
-        48,
-        25,
-        1600,
-    )
+    assert (run.model.init, run.model.n_layer) == ("openai-community/gpt2-xl", 48)
 
 
 REFUSED = [
@@ -131,21 +122,12 @@ REFUSED = [
     "n_layer = open('x')",
     "n_layer = __import__('os').system('false')",
     "for i in range(3): pass",
-    "n_layer = n_head = 3",
-    "n_layer = 12 // 2",
-    "n_layer = 'a' * 10**9",
     "n_layer = 'six'",
     "learning_rate = True",
-    "learning_rate = 1e999",
     "n_layer = (",
-    "n_layer = " + "-" * 5000 + "1",
-    "n_layer = " + "9" * 5000,
     "eval_only = True",
-    "init_from = 'gpt3'",
     "init_from = 'resume'",
     "lr_decay_iters = 9",
-    "learning_rate = 0.0",
-    "dtype = 'int8'",
 ]
 
 
@@ -153,18 +135,8 @@ REFUSED = [
 def test_refused_settings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.py"
     path.write_text(f"# comment\n{text}")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         translate_nanogpt(f"{path} --bias=True")
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize(
-    "program", ["python train.py", "torchrun --standalone --nproc_per_node=8 nanoGPT/train.py"]
-)
-def test_the_whole_line_may_be_pasted(config: Path, program: str) -> None:
-    whole = translate_nanogpt(f"{program} {config} --batch_size=32")
-    assert whole.assignments == translate_nanogpt(f"{config} --batch_size=32").assignments
-    assert whole.name == f"nanogpt-{config.stem}"
 
 
 @pytest.mark.parametrize("command", ["absent.py", "--batch_size"])
@@ -173,32 +145,30 @@ def test_refused_commands(command: str) -> None:
         translate_nanogpt(command)
 
 
-def test_data_beside_the_file_is_found(tmp_path: Path) -> None:
+def test_the_launcher_is_skipped(config: Path) -> None:
+    pasted = translate_nanogpt(f"torchrun --nproc_per_node=8 nanoGPT/train.py {config}")
+    assert pasted.assignments == translate_nanogpt(str(config)).assignments
+
+
+def test_data_next_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "data" / "shakespeare").mkdir(parents=True)
     (tmp_path / "config").mkdir()
     path = tmp_path / "config" / "c.py"
     path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
     run = translate_nanogpt(str(path)).resolve([]).config
     assert run.data.path == str(tmp_path / "data" / "shakespeare")
-    assert (run.model.mlp, run.model.bias) == ("gelu-erf", False)
 
 
-def test_resume_goes_on_with_a_run_of_ours(tmp_path: Path) -> None:
+def test_resume_continues_our_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert translate_nanogpt(f"--init_from=resume --out_dir={tmp_path}").out == tmp_path
 
 
-def test_config_shows_a_translated_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--nanogpt", f"{config} --bias=True", "--json"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["values"]["budget"]["batch_tokens"] == 491520
-
-
 def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The state dict of nanoGPT's model: Linear layers, a tied head, the embedding of so many rows."""
+    """Return a state dict of nanoGPT's model, with `rows` in the tied embedding."""
+    views = replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config)
     tensors = {}
-    for name, view in (
-        replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config).items()
-    ):
+    for name, view in views.items():
         tensor = view.clone()
         if name == EMBEDDING:
             tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
@@ -208,27 +178,27 @@ def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, 
 
 
 def model_args(model: GPT, vocab_size: int) -> dict[str, Any]:
-    model_config = model.config
-    sizes = {
-        "n_layer": model_config.n_layer,
-        "n_head": model_config.n_head,
-        "n_embd": model_config.d_model,
-        "block_size": model_config.seq_len,
+    config = model.config
+    return {
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.d_model,
+        "block_size": config.seq_len,
+        "bias": True,
+        "vocab_size": vocab_size,
+        "dropout": 0.0,
     }
-    return {**sizes, "bias": True, "vocab_size": vocab_size, "dropout": 0.0}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
-    """A model as nanoGPT's train.py saves it, its tokenizer beside it."""
-    model, folder = draw_model(NANOGPT), tmp_path / "out"
+    """Return a model, and its file as nanoGPT's train.py saves it, next to its tokenizer."""
+    model = draw_model(NANOGPT)
+    folder = tmp_path / "out"
     byte_tokenizer().save(folder)
     content = {
         "model": to_nanogpt(model, prefix="_orig_mod."),
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(3.0)}},
-            "param_groups": [{"lr": 1e-3, "params": [0]}],
-        },
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3}]},
         "model_args": model_args(model, BYTES),
         "iter_num": 250,
         "best_val_loss": torch.tensor(1.5),
@@ -244,24 +214,21 @@ def assert_same(found: GPT, expected: GPT, rows: int = BYTES) -> None:
         assert torch.equal(tensor[:count], expected.state_dict()[name][:count]), name
 
 
-@pytest.mark.parametrize("given", ["file", "folder"])
-def test_checkpoint(checkpoint: tuple[GPT, Path], given: str) -> None:
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_checkpoint(checkpoint: tuple[GPT, Path], name: str) -> None:
     model, path = checkpoint
-    loaded = load_pretrained(str(path if given == "file" else path.parent), print)
+    loaded = load_pretrained(str(path if name == "file" else path.parent), print)
     assert loaded.model.config == NANOGPT
     assert_same(loaded.model, model)
     assert not loaded.model.tokens.weight[BYTES:].any()
     assert loaded.tokenizer.shares_ids(byte_tokenizer())
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
 def test_prefixes_are_stripped(tmp_path: Path, prefix: str) -> None:
     model = draw_model()
-    tensors = to_nanogpt(model, prefix=prefix) | {
-        f"{prefix}transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)
-    }
+    tensors = to_nanogpt(model, prefix=prefix)
+    tensors[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     torch.save({"model": tensors, "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
     assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
 
@@ -281,39 +248,28 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("train_gpt2")
-    exec(
-        "class GPTConfig: pass", module.__dict__
-    )  # pickled under the name that the script gives it
-    module.GPTConfig.__module__ = "train_gpt2"
+    module.GPTConfig = type("GPTConfig", (), {"__module__": "train_gpt2"})
     monkeypatch.setitem(sys.modules, "train_gpt2", module)
-    model, config = draw_model(), module.GPTConfig()
-    config.__dict__.update(
-        {k: v for k, v in model_args(model, BYTES).items() if k not in ("bias", "dropout")}
-    )
-    torch.save(
-        {"model": to_nanogpt(model), "config": config, "step": 9, "val_loss": 3.1},
-        tmp_path / "model.pt",
-    )
+    model = draw_model()
+    config = module.GPTConfig()
+    config.__dict__ |= model_args(model, BYTES)
+    torch.save({"model": to_nanogpt(model), "config": config, "step": 9}, tmp_path / "model.pt")
     monkeypatch.delitem(sys.modules, "train_gpt2")
-    found = read_nanogpt(tmp_path / "model.pt")
-    assert_same(found, model)
-    assert found.config == TINY_GPT  # its GELU is GPT-2's
+    loaded = read_nanogpt(tmp_path / "model.pt")
+    assert_same(loaded, model)
+    assert loaded.config == TINY_GPT  # its GELU is GPT-2's
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_model_has_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool
 ) -> None:
-    """NANOGPT_CHECKOUT is where nanoGPT's model.py is."""
+    """NANOGPT_CHECKOUT is the folder of nanoGPT's model.py."""
     checkout = os.environ.get("NANOGPT_CHECKOUT")
     if not checkout:
         pytest.skip("NANOGPT_CHECKOUT names no checkout of karpathy/nanoGPT")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "nanogpt_model", module)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(checkout)
+    module = importlib.import_module("model")
     sizes = model_args(draw_model(), BYTES) | {"bias": bias}
     torch.manual_seed(0)
     theirs = module.GPT(module.GPTConfig(**sizes)).eval()
@@ -327,39 +283,13 @@ def test_nanogpts_model_has_the_same_logits(
         assert relative(ours.logits(ids), theirs(ids, ids)[0]) <= 2e-5
 
 
-WRONG_ENTRIES: list[tuple[Any, Any]] = [
-    (1, torch.zeros(1)),
-    ("a", "text"),
-    (EMBEDDING, torch.tensor(1.0)),
-    ("lm_head.weight", torch.zeros(257, 32)),
-]
-
-
-class Canary:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.write_text, (self.path, "executed")
-
-
-def test_code_is_refused_and_never_run(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    content = {"model": to_nanogpt(draw_model()), "extra": Canary(canary)}
-    torch.save(content, tmp_path / "ckpt.pt")
-    assert main(["sample", str(tmp_path / "ckpt.pt"), "hello"]) == ExitCode.CHECKPOINT
-    assert not canary.exists()
-
-
 def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
     model, path = checkpoint
     raw = path.read_bytes()
     flipped = bytearray(raw)
     flipped[raw.index(model.positions.weight.detach().numpy().tobytes()) + 5] ^= 1
     wrong = tmp_path / "wrong.pt"
-    for content in (raw[:-50], raw[: len(raw) // 2], b"", b"no zip", flipped):
+    for content in (raw[:-50], b"", flipped):
         wrong.write_bytes(content)
         with pytest.raises(CheckpointError):
             read_nanogpt(wrong)
@@ -368,56 +298,30 @@ def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
+    "change",
     [
-        ("n_layer", 3),
-        ("n_layer", 1),
-        ("n_layer", 10**9),
-        ("n_layer", 10**100),
-        ("n_embd", 64),
-        ("n_embd", 2**40),
-        ("n_head", 5),
-        ("vocab_size", None),
+        {"model_args": {"n_layer": 3}},
+        {"model_args": {"n_layer": 10**9}},
+        {"model_args": {"n_embd": 64}},
+        {"model_args": {"n_head": 5}},
+        {"model_args": {"vocab_size": None}},
+        {"model": {"a": "text"}},
+        {"model": {EMBEDDING: torch.tensor(1.0)}},
+        {"model": {"lm_head.weight": torch.zeros(257, 32)}},
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, name: str, size: int | None) -> None:
+def test_contents_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     model = draw_model()
-    content = {"model": to_nanogpt(model), "model_args": {**model_args(model, BYTES), name: size}}
+    content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
+    for key, values in change.items():
+        content[key] |= values
     torch.save(content, tmp_path / "ckpt.pt")
     with pytest.raises(CheckpointError):
         read_nanogpt(tmp_path / "ckpt.pt")
 
 
 def test_other_contents_are_refused(tmp_path: Path) -> None:
-    args = model_args(draw_model(), BYTES)
-    tensors = to_nanogpt(draw_model())
-    for state in (
-        None,
-        {name: torch.zeros(1).expand(tensor.shape) for name, tensor in tensors.items()},
-        *(tensors | {name: value} for name, value in WRONG_ENTRIES),
-    ):
-        torch.save({"model": state, "model_args": args}, tmp_path / "ckpt.pt")
+    for content in ({}, {"model": None, "model_args": {}}, {"model": to_nanogpt(draw_model())}):
+        torch.save(content, tmp_path / "ckpt.pt")
         with pytest.raises(CheckpointError):
             read_nanogpt(tmp_path / "ckpt.pt")
-    torch.save({"model": tensors}, tmp_path / "ckpt.pt")
-    with pytest.raises(CheckpointError):
-        read_nanogpt(tmp_path / "ckpt.pt")
-
-
-def test_no_flipped_bit_is_a_traceback(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
-    """Bits of the directory, which no checksum covers, each in turn; none gives other weights."""
-    model, path = checkpoint
-    raw, wrong = path.read_bytes(), tmp_path / "wrong.pt"
-    directory = raw.index(b"PK\x01\x02")
-    for bit in range(8 * directory, 8 * len(raw), 89):
-        flipped = bytearray(raw)
-        flipped[bit // 8] ^= 1 << bit % 8
-        wrong.write_bytes(flipped)
-        with contextlib.suppress(CheckpointError):
-            assert_same(read_nanogpt(wrong), model)
-
-
-def test_a_vocabulary_of_its_own_needs_a_tokenizer(checkpoint: tuple[GPT, Path]) -> None:
-    (checkpoint[1].parent / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError):
-        load_pretrained(str(checkpoint[1]), print)

@@ -1,4 +1,4 @@
-"""Export a model to the format of another program and check it before the folder gets its name."""
+"""Export a model to another program's format, and check the export before its folder gets its name."""
 
 import copy
 import os
@@ -31,24 +31,20 @@ def export(
 ) -> dict[str, Any]:
     """Write a model and its tokenizer to the new folder `out`.
 
-    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: of the weights, fp32 or bf16.
-    Returns source, format, out, verified, max_relative_difference (of logits), ids_left_out.
-    Raises StorageError if `out` exists or cannot be written, ConfigError if the format has no such model,
-    CheckpointError if the model cannot be read or the export computes something else.
+    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: fp32 or bf16
+    weights. Returns source, format, out, verified, max_relative_difference (of logits) and
+    ids_left_out. Raises StorageError if `out` exists or cannot be written, ConfigError if the
+    format cannot hold the model, CheckpointError if the model cannot be read or the export
+    computes something else.
     """
-    for value, choices in ((to, FORMATS), (dtype, ("fp32", "bf16"))):
-        if value not in choices:
-            raise ConfigError(f"cannot export {value!r}", "export", f"use {', '.join(choices)}")
     out = local_path(out)
     warn = console.warn if console else warnings.warn
     if os.path.lexists(out):
-        raise StorageError("the folder exists", str(out), "choose another --out, or remove it")
-    if isinstance(model, LoadedModel):
-        loaded = copy.deepcopy(model)
-    else:
-        loaded = load_pretrained(model, warn)
+        raise StorageError("the folder exists", out, "choose another --out")
+    loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn)
+    loaded = copy.deepcopy(loaded)
     n_unused = _prepare(loaded, dtype, warn)
-    with storage_errors(out.parent, what="cannot write the export", fix="choose another --out"):
+    with storage_errors(out.parent, what="cannot write the export"):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.parent / f".{out.name}.{os.getpid()}"
         unfinished.mkdir()
@@ -58,7 +54,7 @@ def export(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     if console:
-        verdict = "NOT VERIFIED, because transformers is not installed (pip install megatoken[hf])"
+        verdict = "NOT VERIFIED: transformers is not installed (pip install megatoken[hf])"
         if difference is not None:
             verdict = f"verified, logits equal to {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")
@@ -73,17 +69,16 @@ def export(
 
 
 def _prepare(loaded: LoadedModel, dtype: str, warn: Callable[[str], None]) -> int:
-    """Drop what no format has, and round weights to `dtype`. Return the number of ids without a token."""
+    """Drop what no format has, and round weights to `dtype`. Return the number of dropped ids."""
     model = loaded.model.eval()
     if model.attention_name not in BUILT_IN:
-        what = f"attention {model.attention_name!r} exists only here"
-        raise ConfigError(what, "export", "use a built-in attention")
+        raise ConfigError(f"no format has attention {model.attention_name!r}", "export")
     vocab_size = loaded.tokenizer.vocab_size
     n_unused = model.config.vocab_size - vocab_size
     if n_unused:
         warn(f"{n_unused:,} ids without a token are dropped; losses decrease slightly")
     if model.value_head is not None:
-        warn("the value head (reward model, PPO) is dropped: the format has none")
+        warn("the value head (reward model, PPO) is dropped")
         model.value_head = None
     model.config = replace(model.config, vocab_size=vocab_size, value_head=False)
     for module in (model.tokens, model.head):
@@ -108,11 +103,11 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     written = read_llmc(folder / "model.bin").state_dict()
     for name, tensor in model.state_dict().items():
         if not torch.equal(tensor, written[name]):
-            raise CheckpointError(f"{name} reads back differently", str(folder), "report this bug")
+            raise CheckpointError(f"{name} reads back differently", folder, "report this bug")
     return 0.0
 
 
-# Each writes the folder and returns the largest difference of logits, or None if it was not compared.
+# Each writes a folder and returns the largest difference of logits, or None if not compared.
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
     "hf": _export_hf,
     "llmc": _export_llmc,

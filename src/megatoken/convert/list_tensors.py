@@ -25,7 +25,7 @@ class TensorInfo(NamedTuple):
 
 
 def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
-    """Return the tensors of a model that `load_pretrained` reads, in file order. Raises as it does."""
+    """Return a model's tensors in file order. name, errors: as in `load_pretrained`."""
     kind, path = find_format(name, warn)
     if kind == "run":
         folder, manifest = find_checkpoint(path, warn)
@@ -43,7 +43,7 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
-    """Return the parameters of a model of this architecture, with padding rows of the vocabulary."""
+    """Return the parameters of this architecture, including padding rows of the vocabulary."""
     with torch.device("meta"):
         return _describe(GPT(config, seed=None).named_parameters())
 

@@ -1,12 +1,13 @@
-"""Read and write llm.c's GPT-2 checkpoints: a header of 256 int32, then each tensor of all layers together.
+"""Read and write llm.c's GPT-2 checkpoints of versions 3 (fp32) and 5 (bf16).
 
-Versions 3 (fp32) and 5 (bf16). Source: write_model in llm.c's train_gpt2.py, gpt2_write_to_checkpoint in its
-train_gpt2.cu.
+A header of 256 int32, then each tensor of all layers together. Source: write_model in llm.c's
+train_gpt2.py, gpt2_write_to_checkpoint in its train_gpt2.cu.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from megatoken.model.gpt import GPT
 
 MAGIC = 20240326
 HEADER_BYTES = 1024
-LARGEST_DEPTH = 4096  # layers
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 SIZES = ("seq_len", "vocab_size", "n_layer", "n_head", "d_model")  # then the padded vocabulary
 MODULES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
@@ -30,30 +30,26 @@ TOKENIZER_VERSION = 2
 
 
 def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
-    """Return the architecture, the dtype and the rows of the padded vocabulary.
+    """Return the architecture, the dtype and the number of rows of the padded vocabulary.
 
     Raises CheckpointError for a file that is missing, damaged or not llm.c's.
     """
     try:
-        magic, version, *values = np.fromfile(path, "<i4", count=8).tolist()
-        *sizes, rows = values
+        magic, version, *sizes, rows = np.fromfile(path, "<i4", count=8).tolist()
+        dtype = VERSIONS[version if magic == MAGIC else -1]
         config = _gpt2_config(sizes)
         n_bytes = path.stat().st_size
-    except (OSError, ValueError) as error:
-        what = f"cannot read llm.c checkpoint: {error}"
-        raise CheckpointError(what, str(path), "check the path") from None
-    if magic != MAGIC or version not in VERSIONS:
-        what = f"not an llm.c checkpoint of version 3 or 5: magic {magic}, version {version}"
-        raise CheckpointError(what, str(path), "use a .bin file of llm.c's train_gpt2.py")
+    except (OSError, ValueError, KeyError) as error:
+        what = f"not an llm.c checkpoint of version 3 or 5: {error}"
+        raise CheckpointError(what, path, "use a .bin file of llm.c's train_gpt2.py") from None
     width = config.d_model
     n_params = (rows + config.seq_len) * width + 2 * width
     n_params += config.n_layer * (12 * width + 13) * width
-    is_valid = min(values) > 0 and config.n_layer <= LARGEST_DEPTH and rows >= config.vocab_size
-    is_valid = is_valid and width % config.n_head == 0
-    if not is_valid or n_bytes != HEADER_BYTES + n_params * VERSIONS[version].itemsize:
-        what = f"damaged: {n_bytes:,} bytes do not match the header's sizes {values}"
-        raise CheckpointError(what, str(path), AGAIN)
-    return config, VERSIONS[version], rows
+    is_valid = min(sizes) > 0 and width % config.n_head == 0 and rows >= config.vocab_size
+    if not is_valid or n_bytes != HEADER_BYTES + n_params * dtype.itemsize:
+        what = f"{n_bytes:,} bytes do not match the header's sizes {sizes}, {rows}"
+        raise CheckpointError(what, path, AGAIN)
+    return config, dtype, rows
 
 
 def read_llmc(path: Path) -> GPT:
@@ -71,7 +67,7 @@ def read_llmc(path: Path) -> GPT:
 
 
 def list_llmc_params(path: Path) -> dict[str, Tensor]:
-    """Return the parameters by our names, in file order, on the meta device. Raises CheckpointError."""
+    """Return the parameters by our names, in file order, on the meta device."""
     config, dtype, _ = read_header(path)
     with torch.device("meta"):
         views = _view_params(dict(GPT(config).named_parameters()), config)
@@ -79,15 +75,14 @@ def list_llmc_params(path: Path) -> dict[str, Tensor]:
 
 
 def write_llmc(path: Path, model: GPT, dtype: str) -> None:
-    """Write a checkpoint. dtype: fp32 (version 3) or bf16 (version 5). Raises ConfigError unless the model is GPT-2."""
+    """Write a checkpoint of dtype fp32 or bf16. Raises ConfigError unless the model is GPT-2."""
     config = model.config
     sizes = [getattr(config, name) for name in SIZES]
-    architecture = config.architecture()
     gpt2 = _gpt2_config(sizes).architecture()
-    differences = [name for name, value in architecture.items() if value != gpt2[name]]
+    differences = [name for name, value in config.architecture().items() if value != gpt2[name]]
     if differences:
         what = f"llm.c has only GPT-2; this model differs in {', '.join(differences)}"
-        raise ConfigError(what, "--to llmc", "export it with --to hf")
+        raise ConfigError(what, "--to llmc", "use --to hf")
     version = {"fp32": 3, "bf16": 5}[dtype]
     padded_rows = config.padded_vocab_size
     with path.open("wb") as file:
@@ -100,15 +95,8 @@ def write_llmc(path: Path, model: GPT, dtype: str) -> None:
 
 
 def _gpt2_config(sizes: list[int]) -> ModelConfig:
-    seq_len, vocab_size, n_layer, n_head, d_model = sizes
-    return ModelConfig(
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        n_layer=n_layer,
-        n_head=n_head,
-        d_model=d_model,
-        d_ff=4 * d_model,
-    )
+    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+    return ModelConfig(**fields, d_ff=4 * fields["d_model"])
 
 
 def _header(*values: int) -> bytes:
@@ -127,7 +115,7 @@ def _view_params(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file that llm.c decodes samples with: for each id its length in one byte, then its bytes."""
+    """Write the file llm.c decodes samples with: per id its length in one byte, then its bytes."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocab = json.loads(tokenizer.to_json())["model"]["vocab"]
     tokens = {id: token for token, id in vocab.items()}
@@ -136,8 +124,7 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
         for id in range(tokenizer.vocab_size):
             token = tokens.get(id, "?")  # llm.c requires at least one byte
             if set(token) <= byte_of.keys():
-                content = bytes(byte_of[character] for character in token)
+                content = bytes(byte_of[character] for character in token)[:255]
             else:
-                content = token.encode()
-            content = content[:255]
+                content = token.encode()[:255]
             file.write(bytes([len(content)]) + content)

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer by name, whichever program wrote it."""
+"""Load a model and its tokenizer by name, whatever program wrote it."""
 
 import warnings
 from collections.abc import Callable
@@ -30,11 +30,12 @@ class LoadedModel:
 
 
 def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> LoadedModel:
-    """Load a run (its newest complete checkpoint), a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin,
-    nanoGPT's ckpt.pt or its folder, or a run's mirror at an address.
+    """Load a run's newest complete checkpoint, or another model, with its tokenizer.
 
-    warn: called with a line for each damaged checkpoint that is skipped, and for a tokenizer that loses text. Raises
-    CheckpointError if nothing can be loaded or the tokenizer does not fit, DataError if the tokenizer is missing.
+    name: a run, a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's
+    ckpt.pt or its folder, or the address of a run's mirror. warn: called for each damaged
+    checkpoint that is skipped, and for a tokenizer that loses text. Raises CheckpointError if
+    nothing can be loaded or the tokenizer does not fit, DataError if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
     source = str(path if kind == "nanogpt" else name)
@@ -54,7 +55,7 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
         tokenizer.end_ids = read_end_ids(folder, model.config.vocab_size)
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
-        raise CheckpointError(what, source, "use the tokenizer the model was trained with")
+        raise CheckpointError(what, source)
     if tokenizer.drops_unknown:
         warn(f"tokenizer {tokenizer.name} drops characters that it has no token for")
     return LoadedModel(model, tokenizer, source)
@@ -74,7 +75,7 @@ def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.w
 
 
 def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:
-    """Return run, hf, llmc or nanogpt, and the model's local path: a file for nanoGPT, a copy for an address."""
+    """Return run, hf, llmc or nanogpt, and the model's local path (for an address, of a copy)."""
     path = fetch_model(str(name), warn) if is_address(name) else Path(name)
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
@@ -87,7 +88,7 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
 
 
 def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, Tokenizer]:
-    """Load the newest complete checkpoint; try again if a run in progress removes it meanwhile."""
+    """Load the newest complete checkpoint; retry if a run in progress removes it."""
     while True:
         folder, manifest = find_checkpoint(path, warn)
         try:
@@ -99,14 +100,14 @@ def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, To
 
 
 def find_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the argument of load_tokenizer for another program's model: its folder, or "gpt2" by vocabulary size.
+    """Return the argument of load_tokenizer for another program's model: its folder, or "gpt2".
 
     Raises CheckpointError if the folder has no tokenizer and the vocabulary is not GPT-2's.
     """
     for names in (("tokenizer.json",), ("vocab.json", "merges.txt")):
         if all((folder / name).is_file() for name in names):
-            return str(folder.absolute())  # a folder may be called gpt2
+            return str(folder.absolute())  # the folder's name may be gpt2
     if vocab_size == GPT2_VOCABULARY:
         return "gpt2"
     what = f"no tokenizer for {vocab_size} token ids"
-    raise CheckpointError(what, str(folder), "copy the model's tokenizer.json into the folder")
+    raise CheckpointError(what, folder, "copy the model's tokenizer.json into the folder")

@@ -1,4 +1,4 @@
-"""Files of an exported chat model in addition to transformers' own: ollama's Modelfile, and a README on serving it."""
+"""Write an exported chat model's README on serving it, and ollama's Modelfile."""
 
 from megatoken.data.chat_template import ChatTemplate
 
@@ -14,12 +14,12 @@ TRAINING_TEMPLATE = "chat_template_training.jinja"
 
 
 def drop_marks(template: ChatTemplate) -> str:
-    """Return the template without transformers' marks of assistant masks, which plain jinja2 rejects."""
+    """Return the template without the marks of assistant masks, which plain jinja2 rejects."""
     return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
-    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE. model_type: that of config.json."""
+    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE by file name."""
     stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
     lines = ["FROM ."]  # ollama imports only LLaMA's safetensors
     convert = ""

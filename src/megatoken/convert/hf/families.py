@@ -1,4 +1,4 @@
-"""GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM of transformers as tables of names and config.json fields."""
+"""Tables of tensor names and config.json fields of transformers' GPT-2, LLaMA and Qwen3."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -32,12 +32,13 @@ FIX = "use a GPT-2, LLaMA or Qwen3 model"
 class Family:
     """A model type of transformers.
 
-    modules: its module names to ours, `{}` for the layer; `/q` is a part of our fused query/key/value matrix.
-    prefix: of every tensor but the output layer's; files of the bare model omit it.
+    modules: its module names to ours, with `{}` for the layer and /q, /k, /v for the rows of our
+        fused query/key/value matrix.
+    prefix: of every tensor except the output layer's; files of the bare model omit it.
     buffers: tensors that old versions saved in addition to weights.
     conv1d: modules whose weights are (in, out).
     switches: our fields that are the same for all its models.
-    fields: our field to its config.json key. defaults: values of keys that are absent.
+    fields: our field to its config.json key. defaults: values of absent keys.
     activation: the config.json key of the MLP's activation.
     choices: supported values by config.json key, transformers' default first.
     write: returns the other config.json keys.
@@ -57,7 +58,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
 
     def view_params(self, params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return our parameters, or their gradients, as views with the names and shapes of a model file."""
+        """Return our parameters, or gradients, as views with a model file's names and shapes."""
         q = config.d_model
         kv = config.kv_heads * config.d_head
         rows = {
@@ -82,12 +83,14 @@ class Family:
         return views
 
     def read_config(self, config: Json, where: str) -> ModelConfig:
-        """Return the architecture in a config.json. Raises CheckpointError naming `where` for unsupported values."""
+        """Return the architecture of a config.json.
+
+        Raises CheckpointError naming `where` for unsupported values.
+        """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # v5, v4
         rope = {"rope_type": rope.get("type"), **rope}
-        values = {key: supported[0] for key, supported in self.choices.items()} | dict(
-            self.defaults
-        )
+        values = {key: supported[0] for key, supported in self.choices.items()}
+        values |= self.defaults
         values |= {key: value for key, value in {**config, **rope}.items() if value is not None}
         for key, supported in self.choices.items():
             if values[key] not in supported:
@@ -98,8 +101,7 @@ class Family:
         switches = {**self.switches, "mlp": ACTIVATIONS[values[self.activation]]}
         model_config = build_config(values, fields, where, switches)
         if values.get("head_dim", model_config.d_head) != model_config.d_head:
-            what = f"head_dim {values['head_dim']!r:.80} is not hidden_size / heads"
-            raise CheckpointError(what, where, FIX)
+            raise CheckpointError("head_dim is not hidden_size / heads", where, FIX)
         return model_config
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
@@ -114,7 +116,8 @@ def build_config(
 ) -> ModelConfig:
     """Return an architecture from another program's values.
 
-    names: our field to the key of `values`. Raises CheckpointError naming `where` for a value that is missing or wrong.
+    names: our field to the key of `values`. Raises CheckpointError naming `where` for a value that
+    is missing or wrong.
     """
     fields = dict(switches)
     for field, key in names.items():
@@ -142,9 +145,7 @@ def choose_family(config: ModelConfig) -> Family:
     if is_gpt2 and not switches:
         return GPT2
     parts = [config.norm, f"{config.pos_emb} positions", config.mlp, *switches]
-    if config.bias:
-        parts.append("biases")
-    what = f"transformers has no model with {', '.join(parts)}, {config.kv_heads} key/value heads"
+    what = f"transformers has no model with {', '.join(parts)}, bias={config.bias}"
     raise ConfigError(what, "--to hf", "only GPT-2, LLaMA and Qwen3 can be exported (modern-hf)")
 
 

@@ -1,4 +1,4 @@
-"""Load GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name. Weights are read from safetensors only."""
+"""Load GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name, from safetensors only."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ from megatoken.system.atomic_write import MALFORMED, read_json
 from megatoken.system.environment import huggingface_cache
 from megatoken.system.object_store import is_address
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 NAMES = "give a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
 SAVE_PRETRAINED = "write it with save_pretrained(folder, safe_serialization=True)"
@@ -25,8 +27,9 @@ SAVE_PRETRAINED = "write it with save_pretrained(folder, safe_serialization=True
 def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     """Load a model from a local folder or hub name; return it with the local folder.
 
-    The model is on the CPU in fp32, in training mode, without dropout. A hub name is looked up in the local cache, then
-    downloaded (needs huggingface_hub). Raises CheckpointError for a model that is missing, wrong or unsupported.
+    The model is on the CPU in fp32, in training mode, without dropout. A hub name is looked up in
+    the local cache, then downloaded. Raises CheckpointError for a model that is missing, damaged or
+    unsupported.
     """
     folder = find_folder(name_or_folder)
     family, config = read_family(folder)
@@ -39,24 +42,24 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
 
 
 def read_family(folder: Path) -> tuple[Family, ModelConfig]:
-    """Return the family and the architecture in a folder's config.json. Raises CheckpointError."""
-    where = str(folder / CONFIG)
+    """Return the family and the architecture of a folder's config.json. Raises CheckpointError."""
+    path = folder / CONFIG
     try:
-        config = read_json(folder / CONFIG)
-        model_type = config.get("model_type")
-        if model_type not in FAMILIES:
-            raise CheckpointError(f"model_type {model_type!r:.80} is not supported", where, FIX)
-        family = FAMILIES[model_type]
-        return family, family.read_config(config, where)
+        config = read_json(path)
+        family = FAMILIES.get(config["model_type"])
+        if family is None:
+            what = f"model_type {config['model_type']!r:.80} is not supported"
+            raise CheckpointError(what, path, FIX)
+        return family, family.read_config(config, str(path))
     except FileNotFoundError:
         what = f"no model here: neither a run's checkpoints nor {CONFIG}"
-        raise CheckpointError(what, str(folder), NAMES) from None
+        raise CheckpointError(what, folder, NAMES) from None
     except (OSError, *MALFORMED) as error:
-        raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
+        raise CheckpointError(f"cannot read {CONFIG}: {error}", path, SAVE_PRETRAINED) from None
 
 
 def find_folder(name_or_folder: str) -> Path:
-    """Return the local folder of a name: itself, or the snapshot of a hub name. Raises CheckpointError."""
+    """Return a local folder, or the snapshot of a hub name. Raises CheckpointError."""
     folder = Path(name_or_folder)
     if folder.is_dir():
         return folder
@@ -70,7 +73,7 @@ def find_folder(name_or_folder: str) -> Path:
             cache_dir=huggingface_cache(),
         )
     except Exception as error:  # network and hub errors have many types
-        reason = re.split(r"\.? An error|\. |\n", str(error))[0].removeprefix("Got: ")
+        reason = str(error).partition("\n")[0]
         what = f"no such folder, and no download from the Hugging Face hub: {reason}"
         fix = "check the name, or the connection (pip install megatoken[hf])"
         raise CheckpointError(what, name_or_folder, fix) from error
@@ -78,7 +81,7 @@ def find_folder(name_or_folder: str) -> Path:
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise CheckpointError for a name that is no address, does not exist and cannot be on the hub."""
+    """Raise CheckpointError for a name that is not an address, a path or a hub name."""
     path = Path(name)
     is_local = path.parent.name == "runs" or (path.parent.name and path.parent.is_dir())
     if is_address(name) or path.exists() or (HUB_NAME.fullmatch(name) and not is_local):
@@ -89,8 +92,8 @@ def refuse_missing_path(name: str) -> None:
 def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield each tensor's name and the open file that holds it.
 
-    Yields the tensors named by the index, or all of model.safetensors. Raises CheckpointError for missing or damaged
-    files.
+    The index selects tensors; without one, all of model.safetensors are read. Raises
+    CheckpointError for missing or damaged files.
     """
     names: dict[Path, set[str]] = {}
     try:
@@ -99,16 +102,13 @@ def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     except FileNotFoundError:
         names[folder / WEIGHTS] = set()
     except (OSError, *MALFORMED) as error:
-        what = f"cannot read the index: {error}"
-        raise CheckpointError(what, str(folder / INDEX), AGAIN) from None
-    for path, wanted in names.items():
-        if not path.is_file():
-            what = f"no {path.name} (pickles are never loaded)"
-            raise CheckpointError(what, str(folder), SAVE_PRETRAINED)
+        raise CheckpointError(f"cannot read: {error}", folder / INDEX, AGAIN) from None
+    for path, selected in names.items():
         try:
             file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read weights: {error}", str(path), AGAIN) from error
+            what = f"cannot read weights (pickles are never loaded): {error}"
+            raise CheckpointError(what, path, SAVE_PRETRAINED) from error
         for name in file.keys():  # noqa: SIM118  # not a mapping
-            if not wanted or name in wanted:
+            if not selected or name in selected:
                 yield name, file

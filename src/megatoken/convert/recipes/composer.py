@@ -1,7 +1,8 @@
 """Translate YAML files of MosaicML's Composer and llm-foundry.
 
-Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls. DecoupledAdamW multiplies
-a weight by 1 - wd lr(t)/lr at each step, AdamW by 1 - wd lr(t), so our weight decay is wd/lr.
+Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls.
+DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr at each step, AdamW by 1 - wd lr(t), so our
+weight decay is wd/lr.
 """
 
 import re
@@ -36,7 +37,7 @@ OPTIMIZERS = {  # defaults of Composer and torch
 }
 FIXED = {"optim.warmup": "0steps", "optim.min_lr_ratio": 0.0, "optim.grad_clip": 0.0}
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
-# Different spellings of one key: wrapper sections, and lists of one entry.
+# Spellings of one key: wrapper sections, and lists of one entry.
 RENAMED = (
     (r"^model\.(gpt2\.)?(model_config|config_overrides)\.", "model."),
     (r"^(optimizer|scheduler)s?\.(0\.)?", r"\1."),
@@ -124,7 +125,7 @@ REQUIRED = (
     "train_batch_size",
     "max_duration",
 )
-# Hardware, display and storage, and what transformers writes into every config.
+# Hardware, display, storage, and what transformers writes into every config.
 IGNORED = """
     logger* callbacks.*_monitor* callbacks.checkpoint* callbacks.hf_checkpoint* callbacks.runtime_estimator*
     callbacks.scheduled_gc* callbacks.image_visualizer* callbacks.mlperf* callbacks.memory_snapshot* callbacks.generate*
@@ -143,7 +144,10 @@ IGNORED = """
 
 
 def translate_composer(path: Path) -> Translation:
-    """Translate a Composer or llm-foundry file. Raises ConfigError naming file:line for what cannot be translated."""
+    """Translate a Composer or llm-foundry file.
+
+    Raises ConfigError naming file:line for what cannot be translated.
+    """
     settings = _read(path)
     _add_optimizer_defaults(settings)
     written = [
@@ -159,15 +163,14 @@ def translate_composer(path: Path) -> Translation:
         translation.notes.append("warm-up starts at lr/steps instead of 0")
     missing = [key for key in required if get(key) is None]
     if missing:
-        raise ConfigError(f"missing: {', '.join(missing)}", str(path), "add it to the file")
+        raise ConfigError(f"missing: {', '.join(missing)}", path)
     folder = get("save_folder")
     if folder and "{" not in folder:
         translation.out = Path(folder)
     translation.name = get("run_name") or f"composer-{path.stem}"
     if get("model.name") in MPT:
         translation.set("model.mlp", "gelu-erf", "model.name")
-        note = "initial weights are GPT-2's (normal, 0.02), not MPT's kaiming_normal_"
-        translation.notes.append(note)
+        translation.notes.append("initial weights are GPT-2's, not MPT's kaiming_normal_")
     if get("model.expansion_ratio"):
         d_ff = int(get("model.expansion_ratio") * get("model.n_embd"))
         translation.set("model.d_ff", d_ff, "model.expansion_ratio")
@@ -201,12 +204,11 @@ def _add_optimizer_defaults(settings: dict[str, Assignment]) -> None:
 
 
 def _set_weight_decay(translation: Translation) -> None:
-    decay, lr = translation.get("optimizer.weight_decay"), translation.get("optimizer.lr")
+    decay = translation.get("optimizer.weight_decay")
+    lr = translation.get("optimizer.lr")
     if not decay:
         return
     if translation.get("optimizer.name") == "decoupled_adamw":
-        if not lr:
-            raise ConfigError("lr is 0", translation.where("optimizer.lr"), "set it above 0")
         translation.set("optim.weight_decay", decay / lr, "optimizer.weight_decay")
         translation.notes.append(f"decoupled_adamw scales decay by 1/lr: wd = {decay} / {lr}")
     translation.notes.append("norms and biases are not decayed; Composer decays all parameters")
@@ -234,7 +236,7 @@ def _set_budget(translation: Translation, settings: Mapping[str, Assignment]) ->
 
 
 def _read(path: Path) -> dict[str, Assignment]:
-    """Return the values of a file by dotted key, with list entries numbered from 0 and `${name}` replaced."""
+    """Return the values by dotted key, with list entries numbered and `${name}` replaced."""
     root = compose_yaml(path)
     leaves = list(_list_leaves(root, path, "")) if root else []
     texts = {leaf.key: leaf.text for leaf in leaves}
@@ -248,11 +250,11 @@ def _read(path: Path) -> dict[str, Assignment]:
         for pattern, name in RENAMED:
             key = re.sub(pattern, name, key)
         if key in settings:
-            raise ConfigError(f"duplicate key {key}", leaf.where, "write it once")
+            raise ConfigError(f"duplicate key {key}", leaf.where)
         for _ in range(4):  # a value may refer to a value with references
             text = re.sub(r"\$\{([\w.]+)\}", look_up, text)[:LONGEST_VALUE]
         if "${" in text:
-            raise ConfigError(f"{text} is not defined in the file", leaf.where, "write its value")
+            raise ConfigError(f"{text} is not defined in the file", leaf.where)
         settings[key] = Assignment(key, text, leaf.where)
     return settings
 

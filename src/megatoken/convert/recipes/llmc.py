@@ -1,4 +1,7 @@
-"""Translate llm.c's command line: `-e d12 -b 64 -t 1024 -d 524288 ...`. Source: train_gpt2.cu of karpathy/llm.c."""
+"""Translate llm.c's command line: `-e d12 -b 64 -t 1024 -d 524288 ...`.
+
+Source: train_gpt2.cu of karpathy/llm.c.
+"""
 
 import re
 from fnmatch import fnmatch
@@ -6,7 +9,14 @@ from os.path import commonprefix
 from pathlib import Path
 
 from megatoken.config.load import Assignment
-from megatoken.convert.recipes.translation import STEPS, Row, Translation, only, split_words
+from megatoken.convert.recipes.translation import (
+    STEPS,
+    Row,
+    Translation,
+    only,
+    split_program,
+    split_words,
+)
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.errors import ConfigError
 
@@ -80,8 +90,8 @@ SIZES = {  # layers, heads, width
 def translate_llmc(command: str, processes: int = 1) -> Translation:
     """Translate a train_gpt2cu command, with or without the program and mpirun.
 
-    processes: number of processes, unless the command sets it; llm.c's validation and default batch are per process.
-    Raises ConfigError for what cannot be translated.
+    processes: their number, unless the command sets it; llm.c's validation and default batch are
+    per process. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
     translation = Translation("llm.c", FLAGS, settings, IGNORED, FIXED)
@@ -108,18 +118,14 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
 
 
 def _read_command(command: str) -> tuple[list[Assignment], int]:
-    """Return the flags, and the number of processes of a launcher before the program, or 0."""
+    """Return the flags, and the number of processes of the launcher, or 0."""
     words = split_words(command, "--llmc")
-    launcher = ""
-    programs = [index for index, word in enumerate(words) if Path(word).name in PROGRAMS]
-    if programs:
-        launcher = " ".join(words[: programs[0]])
-        words = words[programs[0] + 1 :]
+    launcher, words = split_program(words, *PROGRAMS)
     if len(words) % 2:
-        raise ConfigError(f"{words[-1]:.80} has no value", "--llmc", "write flag-value pairs")
+        raise ConfigError(f"{words[-1]:.80} has no value", "--llmc")
     pairs = zip(words[::2], words[1::2], strict=True)
-    count = re.search(r"-np? (\d{1,6})\b", launcher)
     settings = [Assignment(flag, text, f"llm.c {flag} {text}"[:86]) for flag, text in pairs]
+    count = re.search(r"-np? (\d{1,6})\b", " ".join(launcher))
     return settings, int(count[1]) if count else 0
 
 
@@ -138,16 +144,14 @@ def _set_model(translation: Translation) -> None:
         sizes = (config.n_layer, config.n_head, config.d_model)
         context = config.seq_len
     elif not sizes:
-        names = f"{' '.join([*PUBLISHED, *SIZES])}, or a .bin file"
-        raise ConfigError(
-            f"no model named {name!r:.80}", translation.where("-e"), f"use one of {names}"
-        )
+        fix = f"use one of {' '.join([*PUBLISHED, *SIZES])}, or a .bin file"
+        raise ConfigError(f"no model named {name!r:.80}", translation.where("-e"), fix)
     for field, size in zip(("n_layer", "n_head", "d_model"), sizes, strict=False):
         translation.set(f"model.{field}", size, "-e")
     length = translation.get("-t")
     if length > context:
-        what = f"{length} tokens exceed the model's context of {context}"
-        raise ConfigError(what, translation.where("-t"), f"set -t to at most {context}")
+        what = f"-t {length} exceeds the model's context of {context}"
+        raise ConfigError(what, translation.where("-t"))
     if length < context:
         note = f"the model has no positions from {length} on; llm.c keeps them untrained"
         translation.notes.append(note)
@@ -158,9 +162,8 @@ def _set_budget(translation: Translation, processes: int) -> None:
     per_forward = get("-b") * get("-t") * processes
     batch_tokens = per_forward if get("-d") == -1 else get("-d")
     if per_forward <= 0 or batch_tokens % per_forward:
-        what = f"-d {batch_tokens} is not a multiple of -b x -t x {processes} processes"
-        fix = f"use a multiple of {per_forward}"
-        raise ConfigError(what, translation.where("-d", "-b", "-t"), fix)
+        what = f"-d {batch_tokens} is not a multiple of -b x -t x processes = {per_forward}"
+        raise ConfigError(what, translation.where("-d", "-b", "-t"))
     translation.set("budget.batch_tokens", batch_tokens, "-d")
     if get("-x") == -1:
         translation.set("budget.epochs", 1, "-x")
@@ -171,20 +174,19 @@ def _set_budget(translation: Translation, processes: int) -> None:
 
 
 def _set_data(translation: Translation) -> None:
-    """Set data.path to the folder, or a pattern of both splits: `val` in a shard's name marks validation."""
+    """Set data.path to the folder, or a pattern of both splits' shards."""
     train = Path(translation.get("-i"))
     val = Path(translation.get("-j"))
     path = train.parent
     if val.parent != path or "val" in train.name or "val" not in val.name:
-        what = "cannot tell training and validation shards by name"
+        what = "cannot distinguish training and validation shards by name"
         fix = "put both into one folder, with `val` in the names of validation shards only"
         raise ConfigError(what, translation.where("-i", "-j"), fix)
     if not (path / MANIFEST_NAME).exists():
         path /= f"{commonprefix([train.name, val.name])}*.bin"  # noqa: RUF071
         for file in sorted(path.parent.glob(path.name)):
             if not fnmatch(file.name, train.name) and not fnmatch(file.name, val.name):
-                fix = "put the shards of a run into their own folder"
                 what = f"{path} also matches {file.name}"
-                raise ConfigError(what, translation.where("-i", "-j"), fix)
+                raise ConfigError(what, translation.where("-i", "-j"), "move it elsewhere")
     translation.set("data.path", path, "-i", "-j")
     translation.notes.append("data order differs: all windows are shuffled, not only within shards")

@@ -10,7 +10,14 @@ from typing import Any
 
 from megatoken.config.load import Assignment
 from megatoken.config.presets import PRESETS, PUBLISHED
-from megatoken.convert.recipes.translation import STEPS, Row, Translation, only, split_words
+from megatoken.convert.recipes.translation import (
+    STEPS,
+    Row,
+    Translation,
+    only,
+    split_program,
+    split_words,
+)
 from megatoken.errors import ConfigError
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -60,15 +67,12 @@ NOTES = (
 
 
 def translate_nanogpt(command: str) -> Translation:
-    """Translate the arguments of nanoGPT's `train.py`: files and --name=value, of which the last one counts.
+    """Translate the arguments of nanoGPT's train.py: files and --name=value.
 
-    The command may include the launcher and `train.py`. Raises ConfigError naming file:line for what cannot be
-    translated.
+    The command may include the launcher and train.py. Raises ConfigError naming file:line for what
+    cannot be translated.
     """
-    words = split_words(command, "--nanogpt")
-    programs = [index for index, word in enumerate(words) if Path(word).name == "train.py"]
-    if programs:
-        words = words[programs[0] + 1 :]
+    _, words = split_program(split_words(command, "--nanogpt"), "train.py")
     files = [Path(word) for word in words if not word.startswith("--")]
     settings = [setting for word in words for setting in _read(word)]
     translation = Translation("nanoGPT", TABLE, settings, IGNORED, FIXED)
@@ -99,8 +103,8 @@ def _set_start(translation: Translation) -> None:
     if name == "resume":
         translation.out = translation.out or Path("out")
         if not (translation.out / "checkpoints").is_dir():
-            what = f"no run to resume in {translation.out}; nanoGPT's optimizer state is not read"
-            fix = f"start from its weights: --init_from=scratch, and model.init={translation.out}/ckpt.pt"
+            what = f"no run to resume in {translation.out}"
+            fix = f"start from nanoGPT's weights: model.init={translation.out}/ckpt.pt"
             raise ConfigError(what, translation.where("init_from"), fix)
     if name in PUBLISHED:
         model = PRESETS[PUBLISHED[name]]
@@ -111,7 +115,7 @@ def _set_start(translation: Translation) -> None:
 
 
 def _set_decay(translation: Translation) -> None:
-    """Translate the learning-rate decay. Raises ConfigError for one that ends within the warm-up."""
+    """Translate the learning-rate decay. Raises ConfigError if it ends within the warm-up."""
     get = translation.get
     if not get("decay_lr"):
         translation.set("optim.warmup", "0steps", "decay_lr")
@@ -119,8 +123,8 @@ def _set_decay(translation: Translation) -> None:
     keys = ("lr_decay_iters", "warmup_iters")
     decay_steps = get("lr_decay_iters") - get("warmup_iters")
     if decay_steps < 1 or not get("learning_rate"):
-        what = "lr_decay_iters must exceed warmup_iters, and learning_rate must not be 0"
-        raise ConfigError(what, translation.where(*keys), "change them, or set --decay_lr=False")
+        what = "lr_decay_iters must exceed warmup_iters, and learning_rate 0"
+        raise ConfigError(what, translation.where(*keys), "or set --decay_lr=False")
     ratio = round(get("min_lr") / get("learning_rate"), 12)
     translation.set("optim.min_lr_ratio", ratio, "min_lr", "learning_rate")
     if get("lr_decay_iters") != get("max_iters"):
@@ -128,19 +132,17 @@ def _set_decay(translation: Translation) -> None:
 
 
 def _read(word: str) -> Iterator[Assignment]:
-    """Yield the settings of a word: --name=value, or a config file, which is parsed and never run."""
+    """Yield the settings of a word: --name=value, or a config file, which is never run."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
         if not equals:
-            raise ConfigError(f"cannot read {word!r}", "--nanogpt", "write --name=value")
+            raise ConfigError(f"{word!r} is not --name=value", "--nanogpt")
         yield Assignment(name, text.strip("'\""), f"nanoGPT {word:.80}")
         return
     try:
-        text = Path(word).read_text(encoding="utf-8")
-        body = ast.parse(text).body
+        body = ast.parse(Path(word).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        where = f"{word}:{getattr(error, 'lineno', None) or 1}"
-        raise ConfigError(f"cannot read it as Python: {error}", where, "check the file") from None
+        raise ConfigError(f"cannot read it as Python: {error}", word) from None
     for node in body:
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
@@ -150,13 +152,13 @@ def _read(word: str) -> Iterator[Assignment]:
             case ast.Assign(targets=[ast.Name(name)], value=value):
                 text_value = _evaluate(value, f"{word}:{node.lineno}")
             case _:
-                fix = "config files are not run: write name = value"
-                raise ConfigError("not an assignment", f"{word}:{node.lineno}", fix)
+                what = "not an assignment; config files are not run"
+                raise ConfigError(what, f"{word}:{node.lineno}")
         yield Assignment(name, text_value, f"{word}:{node.lineno}")
 
 
 def _evaluate(node: ast.expr, where: str) -> str:
-    """Return the text of a literal or of a product of numbers, such as `5 * 8`. Raises ConfigError."""
+    """Return the text of a literal or a product of numbers, e.g. `5 * 8`. Raises ConfigError."""
 
     def evaluate(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -166,4 +168,4 @@ def _evaluate(node: ast.expr, where: str) -> str:
     try:
         return str(evaluate(node))
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise ConfigError("not a literal value", where, "write the value itself") from None
+        raise ConfigError("not a literal value; config files are not run", where) from None

@@ -1,6 +1,6 @@
-"""Translate recipes of other programs by table: their setting, our fields, a conversion. Nothing is executed.
+"""Translate recipes of other programs by a table of settings, our fields and conversions.
 
-A setting that is neither in the table nor ignored is an error.
+Nothing is executed. A setting that is neither in the table nor ignored is an error.
 """
 
 import math
@@ -21,9 +21,11 @@ STEPS = "{}steps".format  # optimizer steps as a duration
 class Row:
     """How to translate one setting.
 
-    default: the program's default, or a type if there is none; then the row applies only when the setting is written.
-    fields: our fields, separated by spaces; empty if the translator reads the value itself or only checks it.
-    convert: maps their values to ours; KeyError and ValueError mean that a value cannot be translated.
+    default: the program's default, or a type if there is none; the row then applies only if the
+        recipe has the setting.
+    fields: our fields, separated by spaces; empty if the translator reads the value itself or only
+        checks it.
+    convert: maps their values to ours; raises KeyError or ValueError for values we lack.
     """
 
     default: Any
@@ -70,9 +72,10 @@ class Translation:
     ) -> None:
         """Translate `settings`; the last one of a key counts.
 
-        A key of `table` holds all names of a setting, separated by spaces; `get` takes the first. ignored: patterns of
-        settings that do not affect training, separated by spaces. fixed: values of our fields that the program
-        hard-codes. Raises ConfigError for a setting that cannot be translated.
+        A key of `table` holds all names of a setting, separated by spaces; `get` takes the first.
+        ignored: patterns of settings that do not affect training, separated by spaces. fixed:
+        values of our fields that the program hard-codes. Raises ConfigError for a setting that
+        cannot be translated.
         """
         self.program = program
         self.name = program
@@ -121,7 +124,7 @@ class Translation:
         return ConfigError(what, setting.where, fix)
 
     def get(self, key: str) -> Any:
-        """Return the value of a setting, the program's default, or None if there is neither."""
+        """Return the value of a setting, or the program's default, or None."""
         return self._values.get(key)
 
     def where(self, *keys: str) -> str:
@@ -139,8 +142,16 @@ class Translation:
 
 
 def split_words(command: str, where: str) -> list[str]:
-    """Split a shell command, possibly over several lines. Raises ConfigError for an open quotation."""
+    """Split a shell command, possibly of several lines. Raises ConfigError for an open quote."""
     try:
         return shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
-        raise ConfigError(f"cannot read the command: {error}", where, "check its quotes") from None
+        raise ConfigError(f"cannot read the command: {error}", where) from None
+
+
+def split_program(words: list[str], *names: str) -> tuple[list[str], list[str]]:
+    """Return the words before and after the program of one of these names."""
+    for index, word in enumerate(words):
+        if Path(word).name in names:
+            return words[:index], words[index + 1 :]
+    return [], words
