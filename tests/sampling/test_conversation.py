@@ -1,4 +1,4 @@
-"""Conversations: each answer follows from all that was said and fits, the context drops whole turns, Ctrl-C stops."""
+"""Conversations: answers follow from the messages that fit; the oldest turns are dropped."""
 
 from copy import copy
 from dataclasses import replace
@@ -16,10 +16,10 @@ TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 MODEL = draw_model(
     replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
 )
-SYSTEM, HELLO, THERE, MORE = (
-    Message(role, text)
-    for role, text in (("system", "s"), ("user", "hello"), ("assistant", "there"), ("user", "more"))
-)
+SYSTEM = Message("system", "s")
+HELLO = Message("user", "hello")
+THERE = Message("assistant", "there")
+MORE = Message("user", "more")
 
 
 def say_nothing(part: str) -> None:
@@ -35,21 +35,20 @@ def make_conversation(**values: object) -> Conversation:
     )
 
 
-def test_an_answer_follows_from_all_that_was_said() -> None:
-    conversation, parts = make_conversation(), list[str]()
+def test_an_answer_follows_from_all_messages() -> None:
+    conversation = make_conversation()
+    parts: list[str] = []
     first = conversation.ask("hello", parts.append)
     second = conversation.ask("more", say_nothing)
     assert "".join(parts) == first.text
     assert conversation.messages == [SYSTEM, HELLO, Message("assistant", first.text), MORE,
                                      Message("assistant", second.text)]  # fmt: skip
-    for answer, said in ((first, conversation.messages[:2]), (second, conversation.messages[:4])):
-        ids, _ = TEMPLATE.encode(said, reply=True)
+    for answer, n in ((first, 2), (second, 4)):
+        ids, _ = TEMPLATE.encode(conversation.messages[:n], reply=True)
         assert answer.prompt_tokens == len(ids)
         assert answer.ids == generate_ids(MODEL, ids, Sampling(max_new_tokens=8, temperature=0))[0]
-        assert (answer.finish_reason, answer.text) == (
-            "length",
-            TEMPLATE.tokenizer.decode(answer.ids),
-        )
+        assert answer.text == TEMPLATE.tokenizer.decode(answer.ids)
+        assert answer.finish_reason == "length"
     conversation.clear()
     assert conversation.messages == [SYSTEM]
     assert conversation.ask("hello", say_nothing) == first
@@ -74,35 +73,32 @@ def test_answers_draw_by_their_number() -> None:
     conversation.ask("hello", say_nothing)
     second = conversation.ask("more", say_nothing)
     ids, _ = TEMPLATE.encode(conversation.messages[:-1], reply=True)
-    assert (
-        second.ids
-        == generate_ids(
-            MODEL, ids, Sampling(max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids[:1])
-        )[0]
-    )
+    sampling = Sampling(max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids)
+    assert second.ids == generate_ids(MODEL, ids, sampling)[0]
 
 
-def test_whole_turns_are_dropped_from_the_beginning() -> None:
-    said = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
-    ids = {first: TEMPLATE.encode([SYSTEM, *said[first:]], reply=True)[0] for first in (1, 3, 5)}
-    for first, whole in ids.items():  # 4 new tokens, of which the last is never read
-        assert fit_context(TEMPLATE, said, len(whole) + 3, 4) == ([SYSTEM, *said[first:]], whole)
-    assert fit_context(TEMPLATE, said, len(ids[1]) + 2, 4)[1] == ids[3]
-    assert fit_context(TEMPLATE, said[1:], len(ids[5]), 1)[0] == [MORE]
+def test_full_turns_are_dropped_from_the_beginning() -> None:
+    messages = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
+    ids = {
+        first: TEMPLATE.encode([SYSTEM, *messages[first:]], reply=True)[0] for first in (1, 3, 5)
+    }
+    for first, full in ids.items():  # 4 new tokens, of which the last is never read
+        assert fit_context(TEMPLATE, messages, len(full) + 3, 4) == (
+            [SYSTEM, *messages[first:]],
+            full,
+        )
+    assert fit_context(TEMPLATE, messages, len(ids[1]) + 2, 4)[1] == ids[3]
+    assert fit_context(TEMPLATE, messages[1:], len(ids[5]), 1)[0] == [MORE]
     context = len(ids[5]) + 2
     with pytest.raises(ConfigError):
-        fit_context(TEMPLATE, said, context, 1000)
+        fit_context(TEMPLATE, messages, context, 1000)
 
 
-def test_the_conversation_goes_on_beyond_the_context() -> None:
+def test_the_conversation_continues_beyond_the_context() -> None:
     conversation = make_conversation()
     for _ in range(6):
         conversation.ask("x" * 20, say_nothing)
     assert conversation.dropped == 8
-    assert [message.role for message in conversation.messages] == [
-        "system",
-        *["user", "assistant"] * 2,
-    ]
     with pytest.raises(ConfigError):
         conversation.ask("x" * 120, say_nothing)
     assert len(conversation.messages) == 5
@@ -110,8 +106,9 @@ def test_the_conversation_goes_on_beyond_the_context() -> None:
 
 
 def test_ctrl_c_ends_an_answer() -> None:
-    whole = make_conversation().ask("hello", say_nothing)
-    conversation, parts = make_conversation(), list[str]()
+    full = make_conversation().ask("hello", say_nothing)
+    conversation = make_conversation()
+    parts: list[str] = []
 
     def press_ctrl_c(part: str) -> None:
         parts.append(part)
@@ -119,6 +116,6 @@ def test_ctrl_c_ends_an_answer() -> None:
             raise KeyboardInterrupt
 
     answer = conversation.ask("hello", press_ctrl_c)
-    assert (answer.ids, answer.finish_reason) == (whole.ids[:3], "interrupted")
+    assert (answer.ids, answer.finish_reason) == (full.ids[:3], "interrupted")
     assert conversation.messages[-1] == Message("assistant", answer.text)
-    assert conversation.ask("more", say_nothing).prompt_tokens > whole.prompt_tokens
+    assert conversation.ask("more", say_nothing).prompt_tokens > full.prompt_tokens

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,6 @@ from megatoken.sampling.generate import (
     generate_ids,
     prepare_decoding,
 )
-from megatoken.system.device import Device
 from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
 from tests.tiny_model import TINY_MODERN
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(model_config: ModelConfig = TINY, seed: int = 0) -> GPT:
-    """A model whose scores differ: initial weights, enlarged."""
+    """Return a model with enlarged initial weights, so that logits differ."""
     model = GPT(model_config, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,6 +64,12 @@ def build(model_config: ModelConfig = TINY, seed: int = 0) -> GPT:
 @pytest.fixture(scope="module")
 def model() -> GPT:
     return build()
+
+
+def build_cache(
+    config: ModelConfig, rows: int = 1, capacity: int = 8, dtype: torch.dtype = torch.float32
+) -> KeyValueCache:
+    return KeyValueCache(config, rows=rows, capacity=capacity, dtype=dtype, device=CPU)
 
 
 def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]:
@@ -84,89 +89,79 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(
     cuts: list[int], rows: int, model_config: ModelConfig
 ) -> None:
     model = build(model_config)
-    ids = torch.randint(
-        0, TINY.vocab_size, (rows, sum(cuts)), generator=torch.Generator().manual_seed(1)
-    )
-    cache = KeyValueCache(
-        model_config, rows=rows, capacity=sum(cuts), dtype=torch.float32, device=CPU
-    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, TINY.vocab_size, (rows, sum(cuts)), generator=generator)
+    cache = build_cache(model_config, rows=rows, capacity=sum(cuts))
     with torch.no_grad():
         pieces = torch.cat([model(piece, cache) for piece in ids.split(cuts, dim=1)], dim=1)
-        whole = model(ids)
+        full = model(ids)
     assert cache.length == sum(cuts)
-    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pieces, full, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
 def test_greedy_equals_full_forwards(model_config: ModelConfig) -> None:
-    model, prompt = build(model_config), [3, 1, 4, 1, 5]
-    assert generate_ids(model, prompt, Sampling(max_new_tokens=40, temperature=0)) == [
-        greedy_by_full_forward(model, prompt, 40)
-    ]
+    model = build(model_config)
+    prompt = [3, 1, 4, 1, 5]
+    ids = generate_ids(model, prompt, Sampling(max_new_tokens=40, temperature=0))
+    assert ids == [greedy_by_full_forward(model, prompt, 40)]
 
 
-def test_the_cache_holds_the_heads_of_keys_and_values_alone() -> None:
-    cache = KeyValueCache(TINY_LLAMA, rows=2, capacity=5, dtype=torch.float32, device=CPU)
-    keys, values = cache.append(1, *torch.randn(2, 2, 2, 3, 8))
-    assert keys.shape == values.shape == (2, 2, 3, 8)
+SMALL = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=90, seq_len=8)
 
 
-def test_decoding_in_fp32_keeps_shapes_and_values_and_only_wide_weights() -> None:
-    model_config = ModelConfig(n_layer=1, n_head=2, d_model=16, d_ff=64, vocab_size=90, seq_len=8)
-    plain, column_major = GPT(model_config), GPT(model_config)
+def test_decoding_in_fp32_transposes_wide_weights() -> None:
+    plain = GPT(SMALL)
+    column_major = GPT(SMALL)
     prepare_decoding(column_major, tiny_model.CPU)
     wide = {
         name
         for name, p in column_major.named_parameters()
         if p.dim() == 2 and not p.is_contiguous()
     }
-    assert wide == {"tokens.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.up.weight"}
-    expected = plain.state_dict()
-    assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in column_major.state_dict().items()
-    )
+    kinds = ("attention.qkv.weight", "mlp.up.weight")
+    assert wide == {"tokens.weight", *(f"blocks.{i}.{kind}" for i in range(2) for kind in kinds)}
+    torch.testing.assert_close(column_major.state_dict(), plain.state_dict(), rtol=0, atol=0)
     ids = torch.arange(8)[None]
     torch.testing.assert_close(column_major(ids), plain(ids), rtol=1e-5, atol=1e-6)
 
 
+def decode_one_by_one(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    cache = build_cache(model.config, dtype=model.tokens.weight.dtype)
+    logits = [model.lm_head(model(id, cache)) for id in ids.split(1, 1)]
+    return torch.cat(logits, 1).float()
+
+
 def test_decoding_in_bf16_is_near_fp32() -> None:
-    model_config = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=90, seq_len=8)
-    plain, low = GPT(model_config), GPT(model_config)
+    plain = GPT(SMALL)
+    low = GPT(SMALL)
     prepare_decoding(low, replace(tiny_model.CPU, precision="bf16"))
     assert low.lm_head_weight.dtype == torch.bfloat16
     ids = torch.arange(8)[None]
     with torch.inference_mode():
-        torch.testing.assert_close(low.logits(ids).float(), plain.logits(ids), rtol=0.02, atol=0.02)
-        cache = KeyValueCache(model_config, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
-        one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
-    torch.testing.assert_close(one_by_one.float(), plain.logits(ids), rtol=0.02, atol=0.02)
+        expected = plain.logits(ids)
+        for logits in (low.logits(ids).float(), decode_one_by_one(low, ids)):
+            torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str) -> None:
-    sizes = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 64, "vocab_size": 90, "seq_len": 8}
-    model_config = ModelConfig(**sizes, tie_embeddings=tied)
-    plain, low = GPT(model_config), GPT(model_config)
-    prepare_decoding(low, replace(tiny_model.CPU, precision=precision), int8=True)
+    config = replace(SMALL, tie_embeddings=tied)
+    low = GPT(config)
+    device = replace(tiny_model.CPU, precision=precision)
+    prepare_decoding(low, device, int8=True)
     assert isinstance(low.blocks[1].mlp.down.weight, Int8Matrix)
     assert isinstance(low.lm_head_weight, Int8Matrix)
-    assert low.tokens.weight.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert low.tokens.weight.dtype == device.dtype
     ids = torch.arange(8)[None]
     with torch.inference_mode():
-        expected = plain.logits(ids)
-        cache = KeyValueCache(
-            model_config, rows=1, capacity=8, dtype=low.tokens.weight.dtype, device=CPU
-        )
-        one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
-    assert (
-        one_by_one.float() - expected
-    ).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
-    [ids_written] = generate_ids(low, [1], Sampling(max_new_tokens=5, temperature=0))
-    assert len(ids_written) == 5
+        expected = GPT(config).logits(ids)
+        error = decode_one_by_one(low, ids) - expected
+    assert error.square().mean() < 0.02**2 * expected.square().mean()
 
 
 def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +170,10 @@ def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         prepare_decoding(GPT(TINY), tiny_model.CPU, int8=True)
 
 
-def test_the_whole_context_can_be_filled(model: GPT) -> None:
-    [ids] = generate_ids(model, [1], Sampling(max_new_tokens=TINY.seq_len, temperature=0))
-    assert ids == greedy_by_full_forward(
-        model, [1], TINY.seq_len
-    )  # the last one is not fed to the model
-    assert generate_ids(model, [1, *ids[:-1]], Sampling(max_new_tokens=1, temperature=0)) == [
-        ids[-1:]
-    ]
-
-
 def slide(ids: list[int], prompt: int, context: int) -> list[int]:
-    """The ids that the model sees for the next one: all, until the context is full; then without its oldest quarter."""
-    first, start = max(prompt - context, 0), 0
+    """Return the ids the model sees: all, until the context is full; then all but a quarter."""
+    first = max(prompt - context, 0)
+    start = 0
     for end in range(prompt + 1, len(ids) + 1):  # with each new id
         if end - max(first, start) > context:
             start = end - max(3 * context // 4, 1)
@@ -195,9 +181,7 @@ def slide(ids: list[int], prompt: int, context: int) -> list[int]:
 
 
 @pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(
-    ("context", "prompt"), [(64, 5), (64, 64), (64, 100), (7, 3), (2, 1), (1, 1), (1, 4)]
-)
+@pytest.mark.parametrize(("context", "prompt"), [(64, 64), (64, 100), (7, 3), (2, 1), (1, 4)])
 def test_beyond_the_context_the_window_slides(
     model_config: ModelConfig, context: int, prompt: int
 ) -> None:
@@ -205,20 +189,11 @@ def test_beyond_the_context_the_window_slides(
     ids = [(7 * i) % 50 for i in range(prompt)]
     expected = list(ids)
     for _ in range(90):
-        seen = slide(expected, prompt, context)
-        assert len(seen) <= context
-        expected += greedy_by_full_forward(model, seen, 1)
-    assert generate_ids(model, ids, Sampling(max_new_tokens=90, temperature=0)) == [
-        expected[prompt:]
-    ]
-
-
-def test_samples_beyond_the_context_are_those_of_their_seeds(model: GPT) -> None:
-    options = {"max_new_tokens": 100, "stop_ids": (7,)}
-    together = generate_ids(model, [1, 2], Sampling(seed=5, **options), num_samples=3)  # type: ignore[arg-type]
-    assert together == [
-        generate_ids(model, [1, 2], Sampling(seed=5 + i, **options))[0] for i in range(3)
-    ]  # type: ignore[arg-type]
+        visible = slide(expected, prompt, context)
+        assert len(visible) <= context
+        expected += greedy_by_full_forward(model, visible, 1)
+    [new_ids] = generate_ids(model, ids, Sampling(max_new_tokens=90, temperature=0))
+    assert new_ids == expected[prompt:]
 
 
 def test_note_on_tokens_beyond_the_context() -> None:
@@ -232,11 +207,8 @@ def test_note_on_tokens_beyond_the_context() -> None:
     assert text == generate(model, tokenizer, "b" * 64, max_new_tokens=3, temperature=0)
 
 
-def test_same_seed_same_ids_and_sequence_i_is_what_seed_plus_i_gives_alone(model: GPT) -> None:
+def test_sample_i_is_the_one_of_seed_plus_i(model: GPT) -> None:
     together = generate_ids(model, [1, 2], Sampling(max_new_tokens=20, seed=5), num_samples=3)
-    assert together == generate_ids(
-        model, [1, 2], Sampling(max_new_tokens=20, seed=5), num_samples=3
-    )
     assert together == [
         generate_ids(model, [1, 2], Sampling(max_new_tokens=20, seed=5 + i))[0] for i in range(3)
     ]
@@ -250,14 +222,14 @@ def test_same_seed_same_ids_and_sequence_i_is_what_seed_plus_i_gives_alone(model
 def test_settings_too_small_for_single_precision_take_the_likeliest(
     options: dict[str, float],
 ) -> None:
-    logits, draws = torch.tensor([[2.0, 5.0, 3.0]] * 3), torch.tensor([0.0, 0.5, 0.999])
-    assert choose_ids(
-        logits, draws, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
-    ).tolist() == [1, 1, 1]
+    logits = torch.tensor([[2.0, 5.0, 3.0]] * 3)
+    draws = torch.tensor([0.0, 0.5, 0.999])
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
+    assert choose_ids(logits, draws, **settings).tolist() == [1, 1, 1]
 
 
 def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA torch refuses `cumsum` of floats then."""
+    """CUDA's cumsum of floats is not deterministic."""
     devices: list[str] = []
     cumsum = torch.Tensor.cumsum
     monkeypatch.setattr(
@@ -273,33 +245,12 @@ def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.M
     assert devices == ["cuda", "cpu"]
 
 
-def test_top_k_one_is_greedy_and_a_small_top_p_too(model: GPT) -> None:
-    greedy = generate_ids(model, [9], Sampling(max_new_tokens=12, temperature=0))
-    assert generate_ids(model, [9], Sampling(max_new_tokens=12, top_k=1, seed=3)) == greedy
-    assert generate_ids(model, [9], Sampling(max_new_tokens=12, top_p=1e-06, seed=3)) == greedy
-    assert (
-        generate_ids(model, [9], Sampling(max_new_tokens=12, temperature=0.0001, seed=3)) == greedy
-    )
-
-
-def test_frequencies_of_drawn_ids_are_the_softmax() -> None:
-    probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
-    draws = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    ids = choose_ids(probs.log().expand(20_000, 4), draws, 1.0, 0, 1.0)
-    counted = torch.bincount(ids, minlength=4) / 20_000
-    assert counted[1] == 0
-    torch.testing.assert_close(counted, probs, rtol=0, atol=0.015)
-
-
 @pytest.mark.parametrize(
     ("top_k", "top_p", "expected"),
     [
         (2, 1.0, [0.625, 0.0, 0.375, 0.0]),
-        (
-            0,
-            0.6,
-            [0.625, 0.0, 0.375, 0.0],
-        ),  # the fewest ids that hold the share: 0.5 does not, 0.8 does
+        (0, 1.0, [0.5, 0.0, 0.3, 0.2]),
+        (0, 0.6, [0.625, 0.0, 0.375, 0.0]),
         (0, 0.5, [1.0, 0.0, 0.0, 0.0]),
         (3, 0.9, [0.5, 0.0, 0.3, 0.2]),
         (99, 1.0, [0.5, 0.0, 0.3, 0.2]),
@@ -340,30 +291,18 @@ def test_padding_ids_are_never_drawn() -> None:
     assert model.tokens.weight.shape[0] == 128
     with torch.no_grad():
         model.tokens.weight[3:] = 100.0
-    drawn = {
-        id
-        for ids in generate_ids(
-            model, [0], Sampling(max_new_tokens=200, temperature=5.0), num_samples=4
-        )
-        for id in ids
-    }
-    assert drawn == {0, 1, 2}
+    [ids] = generate_ids(model, [0], Sampling(max_new_tokens=200, temperature=5.0))
+    assert set(ids) == {0, 1, 2}
 
 
 def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
     free = generate_ids(model, [4], Sampling(max_new_tokens=30, seed=2), num_samples=2)
     stop = free[0][6]
     steps: list[list[int | None]] = []
-    stopped = generate_ids(
-        model,
-        [4],
-        Sampling(max_new_tokens=30, seed=2, stop_ids=(stop,)),
-        num_samples=2,
-        on_tokens=steps.append,
-    )
+    sampling = Sampling(max_new_tokens=30, seed=2, stop_ids=(stop,))
+    stopped = generate_ids(model, [4], sampling, num_samples=2, on_tokens=steps.append)
     assert stopped == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
     assert [[row[i] for row in steps if row[i] is not None] for i in range(2)] == stopped
-    assert stop not in stopped[0]
 
 
 def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() -> None:
@@ -380,32 +319,8 @@ def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() ->
     assert model.tokens.weight.grad is not None
 
 
-def test_bf16_decoding_agrees_with_a_bf16_forward(model: GPT) -> None:
-    device = Device(
-        torch_device=CPU, name="", precision="bf16", peak_flops=0.0, peak_source="unknown"
-    )
-    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    cache = KeyValueCache(TINY, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
-    with torch.inference_mode(), device.autocast():
-        pieces = torch.cat([model(piece, cache) for piece in prompt.split(3, dim=1)], dim=1)
-        whole = model(prompt)
-    torch.testing.assert_close(pieces, whole, rtol=0.05, atol=0.05)
-    [ids] = generate_ids(
-        model, prompt[0].tolist(), Sampling(max_new_tokens=5, temperature=0), device=device
-    )
-    assert len(ids) == 5
-
-
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-    ],
+    "options", [{"max_new_tokens": 0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}]
 )
 def test_settings_out_of_range(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
@@ -431,77 +346,41 @@ def test_streamed_garbage_is_shown_like_the_whole() -> None:
     assert "".join(map(stream.push, ids)) + stream.push(None) == tokenizer.decode(ids)
 
 
-@dataclass
-class Words:
-    """A tokenizer that drops the space before the first word, as SentencePiece's does."""
-
-    table: tuple[str, ...] = (" one", " two", " three")
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.table[id] for id in ids).removeprefix(" ")
-
-
-def test_a_decoder_that_strips_the_first_space_keeps_the_others() -> None:
-    stream = TextStream(Words())  # type: ignore[arg-type]
-    assert (
-        "".join([stream.push(0), stream.push(1), stream.push(2), stream.push(None)])
-        == "one two three"
-    )
-
-
-def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_of_text(
+def test_sentencepiece_keeps_the_space_after_the_prompt_and_begins_with_begin_of_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = llama_tokenizer()
-    model = draw_model(
-        replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size)
-    )
-    prompt, their = tokenizer.encode("the king").tolist(), int(tokenizer.encode("their")[0])
+    config = replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size)
+    model = draw_model(config)
+    prompt = tokenizer.encode("the king").tolist()
+    their = int(tokenizer.encode("their")[0])
     with torch.no_grad():
         hidden = model(torch.tensor([[1, *prompt]]))[0, -1]
         model.head.weight.zero_()
-        model.head.weight[their] = hidden  # the likeliest word behind <s> and the prompt
-    assert tokenizer.decode(prompt) == "the king"
+        model.head.weight[their] = hidden  # the likeliest word after <s> and the prompt
     ids = generate_ids(model, [1, *prompt], Sampling(max_new_tokens=4, temperature=0))[0]
     assert ids[0] == their
     expected = tokenizer.decode([*prompt, *ids]).removeprefix("the king")
     assert expected.startswith(" their")
     assert generate(model, tokenizer, "the king", max_new_tokens=4, temperature=0) == expected
-    folder = tmp_path / "gpt2"  # the name of a vocabulary, too
+    folder = tmp_path / "gpt2"  # also the name of a vocabulary
     folder.mkdir()
     write_hf(folder, model, tokenizer, "fp32")
-    written = [
-        json.loads((folder / name).read_text())
-        for name in ("config.json", "generation_config.json")
-    ]
-    assert [(each["bos_token_id"], each["eos_token_id"]) for each in written] == [(1, 2), (1, 2)]
-    assert json.loads((folder / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        assert (content["bos_token_id"], content["eos_token_id"]) == (1, 2)
     with contextlib.chdir(tmp_path):
         assert main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0"]) == 0
-        assert capsys.readouterr().out == f"the king{expected}\n"
-        assert (
-            main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0", "--json"])
-            == 0
-        )
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["ids"], answer["text"]) == ([ids], [expected])
+    assert capsys.readouterr().out == f"the king{expected}\n"
 
 
 def test_text_is_the_decoded_ids_and_several_samples_are_a_list() -> None:
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
-    ids = generate_ids(
-        model,
-        [*b"cat"],
-        Sampling(max_new_tokens=9, seed=4, stop_ids=(tokenizer.eot,)),
-        num_samples=2,
-    )
-    texts = [tokenizer.decode(each) for each in ids]
+    sampling = Sampling(max_new_tokens=9, seed=4, stop_ids=(tokenizer.eot,))
+    samples = generate_ids(model, [*b"cat"], sampling, num_samples=2)
+    texts = [tokenizer.decode(ids) for ids in samples]
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4, num_samples=2) == texts
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4) == texts[0]
-    fresh = generate_ids(
-        model,
-        [tokenizer.eot],
-        Sampling(max_new_tokens=128, temperature=0, stop_ids=(tokenizer.eot,)),
-    )
-    assert generate(model, tokenizer, "", temperature=0) == tokenizer.decode(fresh[0])
+    [ids] = generate_ids(model, [tokenizer.eot], sampling)
+    assert generate(model, tokenizer, "", max_new_tokens=9, seed=4) == tokenizer.decode(ids)

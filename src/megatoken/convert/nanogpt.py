@@ -66,7 +66,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     Raises CheckpointError.
     """
     content = _load(path)
-    state = content.get("model")
+    state: Any = content.get("model")
     config = content.get("config")
     is_build_nanogpt = isinstance(config, SimpleNamespace)
     args = vars(config) if is_build_nanogpt else content.get("model_args")
