@@ -30,7 +30,7 @@ SIZES = ModelConfig(
 
 @cache
 def build_model(*, chat: bool = True) -> tuple[GPT, Tokenizer]:
-    """Return a byte-level model whose enlarged random weights write letters that depend on the prompt."""
+    """Return a byte-level model whose random weights write letters that depend on the prompt."""
     tokenizer = load_tokenizer("bytes")
     tokenizer = add_control_tokens(tokenizer) if chat else tokenizer
     model = GPT(SIZES, vocab_size=tokenizer.vocab_size).eval()
