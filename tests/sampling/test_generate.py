@@ -22,6 +22,7 @@ from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.int8 import Int8Matrix
 from megatoken.native.library import find_library
 from megatoken.sampling import generate as generate_module
+from megatoken.sampling.batch import Token
 from megatoken.sampling.choose import Sampling, choose_ids, cumulative_sum
 from megatoken.sampling.generate import (
     TextStream,
@@ -298,11 +299,11 @@ def test_padding_ids_are_never_drawn() -> None:
 def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
     free = generate_ids(model, [4], Sampling(max_new_tokens=30, seed=2), num_samples=2)
     stop = free[0][6]
-    steps: list[list[int | None]] = []
+    tokens: list[Token] = []
     sampling = Sampling(max_new_tokens=30, seed=2, stop_ids=(stop,))
-    stopped = generate_ids(model, [4], sampling, num_samples=2, on_tokens=steps.append)
+    stopped = generate_ids(model, [4], sampling, num_samples=2, on_token=tokens.append)
     assert stopped == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
-    assert [[row[i] for row in steps if row[i] is not None] for i in range(2)] == stopped
+    assert [[token.id for token in tokens if token.row == i] for i in range(2)] == stopped
 
 
 def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() -> None:

@@ -81,7 +81,7 @@ def sample(options: Namespace, prompt: str, console: Console) -> Result:
         replace(sampling, stop_ids=find_stop_ids(tokenizer)),
         num_samples=options.n,
         device=device,
-        on_tokens=(lambda ids: write(stream.push(ids[0]), console)) if is_streamed else None,
+        on_token=(lambda token: write(stream.push(token.id), console)) if is_streamed else None,
     )
     texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     if is_streamed:

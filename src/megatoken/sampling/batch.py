@@ -11,7 +11,7 @@ values of the rest, whose positions have changed, are recomputed.
 Shapes: N sequences, V real vocabulary, T tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -154,8 +154,9 @@ class BatchDecoder:
     def remove(self, key: int) -> None:
         """Drop an unfinished sequence."""
         self._waiting = [row for row in self._waiting if row.key != key]
-        for row in [row for row in self._rows if row.key == key]:
-            self._leave(row)
+        for row in list(self._rows):
+            if row.key == key:
+                self._leave(row)
 
     def _leave(self, row: _Row) -> None:
         index = self._rows.index(row)
@@ -164,7 +165,7 @@ class BatchDecoder:
         self._rows.pop()
 
     def step(self) -> list[Token]:
-        """Return a new id for each sequence; those that it ends leave.
+        """Return a new id for each sequence, and remove those that end.
 
         Raises NumericsError for logits that are not finite.
         """
@@ -238,24 +239,21 @@ class BatchDecoder:
         scales = [
             request.sampling.temperature if request.drawn_logprobs else 1.0 for request in requests
         ]
-        if any(scale != 1 for scale in scales):
-            logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
+        logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
         logprobs: list[float] = logits_NV.log_softmax(-1).gather(1, ids_N[:, None])[:, 0].tolist()
         return logprobs
 
     def _choose(self, logits_NV: Tensor, draws_N: Tensor) -> Tensor:
-        settings = []
-        for row in self._rows:
+        groups: dict[tuple[float, int, float], list[int]] = {}
+        for index, row in enumerate(self._rows):
             sampling = row.request.sampling
-            settings.append((sampling.temperature, sampling.top_k, sampling.top_p))
-        groups = set(settings)
+            group = (sampling.temperature, sampling.top_k, sampling.top_p)
+            groups.setdefault(group, []).append(index)
         if len(groups) == 1:
-            return choose_ids(logits_NV, draws_N, *settings[0])
-        ids_N = torch.empty(len(settings), dtype=torch.int64, device=logits_NV.device)
-        for group in groups:
-            indices = [i for i, setting in enumerate(settings) if setting == group]
-            index = torch.tensor(indices, device=logits_NV.device)
-            ids_N[index] = choose_ids(logits_NV[index], draws_N[index], *group)
+            return choose_ids(logits_NV, draws_N, *group)
+        ids_N = torch.empty(len(self._rows), dtype=torch.int64, device=logits_NV.device)
+        for group, indices in groups.items():
+            ids_N[indices] = choose_ids(logits_NV[indices], draws_N[indices], *group)
         return ids_N
 
 
@@ -268,11 +266,17 @@ def decode(model: GPT, request: Request, device: Device | None = None) -> Iterat
 
 
 def generate_batch(
-    model: GPT, requests: Sequence[Request], *, rows: int = 64, device: Device | None = None
+    model: GPT,
+    requests: Sequence[Request],
+    *,
+    rows: int = 64,
+    device: Device | None = None,
+    on_token: Callable[[Token], object] | None = None,
 ) -> list[Completion]:
     """Decode all requests, at most `rows` at once, and return their completions in order.
 
-    Adjacent requests with the same prompt share its computation. Raises as `BatchDecoder`.
+    Adjacent requests with the same prompt share its computation. on_token: called with each token
+    that is not a stop token. Raises as `BatchDecoder`.
     """
     completions = [Completion() for _ in requests]
     if not requests:
@@ -293,5 +297,7 @@ def generate_batch(
                     completion.stop_id = token.id
                 else:
                     completion.ids.append(token.id)
+                    if on_token is not None:
+                        on_token(token)
                 completion.finish_reason = token.finish_reason or "length"
     return completions

@@ -42,7 +42,7 @@ class Sampling:
 def choose_ids(
     logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return ids (N,): for each row, where its draw from [0, 1) falls in the cumulative probability."""
+    """Return ids (N,): where each row's draw from [0, 1) falls in its cumulative probability."""
     if temperature == 0:
         return logits_NV.argmax(-1)
     tiny = torch.finfo(logits_NV.dtype).tiny  # smaller numbers underflow to 0
@@ -57,7 +57,7 @@ def choose_ids(
     if top_p < 1:
         probs_NK = probs_NK.masked_fill(cumulative_sum(probs_NK) - probs_NK >= top_p, 0.0)
     cumulative_NK = cumulative_sum(probs_NK)
-    # An id of probability 0 does not raise the sum, so the first index above the draw is never one.
+    # The first index above the draw has a probability, because it raises the sum.
     thresholds_N1 = draws_N[:, None] * cumulative_NK[:, -1:]
     indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(
         max=probs_NK.shape[-1] - 1
@@ -66,7 +66,7 @@ def choose_ids(
 
 
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Return cumulative sums of rows, on the CPU in deterministic mode, which CUDA's cumsum is not."""
+    """Return cumulative sums of rows, computed on the CPU if torch must be deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
     return probs_NK.cumsum(-1)

@@ -18,7 +18,7 @@ from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, Linear, set_attention, set_block_kernels
 from megatoken.native.int8 import round_to_int8
 from megatoken.native.library import NO_LIBRARY, find_library
-from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.batch import Request, Token, generate_batch
 from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 from megatoken.system.large_pages import gather_in_large_pages
@@ -55,13 +55,9 @@ def generate(
 def describe_window(config: ModelConfig, prompt_tokens: int, new_tokens: int) -> str:
     """Return a note if prompt and new tokens do not fit the context, or an empty string."""
     if prompt_tokens > config.seq_len:
-        return (
-            f"the prompt has {prompt_tokens:,} tokens; the model sees the last {config.seq_len:,}"
-        )
+        return f"the prompt has {prompt_tokens:,} tokens, the context only {config.seq_len:,}"
     if prompt_tokens + new_tokens - 1 > config.seq_len:
-        return (
-            f"beyond the context of {config.seq_len:,} tokens, the model sees the newest ones only"
-        )
+        return f"the oldest tokens are dropped beyond the context of {config.seq_len:,}"
     return ""
 
 
@@ -72,42 +68,31 @@ def generate_ids(
     *,
     num_samples: int = 1,
     device: Device | None = None,
-    on_tokens: Callable[[list[int | None]], None] | None = None,
+    on_token: Callable[[Token], object] | None = None,
 ) -> list[list[int]]:
     """Return the new ids of `num_samples` continuations of one prompt, without stop ids.
 
     Sample i equals the only sample of seed + i. device: compute in its precision instead of the
-    weights'. on_tokens: called with each step's ids, None for a finished sequence. Pass an empty
-    prompt as the end-of-text id.
-    Raises ConfigError for an empty prompt, DataError for ids outside the vocabulary, NumericsError
-    for logits that are not finite.
+    weights'. on_token: as in `generate_batch`. Pass an empty prompt as the end-of-text id. Raises
+    ConfigError for an empty prompt, DataError for ids outside the vocabulary, NumericsError for
+    logits that are not finite.
     """
-    if num_samples < 1:
-        raise ConfigError(f"num_samples is {num_samples}", fix="use 1 or more")
-    capacity = Request(prompt_ids, sampling).capacity
-    sequences: list[list[int]] = [[] for _ in range(num_samples)]
-    with BatchDecoder(model, rows=num_samples, capacity=capacity, device=device) as decoder:
-        for i in range(num_samples):
-            decoder.add(i, Request(prompt_ids, replace(sampling, seed=sampling.seed + i)))
-        while decoder.rows:
-            new_ids: list[int | None] = [None] * num_samples
-            for token in decoder.step():
-                if token.finish_reason != "stop":
-                    new_ids[token.row] = token.id
-                    sequences[token.row].append(token.id)
-            if on_tokens is not None:
-                on_tokens(new_ids)
-    return sequences
+    requests = [
+        Request(prompt_ids, replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)
+    ]
+    completions = generate_batch(
+        model, requests, rows=num_samples, device=device, on_token=on_token
+    )
+    return [completion.ids for completion in completions]
 
 
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
-    """Change the weights' layout, in place, for a model that will only generate, on a CPU.
+    """Change the weights in place for a model that only generates, on a CPU.
 
-    In bf16 they are rounded to it, and native kernels are used if available. In fp32 weights with
-    more outputs than inputs are stored column-major, which makes products with one row faster.
-
-    int8: hold the matrices in 8 bits (native/int8.py): half the memory traffic of bf16, slightly
-    different logits. Raises ConfigError if the native kernels for it are not available.
+    bf16: round them, and use native kernels if available. fp32: store weights with more outputs
+    than inputs column-major, which makes products with one row faster. int8: hold the matrices in
+    8 bits (native/int8.py), for half the memory traffic of bf16 and slightly different logits.
+    Raises ConfigError if the native kernels for int8 are not available.
     """
     if int8:
         if device.type != "cpu" or not find_library():

@@ -1,1 +1,1 @@
-"""A model behind HTTP: one batch for many clients, OpenAI's interface, a page to talk on."""
+"""Serve a model over HTTP: a batch for many clients, OpenAI's API, a chat page."""

@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's endpoints, /health, and a chat page.
 
-Any web page can make its visitor's browser send requests here. The Host header must therefore name
+Any web page can make a visitor's browser send requests here. Therefore the Host header must name
 this server (DNS rebinding), and a body must be application/json, which browsers do not send to
-another site without asking it first (CORS). Requests and answers are not logged.
+another site without its permission (CORS). Requests and answers are not logged.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatoken.errors import ConfigError, DataError, MegatokenError
-from megatoken.serving.engine import Engine, Job, QueueFull, Stopped
+from megatoken.serving.engine import Engine, Job
 from megatoken.serving.protocol import (
     ApiError,
     ChatRequest,
@@ -68,7 +68,7 @@ def build_app(
         Route("/completions", endpoints.complete, methods=["POST"]),
     ]
     check_key = [Middleware(CheckKey, api_key=api_key)] if api_key else []
-    errors = (HTTPException, ValidationError, QueueFull, Stopped, MegatokenError, Exception)
+    errors = (HTTPException, ValidationError, MegatokenError, Exception)
     return Starlette(
         routes=[
             Route("/", endpoints.get_page),
@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
-    """Return a server that logs errors only and finishes answers when it is asked to stop."""
+    """Return a server that logs only errors and finishes running answers when it stops."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -141,10 +141,6 @@ def build_error(error: Exception) -> JSONResponse:
             details = error.errors(include_url=False, include_input=False, include_context=False)
             lines = [f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in details[:3]]
             api_error = ApiError(400, "; ".join(lines), param=str((*details[0]["loc"], "")[0]))
-        case QueueFull():
-            api_error = ApiError(429, "too many requests; try again later", "queue_full")
-        case Stopped():
-            api_error = ApiError(503, "the server is stopping", "stopping")
         case MegatokenError():
             api_error = ApiError(500, str(error))
     return JSONResponse(api_error.to_json(), api_error.status_code)
@@ -233,13 +229,13 @@ async def stream_events(
     """Yield server-sent events: one per piece of text, then [DONE], or an error."""
     try:
         if parsed.is_chat:
-            yield format_event(builder.build_role())
+            yield format_event(builder.build_event({"role": "assistant", "content": ""}))
         async for text in read_text(builder, job):
-            yield format_event(builder.build_chunk(text))
-    except (MegatokenError, Stopped) as error:
+            yield format_event(builder.build_event({"content": text}))
+    except (MegatokenError, ApiError) as error:
         yield b"data: " + bytes(build_error(error).body) + b"\n\n"
         return
-    yield format_event(builder.build_end())
+    yield format_event(builder.build_event({}, is_last=True))
     if parsed.has_usage:
         yield format_event(builder.build_usage())
     yield b"data: [DONE]\n\n"
@@ -251,7 +247,7 @@ def format_event(content: dict[str, Any]) -> bytes:
 
 
 def build_policy(page: str) -> str:
-    """Return a Content-Security-Policy that allows the page's own script and style only."""
+    """Return a Content-Security-Policy that allows only the page's own script and style."""
     sources = []
     for tag in ("script", "style"):
         [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

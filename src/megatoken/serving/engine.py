@@ -8,15 +8,15 @@ from typing import Self
 
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request, Token
+from megatoken.serving.protocol import ApiError
 from megatoken.system.device import Device
 
 
-class QueueFull(Exception):
-    """The queue holds as many requests as it may."""
-
-
-class Stopped(Exception):
+class Stopped(ApiError):
     """The job was cancelled, or the engine was stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is stopping", "stopping")
 
 
 class Job:
@@ -78,7 +78,7 @@ class Engine:
             return len(self._running), len(self._waiting)
 
     def submit(self, request: Request) -> Job:
-        """Queue a request. Raises as `Request.check`, QueueFull, Stopped."""
+        """Queue a request. Raises as `Request.check`, ApiError for a full queue or after a stop."""
         request.check(self.model.config)
         job = Job(request)
         self._loop = asyncio.get_running_loop()
@@ -86,9 +86,9 @@ class Engine:
             if self._is_stopping:
                 raise Stopped
             self._drop_cancelled()
-            # Count running jobs as well: a job for a free row also waits for the next step.
+            # Also count running jobs: a job for a free row waits for the next step.
             if len(self._running) + len(self._waiting) >= self.max_jobs:
-                raise QueueFull
+                raise ApiError(429, "too many requests; try again later", "queue_full")
             self._waiting.append(job)
             self._changed.notify_all()
         return job
@@ -134,7 +134,7 @@ class Engine:
                     del self._running[token.row]
 
     def _end_jobs(self, error: Exception) -> None:
-        """End running jobs; also waiting ones if the engine stops or could not build a decoder."""
+        """End running jobs; also waiting ones if the engine stops or cannot build a decoder."""
         with self._changed:
             jobs = list(self._running.values())
             if not jobs or isinstance(error, Stopped):

@@ -6,7 +6,7 @@ A parameter that would change the answer and is not supported is an error.
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -231,8 +231,9 @@ def _build(
     """max_tokens: None for the rest of the context."""
     room = model.context - len(ids)
     if room < (max_tokens or 1):
-        what = f"{len(ids):,} tokens and {max_tokens or 1:,} new ones do not fit the context of {model.context:,}"
-        raise ApiError(400, what, "context_length_exceeded", "messages" if is_chat else "prompt")
+        what = f"{len(ids):,} tokens and {max_tokens or 1:,} new ones exceed the context of"
+        param = "messages" if is_chat else "prompt"
+        raise ApiError(400, f"{what} {model.context:,}", "context_length_exceeded", param)
     sampling = Sampling(
         max_tokens or room,
         temperature=body.temperature,
@@ -241,9 +242,13 @@ def _build(
         seed=body.seed,
         stop_ids=stop_ids,
     )
-    has_usage = body.stream_options.include_usage
     return ParsedRequest(
-        Request(ids, sampling), body.stop, is_chat, body.stream, has_usage, dropped
+        request=Request(ids, sampling),
+        stops=body.stop,
+        is_chat=is_chat,
+        is_streamed=body.stream,
+        has_usage=body.stream_options.include_usage,
+        dropped=dropped,
     )
 
 
@@ -289,36 +294,28 @@ class ResponseBuilder:
 
     def build_full(self, text: str) -> dict[str, Any]:
         """Return the object of an answer that is not streamed."""
-        message = {"message": {"role": "assistant", "content": text}}
-        choice = self._choose(message if self._parsed.is_chat else {"text": text})
+        content: dict[str, Any] = {"text": text}
+        if self._parsed.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
         kind = "chat.completion" if self._parsed.is_chat else "text_completion"
-        choice["finish_reason"] = self.finish_reason
-        return self._head | {"object": kind, "choices": [choice], "usage": self._count()}
+        return self._build(kind, content, self.finish_reason) | {"usage": self._count()}
 
-    def build_role(self) -> dict[str, Any]:
-        """Return the first object of a streamed chat."""
-        return self._build_event([self._choose({"delta": {"role": "assistant", "content": ""}})])
-
-    def build_chunk(self, text: str) -> dict[str, Any]:
-        """Return an object of a stream."""
-        content = {"delta": {"content": text}} if self._parsed.is_chat else {"text": text}
-        return self._build_event([self._choose(content)])
-
-    def build_end(self) -> dict[str, Any]:
-        """Return the object of a stream that reports why the answer ended."""
-        choice = self._choose({"delta": {}} if self._parsed.is_chat else {"text": ""})
-        return self._build_event([choice | {"finish_reason": self.finish_reason}])
+    def build_event(self, delta: dict[str, str], *, is_last: bool = False) -> dict[str, Any]:
+        """Return an object of a stream. The last one reports why the answer ended."""
+        reason = self.finish_reason if is_last else None
+        if self._parsed.is_chat:
+            return self._build("chat.completion.chunk", {"delta": delta}, reason)
+        return self._build("text_completion", {"text": delta.get("content", "")}, reason)
 
     def build_usage(self) -> dict[str, Any]:
         """Return the object of a stream that reports token counts."""
-        return self._build_event([]) | {"usage": self._count()}
+        return self.build_event({}) | {"choices": [], "usage": self._count()}
 
-    def _build_event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._parsed.is_chat else "text_completion"
-        return self._head | {"object": kind, "choices": choices}
-
-    def _choose(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": None}
+    def _build(
+        self, kind: str, content: dict[str, Any], reason: FinishReason | None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        return self._head | {"object": kind, "choices": [choice]}
 
     def _count(self) -> dict[str, int]:
         """Return token counts, including the token that ended the answer."""
