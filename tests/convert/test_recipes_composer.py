@@ -1,17 +1,14 @@
 """Composer's and llm-foundry's files are translated field by field, with equal weight decay."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatoken.cli.main import main
 from megatoken.config.schema import OptimConfig, flatten
 from megatoken.convert.recipes.composer import translate_composer
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.optim.optimizer import build_optimizer
-from tests.convert.models import UNCHOSEN
 
 GPT3_350M = """\
 # GPT-3 350M in the form of Composer's files.
@@ -175,15 +172,6 @@ def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     assert resolved.origins["budget.batch_tokens"].startswith(f"{path}:{batch_line}, ")
 
 
-def test_epoch_of_a_truncated_dataset(tmp_path: Path) -> None:
-    text = GPT3_350M.replace("20000ba", "1ep").replace(
-        "split: train\n", "split: train\n    max_samples: 5120000\n"
-    )
-    values = translated_values(write(tmp_path, text))
-    assert values["budget.tokens"] == str(20000 * 256 * 2048)
-    assert "budget.epochs" not in values
-
-
 def test_weight_decay_equals_decoupled_adamw() -> None:
     """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as in Composer's optimizer."""
     lr = 3e-4
@@ -266,21 +254,7 @@ def test_refused_settings(tmp_path: Path, old: str, new: str) -> None:
         translate_composer(write(tmp_path, GPT3_350M.replace(old, new))).resolve([])
 
 
-def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, GPT3_350M)
-    corpus = tmp_path / "text.txt"
-    data = tmp_path / "data"
-    corpus.write_text("the cat sat on the mat. " * 400)
-    assert main(f"prepare {corpus} --out {data} --tokenizer bytes".split()) == ExitCode.DONE
-    capsys.readouterr()
-    words = f"train --composer {path} --out {tmp_path / 'run'} --json data.path={data}"
-    words += " model.n_layer=1 model.n_head=2 model.d_model=32 model.d_ff=0 model.seq_len=64"
-    words += " model.vocab_size=0 budget.batch_tokens=256 budget.steps=2 machine.micro_batch=4"
-    assert main([*words.split(), *UNCHOSEN]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
-
-
-def test_deepspeeds_clipping_and_a_dataset_of_so_many_tokens(tmp_path: Path) -> None:
+def test_deepspeeds_clipping_and_epochs_of_a_truncated_dataset(tmp_path: Path) -> None:
     text = GPT3_350M.replace(
         "algorithms:\n  gradient_clipping:", "callbacks:\n  lr_monitor: {}\nlogger:\n  x:"
     )
@@ -289,3 +263,6 @@ def test_deepspeeds_clipping_and_a_dataset_of_so_many_tokens(tmp_path: Path) -> 
     resolved = translate_composer(write(tmp_path, text)).resolve([])
     assert resolved.config.optim.grad_clip == 0.5
     assert resolved.config.budget.tokens == 2_000_000
+    text = text.replace("num_tokens: 1000000", "max_samples: 500")
+    resolved = translate_composer(write(tmp_path, text)).resolve([])
+    assert resolved.config.budget.tokens == 2 * 500 * 2048

@@ -8,7 +8,8 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.config.schema import flatten
-from megatoken.convert.recipes.llmc import FLAGS, IGNORED, translate_llmc
+from megatoken.convert.recipes.llmc import translate_llmc
+from megatoken.convert.recipes.translation import load_table
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
@@ -137,7 +138,8 @@ def test_refused_commands(words: str) -> None:
 
 def test_every_flag_of_its_usage() -> None:
     usage = "i j e o lg n nk nm y b t d x k l u q c sl sg v m s g h a f w ge z r pn pr pg pm ps pp"
-    assert {f"-{flag}" for flag in usage.split()} <= {*FLAGS, *IGNORED.split()}
+    table = load_table("llmc")
+    assert {f"-{flag}" for flag in usage.split()} <= {*table["settings"], *table["ignored"]}
 
 
 def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path) -> None:

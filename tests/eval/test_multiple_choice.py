@@ -1,6 +1,5 @@
 """Multiple-choice predictions equal the reference scorer's."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megatoken.eval.multiple_choice import (
     score_examples,
 )
 from megatoken.eval.tasks import Example, find_tasks, read_examples
+from tests.convert.models import llama_tokenizer
 from tests.eval.reference_scorer import (
     CPU,
     SINGLE,
@@ -59,26 +59,13 @@ def test_predictions_equal_the_reference(sample: list[Example], count: int) -> N
     assert len(set(expected)) > 20
 
 
-def test_predictions_with_gpt2_vocabulary(
-    sample: list[Example], real_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(real_data / "tiktoken"))
-    tokenizer = load_tokenizer("gpt2")
-    model = make_model(50257)
-    results = score_examples(model, encode_examples(sample[:12], tokenizer, 256), CPU, SINGLE)
-    assert list_predictions(results) == [predict(model, tokenizer, e) for e in sample[:12]]
-
-
-def test_first_of_equal_choices_wins() -> None:
-    example = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2, (4, 5, 4))
-    (result,) = score_examples(make_model(), encode_examples([example], BYTES, 256), CPU, SINGLE)
-    assert 2 not in (result.pred, result.pred_norm, result.pred_token_mean)
-
-
-def test_empty_choice_is_never_predicted_per_character() -> None:
-    example = Example((("say", " "), ("say", " something long")), 1, (0, 14))
-    (result,) = score_examples(make_model(), encode_examples([example], BYTES, 64), CPU, SINGLE)
-    assert result.pred_norm == 1
+def test_first_of_equal_choices_wins_and_an_empty_choice_never_does() -> None:
+    equal = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2, (4, 5, 4))
+    empty = Example((("say", " "), ("say", " something long")), 1, (0, 14))
+    encoded = encode_examples([equal, empty], BYTES, 256)
+    results = score_examples(make_model(), encoded, CPU, SINGLE)
+    assert 2 not in list_predictions(results)[0]
+    assert results[1].pred_norm == 1
 
 
 def test_token_may_span_context_and_choice() -> None:
@@ -91,25 +78,13 @@ def test_token_may_span_context_and_choice() -> None:
     assert separate.n_targets == len(tokenizer.encode("est"))
 
 
-def test_begin_of_text_is_added_if_the_tokenizer_has_one(tmp_path: Path) -> None:
-    content = json.loads(BYTES.to_json())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<s>"})
-    single = [
-        {"SpecialToken": {"id": "<s>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ]
-    special = {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special
-    }  # fmt: skip
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    tokenizer = load_tokenizer(str(path))
-    assert (tokenizer.bos_ids, BYTES.bos_ids) == ([257], [])
+def test_begin_of_text_is_added_if_the_tokenizer_has_one() -> None:
+    tokenizer = llama_tokenizer()
+    assert (tokenizer.bos_ids, BYTES.bos_ids) == ([1], [])
     for together in (True, False):
-        encoded = encode_prompt(("ab", " c"), tokenizer, 64, together=together)
-        assert (encoded.ids, encoded.n_targets) == ([257, *b"ab c"], 2)
-        assert encode_prompt(("", "c"), tokenizer, 64, together=together).ids == [257, *b"c"]
+        encoded = encode_prompt(("the", " king"), tokenizer, 64, together=together)
+        assert encoded.ids[: 1 + len(tokenizer.encode("the"))] == [1, *tokenizer.encode("the")]
+        assert encode_prompt(("", "king"), tokenizer, 64, together=together).ids[0] == 1
 
 
 def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> None:

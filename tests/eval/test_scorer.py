@@ -124,29 +124,20 @@ def test_sum_over_ranks_is_bit_equal_to_one_rank(
     assert total == score(model, EXAMPLES)
 
 
-def test_batches_hold_every_tree_once_and_at_most_max_nodes() -> None:
-    sizes = [5, 100, 7, 7, 90, 30, 1, 400]
-    batches = plan_batches(sizes, 128)
-    assert sorted(i for batch in batches for i in batch) == list(range(8))
-    assert batches[0] == [7]  # larger than a batch
-    assert all(len(batch) * max(sizes[i] for i in batch) <= 128 for batch in batches[1:])
-    assert plan_batches([], 128) == []
+def test_batches_hold_at_most_max_nodes() -> None:
+    assert plan_batches([5, 100, 7, 90, 30, 400], 128) == [[5], [1], [3], [4, 2, 0]]
 
 
-@pytest.mark.parametrize("compiled", ["model", "blocks"])
-def test_compiled_model_is_scored_uncompiled(compiled: str) -> None:
+def test_compiled_model_is_scored_uncompiled() -> None:
     model = make_model(seq_len=48)
     expected = score(model, EXAMPLES)
 
     def fail(*_: object) -> None:
         raise AssertionError("compiled")
 
-    if compiled == "model":
-        assert score(torch.compile(model, backend=fail), EXAMPLES) == expected  # type: ignore[arg-type]
-    else:
-        for block in model.blocks:
-            block.compile(backend=fail)
-        assert score(model, EXAMPLES) == expected
+    for block in model.blocks:
+        block.compile(backend=fail)
+    assert score(torch.compile(model, backend=fail), EXAMPLES) == expected  # type: ignore[arg-type]
 
 
 def test_dropout_is_off_and_training_mode_is_restored() -> None:

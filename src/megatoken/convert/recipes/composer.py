@@ -13,29 +13,10 @@ from pathlib import Path
 import yaml
 
 from megatoken.config.load import NULL, Assignment, compose_yaml
-from megatoken.convert.recipes.translation import Row, Translation, only
+from megatoken.convert.recipes.translation import Functions, Translation, load_table
 from megatoken.errors import ConfigError
 
 MPT = ("mosaic_gpt", "mpt_causal_lm")
-PRECISIONS = {
-    "fp32": "fp32",
-    "amp": "fp16",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "amp_fp16": "fp16",
-    "amp_bf16": "bf16",
-}
-OPTIMIZERS = {  # defaults of Composer and torch
-    "decoupled_adamw": {
-        "lr": 1e-3,
-        "betas.0": 0.9,
-        "betas.1": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 1e-5,
-    },
-    "adamw": {"lr": 1e-3, "betas.0": 0.9, "betas.1": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
-}
-FIXED = {"optim.warmup": "0steps", "optim.min_lr_ratio": 0.0, "optim.grad_clip": 0.0}
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # Spellings of one key: wrapper sections, and lists of one entry.
 RENAMED = (
@@ -65,82 +46,14 @@ def schedule(name: str) -> str:
     return match[1]
 
 
-TABLE: dict[str, Row] = {
-    "run_name": Row(str),
-    "save_folder": Row(str),
-    "seed global_seed": Row(int, "seed"),
-    "model.name": Row(str, "", only("gpt2", *MPT)),
-    "model.gpt2.use_pretrained model.pretrained": Row(bool, "", only(False)),
-    "model.n_layer model.n_layers": Row(int, "model.n_layer"),
-    "model.n_head model.n_heads": Row(int, "model.n_head"),
-    "model.n_embd model.d_model": Row(int, "model.d_model"),
-    "model.n_positions model.max_seq_len model.max_position_embeddings max_seq_len train_dataset.max_seq_len": Row(
-        int, "model.seq_len"
-    ),
-    "model.vocab_size": Row(int, "model.vocab_size"),
-    "model.n_inner": Row(int, "model.d_ff"),
-    "model.expansion_ratio model.mlp_ratio": Row(float),
-    "model.attn_pdrop model.resid_pdrop model.embd_pdrop model.emb_pdrop": Row(
-        float, "model.dropout"
-    ),
-    "model.no_bias": Row(bool, "model.bias", {True: False, False: True}),
-    "model.activation_function": Row(str, "", only("gelu_new", "gelu_pytorch_tanh")),
-    "model.layer_norm_epsilon": Row(float, "", only(1e-5)),
-    "model.initializer_range": Row(float, "", only(0.02)),
-    "model.scale_attn_weights": Row(bool, "", only(True)),
-    "model.alibi model.attn_config.alibi": Row(bool, "", only(False)),
-    "optimizer.name": Row(str, "", only(*OPTIMIZERS)),
-    "optimizer.lr": Row(float, "optim.lr"),
-    "optimizer.betas.0": Row(float, "optim.beta1"),
-    "optimizer.betas.1": Row(float, "optim.beta2"),
-    "optimizer.eps": Row(float, "optim.eps"),
-    "optimizer.weight_decay": Row(float, "optim.weight_decay"),
-    "grad_clip_norm algorithms.gradient_clipping.clipping_threshold deepspeed.gradient_clipping": Row(
-        float, "optim.grad_clip", partial(max, 0.0)
-    ),
-    "algorithms.gradient_clipping.clipping_type": Row(str, "", only("norm")),
-    "scheduler.name": Row(str, "optim.schedule", schedule),
-    "scheduler.t_warmup": Row(str, "optim.warmup", duration),
-    "scheduler.alpha_f": Row(float, "optim.min_lr_ratio"),
-    "scheduler.t_max": Row(str, "", only("1dur", "1.0dur")),
-    "scheduler.alpha_i scheduler.alpha": Row(float, "", only(1.0)),
-    "train_batch_size global_train_batch_size": Row(int),
-    "max_duration": Row(str, "", partial(duration, units="ba|ep|tok")),
-    "precision": Row(str, "machine.precision", PRECISIONS),
-    "device_train_microbatch_size": Row(str, "machine.micro_batch"),
-    "validate_every_n_epochs": Row(str, "evaluate.every", partial(duration, default_unit="ep")),
-    "validate_every_n_batches": Row(str, "evaluate.every", partial(duration, default_unit="ba")),
-    "eval_interval": Row(str, "evaluate.every", partial(duration, default_unit="ep")),
-    "save_interval": Row(str, "save.every save.keep_every", duration),
-    "save_num_checkpoints_to_keep": Row(int),
-    "load_path": Row(str, "", only()),
+FUNCTIONS: Functions = {
+    "clip": partial(max, 0.0),
+    "schedule": schedule,
+    "duration": duration,
+    "epochs": partial(duration, default_unit="ep"),
+    "batches": partial(duration, default_unit="ba"),
+    "length": partial(duration, units="ba|ep|tok"),
 }
-REQUIRED = (
-    "model.n_layer",
-    "model.n_head",
-    "model.n_embd",
-    "model.n_positions",
-    "optimizer.name",
-    "scheduler.name",
-    "train_batch_size",
-    "max_duration",
-)
-# Hardware, display, storage, and what transformers writes into every config.
-IGNORED = """
-    logger* callbacks.*_monitor* callbacks.checkpoint* callbacks.hf_checkpoint* callbacks.runtime_estimator*
-    callbacks.scheduled_gc* callbacks.image_visualizer* callbacks.mlperf* callbacks.memory_snapshot* callbacks.generate*
-    callbacks.eval_* progress_bar log_to_console console_* python_log_level compute_training_metrics
-    algorithms.fused_layernorm
-    deepspeed.zero_optimization.* deepspeed.steps_per_print deepspeed.wall_clock_breakdown deepspeed.bf16.*
-    deepspeed.fp16.* deepspeed.zero_allow_untested_optimizer deepspeed.dump_state
-    device device.* dataloader.* fsdp_config* dist_timeout deterministic_mode autoresume load_*
-    save_overwrite save_filename train_dataset.* train_loader.* val_dataset.* eval_loader.* evaluators* icl_tasks*
-    grad_accum eval_subset_num_batches eval_batch_size device_eval_batch_size
-    data_local data_remote tokenizer.* tokenizer_name variables.* eval_first device_train_grad_accum
-    step_schedulers_every_batch model.*tokenizer_name model.*architectures* model.*model_type
-    model.*_token_id model.*summary_* model.*task_specific_params* model.*transformers_version model.*use_cache
-    model.*n_ctx model.*init_device model.*device model.*torch_dtype model.*attn_impl model.*loss_fn
-"""
 
 
 def translate_composer(path: Path) -> Translation:
@@ -149,15 +62,16 @@ def translate_composer(path: Path) -> Translation:
     Raises ConfigError naming file:line for what cannot be translated.
     """
     settings = _read(path)
-    _add_optimizer_defaults(settings)
+    table = load_table("composer")
+    _add_optimizer_defaults(settings, table["optimizers"])
     written = [
         setting
         for setting in settings.values()
         if setting.text or setting.key.startswith(("algorithms.", "callbacks."))
     ]
-    translation = Translation("Composer", TABLE, written, IGNORED, FIXED)
+    translation = Translation("Composer", table, written, FUNCTIONS)
     get = translation.get
-    required = list(REQUIRED)
+    required = table["required"]
     if "warmup" in (get("scheduler.name") or ""):
         required.append("scheduler.t_warmup")
         translation.notes.append("warm-up starts at lr/steps instead of 0")
@@ -184,7 +98,9 @@ def translate_composer(path: Path) -> Translation:
     return translation
 
 
-def _add_optimizer_defaults(settings: dict[str, Assignment]) -> None:
+def _add_optimizer_defaults(
+    settings: dict[str, Assignment], optimizers: Mapping[str, Mapping[str, float]]
+) -> None:
     """Write {adamw: {lr: 1}} as {name: adamw, lr: 1} and add the optimizer's defaults."""
     for section in ("optimizer", "scheduler"):
         keys = [key for key in settings if key.startswith(f"{section}.")]
@@ -198,7 +114,7 @@ def _add_optimizer_defaults(settings: dict[str, Assignment]) -> None:
                 settings[key] = Assignment(key, setting.text, setting.where)
     optimizer = settings.get("optimizer.name")
     if optimizer:
-        for name, default in OPTIMIZERS.get(optimizer.text, {}).items():
+        for name, default in optimizers.get(optimizer.text, {}).items():
             key = f"optimizer.{name}"
             settings.setdefault(key, Assignment(key, str(default), optimizer.where))
 

@@ -4,6 +4,7 @@ Source: train_gpt2.cu of karpathy/llm.c.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from os.path import commonprefix
 from pathlib import Path
@@ -11,9 +12,8 @@ from pathlib import Path
 from megatoken.config.load import Assignment
 from megatoken.convert.recipes.translation import (
     STEPS,
-    Row,
     Translation,
-    only,
+    load_table,
     split_program,
     split_words,
 )
@@ -21,70 +21,6 @@ from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.errors import ConfigError
 
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd-sqrt"}
-RECOMPUTED = {0: "none", 1: "gelu", 2: "gelu"}
-SHARDINGS = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
-
-FLAGS: dict[str, Row] = {
-    "-i": Row("dev/data/tinyshakespeare/tiny_shakespeare_train.bin"),  # training shards
-    "-j": Row("dev/data/tinyshakespeare/tiny_shakespeare_val.bin"),  # validation shards
-    "-e": Row("gpt2_124M_bf16.bin"),  # model: d12, gpt3:c768 or a checkpoint
-    "-o": Row(""),  # output folder
-    "-n": Row(0, "save.every save.keep_every", STEPS),  # steps between checkpoints
-    "-nk": Row(0),  # checkpoints to keep, 0: all
-    "-nm": Row(0),  # steps between checkpoints that are never removed
-    "-b": Row(4, "machine.micro_batch"),  # sequences per forward
-    "-t": Row(1024, "model.seq_len"),  # sequence length
-    "-d": Row(-1),  # tokens per step
-    "-x": Row(-1),  # steps, -1: one epoch
-    "-k": Row("cosine", "optim.schedule", SCHEDULES),  # learning-rate schedule
-    "-l": Row(3e-4, "optim.lr"),  # learning rate
-    "-u": Row(0, "optim.warmup", STEPS),  # warm-up steps
-    "-q": Row(1.0, "optim.min_lr_ratio"),  # final learning rate as a share of the peak
-    "-c": Row(0.0, "optim.weight_decay"),  # weight decay
-    "-sl": Row(0.0, "", only(0.0)),  # skip updates with an outlier loss
-    "-sg": Row(0.0, "", only(0.0)),  # skip updates with an outlier gradient norm
-    "-v": Row(20, "evaluate.every", STEPS),  # steps between validations
-    "-m": Row(20),  # validation batches, -1: all
-    "-s": Row(20, "sample.every", STEPS),  # steps between samples
-    "-g": Row(64, "sample.tokens", lambda n: max(n - 1, 1)),  # sample length with <|endoftext|>
-    "-h": Row(0),  # HellaSwag
-    "-a": Row(0, "data.order", {0: "shuffled", 1: "one-batch"}),  # overfit one batch
-    "-f": Row(1, "machine.tf32", bool),  # TF32
-    "-w": Row(1, "", only(1)),  # fp32 master weights
-    "-z": Row(int, "machine.sharding", SHARDINGS),  # ZeRO stage
-    "-r": Row(1, "machine.activation_checkpointing", RECOMPUTED),  # 1: GELU, 2: norms and GELU
-    "-pn": Row(1),  # processes
-}
-FIXED = {
-    "optim.beta1": 0.9,
-    "optim.beta2": 0.95,
-    "optim.eps": 1e-8,
-    "optim.grad_clip": 1.0,
-    "sample.temperature": 1,
-    "sample.top_k": 0,
-}
-IGNORED = "-y -ge -lg -pr -pg -pm -pi -ps -pp -pf"  # resume, fusion, rendezvous
-PUBLISHED = {
-    "d12": "gpt2-124m",
-    "d24": "gpt2-355m",
-    "d36": "gpt2-774m",
-    "d48": "gpt2-1558m",
-    "gpt3:c768": "gpt3-125m",
-    "gpt3:c1024": "gpt3-350m",
-    "gpt3:c1536": "gpt3-760m",
-    "gpt3:c2048": "gpt3-1.3b",
-    "gpt3:c2560": "gpt3-2.7b",
-    "gpt3:c4096": "gpt3-6.7b",
-    "gpt3:c12288": "gpt3-175b",
-}
-SIZES = {  # layers, heads, width
-    "d6": (6, 6, 384),
-    "d60": (60, 30, 1920),
-    "d72": (72, 30, 2880),
-    "d84": (84, 36, 3456),
-    "gpt3:c384": (6, 6, 384),
-}
 
 
 def translate_llmc(command: str, processes: int = 1) -> Translation:
@@ -94,11 +30,12 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
     per process. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
-    translation = Translation("llm.c", FLAGS, settings, IGNORED, FIXED)
+    table = load_table("llmc")
+    translation = Translation("llm.c", table, settings)
     get = translation.get
     translation.name = f"llmc-{Path(get('-e')).stem.replace(':', '-')}"
     translation.out = Path(get("-o")) if get("-o") else None
-    _set_model(translation)
+    _set_model(translation, table["presets"], table["sizes"])
     _set_data(translation)
     named = launched or get("-pn")
     _set_budget(translation, named if named > 1 else processes)
@@ -106,6 +43,7 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
         translation.set("optim.warmup", "0steps", "-k")
     if get("-k") == "wsd":
         translation.set("optim.decay", "0.2dur", "-k")
+    translation.set("sample.tokens", max(get("-g") - 1, 1), "-g")  # without <|endoftext|>
     if get("-h"):
         translation.set("evaluate.tasks", "hellaswag", "-h")
         translation.set("evaluate.tasks_every", STEPS(get("-v")), "-v")
@@ -129,13 +67,15 @@ def _read_command(command: str) -> tuple[list[Assignment], int]:
     return settings, int(count[1]) if count else 0
 
 
-def _set_model(translation: Translation) -> None:
+def _set_model(
+    translation: Translation, presets: Mapping[str, str], models: Mapping[str, Sequence[int]]
+) -> None:
     name = translation.get("-e")
     short = name.removeprefix("gpt2:")
-    sizes = SIZES.get(short, ())
+    sizes = models.get(short, ())
     context = 2048 if short.startswith("gpt3") else 1024
-    if short in PUBLISHED:
-        translation.set("model.preset", PUBLISHED[short], "-e")
+    if short in presets:
+        translation.set("model.preset", presets[short], "-e")
     elif name.endswith(".bin"):
         from megatoken.convert.llmc import read_header
 
@@ -144,7 +84,7 @@ def _set_model(translation: Translation) -> None:
         sizes = (config.n_layer, config.n_head, config.d_model)
         context = config.seq_len
     elif not sizes:
-        fix = f"use one of {' '.join([*PUBLISHED, *SIZES])}, or a .bin file"
+        fix = f"use one of {' '.join([*presets, *models])}, or a .bin file"
         raise ConfigError(f"no model named {name!r:.80}", translation.where("-e"), fix)
     for field, size in zip(("n_layer", "n_head", "d_model"), sizes, strict=False):
         translation.set(f"model.{field}", size, "-e")

@@ -11,55 +11,13 @@ from typing import Any
 from megatoken.config.load import Assignment
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.convert.recipes.translation import (
-    STEPS,
-    Row,
     Translation,
-    only,
+    load_table,
     split_program,
     split_words,
 )
 from megatoken.errors import ConfigError
 
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-TABLE: dict[str, Row] = {
-    "out_dir": Row(str),  # not nanoGPT's default, `out`, which may hold its ckpt.pt
-    "eval_interval": Row(2000, "evaluate.every save.every", STEPS),
-    "log_interval": Row(1, "log.every", STEPS),
-    "eval_iters": Row(200),
-    "eval_only": Row(False, "", only(False)),
-    "always_save_checkpoint": Row(True),
-    "init_from": Row("scratch", "", only("scratch", "resume", *PUBLISHED)),
-    "dataset": Row("openwebtext"),
-    "gradient_accumulation_steps": Row(40),
-    "batch_size": Row(12, "machine.micro_batch"),
-    "block_size": Row(1024, "model.seq_len"),
-    "n_layer": Row(12, "model.n_layer"),
-    "n_head": Row(12, "model.n_head"),
-    "n_embd": Row(768, "model.d_model"),
-    "dropout": Row(0.0, "model.dropout"),
-    "bias": Row(False, "model.bias"),
-    "learning_rate": Row(6e-4, "optim.lr"),
-    "max_iters": Row(600000, "budget.steps"),
-    "weight_decay": Row(0.1, "optim.weight_decay"),
-    "beta1": Row(0.9, "optim.beta1"),
-    "beta2": Row(0.95, "optim.beta2"),
-    "grad_clip": Row(1.0, "optim.grad_clip"),
-    "decay_lr": Row(True, "optim.schedule", {True: "cosine", False: "constant"}),
-    "warmup_iters": Row(2000, "optim.warmup", STEPS),
-    "lr_decay_iters": Row(600000),
-    "min_lr": Row(6e-5),
-    "device": Row(str, "machine.device"),
-    "dtype": Row(str, "machine.precision", PRECISIONS),
-    "compile": Row(bool, "machine.compile", {True: "on", False: "off"}),
-}
-FIXED = {
-    "seed": 1337,
-    "model.mlp": "gelu-erf",
-    "optim.eps": 1e-8,
-    "save.keep_last": 1,
-    "sample.every": "0steps",
-}
-IGNORED = "wandb_log wandb_project wandb_run_name backend"
 NOTES = (
     "each epoch visits every window once; nanoGPT draws random offsets",
     "nanoGPT takes one step more than max_iters, and its warm-up divides by warmup_iters + 1",
@@ -74,8 +32,9 @@ def translate_nanogpt(command: str) -> Translation:
     """
     _, words = split_program(split_words(command, "--nanogpt"), "train.py")
     files = [Path(word) for word in words if not word.startswith("--")]
-    settings = [setting for word in words for setting in _read(word)]
-    translation = Translation("nanoGPT", TABLE, settings, IGNORED, FIXED)
+    table = load_table("nanogpt")
+    settings = [setting for word in words for setting in _read(word, table["ignored"])]
+    translation = Translation("nanoGPT", table, settings)
     get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
     translation.out = Path(get("out_dir")) if get("out_dir") else None
@@ -131,7 +90,7 @@ def _set_decay(translation: Translation) -> None:
         translation.set("optim.decay", f"{decay_steps}steps", *keys)
 
 
-def _read(word: str) -> Iterator[Assignment]:
+def _read(word: str, ignored: list[str]) -> Iterator[Assignment]:
     """Yield the settings of a word: --name=value, or a config file, which is never run."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
@@ -147,7 +106,7 @@ def _read(word: str) -> Iterator[Assignment]:
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
                 continue
-            case ast.Assign(targets=[ast.Name(name)], value=value) if name in IGNORED.split():
+            case ast.Assign(targets=[ast.Name(name)], value=value) if name in ignored:
                 text_value = ""
             case ast.Assign(targets=[ast.Name(name)], value=value):
                 text_value = _evaluate(value, f"{word}:{node.lineno}")

@@ -1,6 +1,8 @@
-"""Translate recipes of other programs by a table of settings, our fields and conversions.
+"""Translate recipes of other programs by tables of settings, our fields and conversions.
 
-Nothing is executed. A setting that is neither in the table nor ignored is an error.
+Each program has a table NAME.yaml. Its `settings` map all names of a setting to a Row, `fixed`
+holds values of our fields that the program hard-codes, `ignored` lists patterns of settings that do
+not affect training. Nothing is executed. A setting that is in neither is an error.
 """
 
 import math
@@ -11,49 +13,64 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatoken.config.load import Assignment, ResolvedConfig, resolve_assignments
 from megatoken.errors import ConfigError
 
 STEPS = "{}steps".format  # optimizer steps as a duration
+Functions = Mapping[str, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """How to translate one setting.
 
-    default: the program's default, or a type if there is none; the row then applies only if the
-        recipe has the setting.
+    default: the program's default; None to apply the row only if the recipe has the setting.
+    type: name of the value's type, by default that of `default`.
     fields: our fields, separated by spaces; empty if the translator reads the value itself or only
         checks it.
-    convert: maps their values to ours; raises KeyError or ValueError for values we lack.
+    convert: our value by theirs, the list of values to accept, or the name of a function.
     """
 
-    default: Any
+    default: Any = None
+    type: str = ""
     fields: str = ""
-    convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value
+    convert: Any = None
 
     def parse(self, text: str) -> Any:
-        """Return the value in the type of the default. Raises KeyError or ValueError."""
-        kind = self.default if isinstance(self.default, type) else type(self.default)
-        if kind is str:
-            return text
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        if kind is int and text.isdecimal():
-            return int(text)  # exact above 2**53
-        number = float(text)
-        if not math.isfinite(number) or kind(number) != number:
-            raise ValueError
-        return kind(number)
+        """Return the value in its type. Raises KeyError or ValueError."""
+        match self.type or type(self.default).__name__:
+            case "str":
+                return text
+            case "bool":
+                return {"true": True, "false": False}[text.lower()]
+            case "int" if text.isdecimal():
+                return int(text)  # exact above 2**53
+            case kind:
+                number = float(text)
+                if not math.isfinite(number) or (kind == "int" and number != int(number)):
+                    raise ValueError
+                return int(number) if kind == "int" else number
 
-    def apply(self, value: Any) -> Any:
+    def apply(self, value: Any, functions: Functions) -> Any:
         """Convert a parsed value to ours. Raises KeyError or ValueError."""
-        return self.convert[value] if isinstance(self.convert, Mapping) else self.convert(value)
+        match self.convert:
+            case None:
+                return value
+            case str(name):
+                return functions[name](value)
+            case list(values):
+                return values[values.index(value)]
+            case mapping:
+                return mapping[value]
 
 
-def only(*supported: Any) -> dict[Any, Any]:
-    """Return a conversion that accepts just these values."""
-    return {value: value for value in supported}
+def load_table(program: str) -> dict[str, Any]:
+    """Return the table of a program."""
+    path = Path(__file__).with_name(f"{program}.yaml")
+    table: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return table
 
 
 class Translation:
@@ -65,33 +82,31 @@ class Translation:
     def __init__(
         self,
         program: str,
-        table: Mapping[str, Row],
+        table: Mapping[str, Any],
         settings: Sequence[Assignment],
-        ignored: str,
-        fixed: Mapping[str, Any],
+        functions: Functions | None = None,
     ) -> None:
-        """Translate `settings`; the last one of a key counts.
+        """Translate `settings`; the last one of a key counts, and `get` takes a row's first name.
 
-        A key of `table` holds all names of a setting, separated by spaces; `get` takes the first.
-        ignored: patterns of settings that do not affect training, separated by spaces. fixed:
-        values of our fields that the program hard-codes. Raises ConfigError for a setting that
-        cannot be translated.
+        table: from `load_table`. functions: conversions by name, in addition to `steps`. Raises
+        ConfigError for a setting that cannot be translated.
         """
         self.program = program
         self.name = program
         self.out: Path | None = None
         self.notes: list[str] = []
         self.assignments: dict[str, Assignment] = {}
+        self._functions = {"steps": STEPS, **(functions or {})}
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         latest = {setting.key: setting for setting in settings}
-        for field, value in fixed.items():
+        for field, value in table["fixed"].items():
             self.set(field, value)
-        for names, row in table.items():
+        for names, row in table["settings"].items():
             written = [latest.pop(name) for name in names.split() if name in latest]
-            self._translate(names.split()[0], row, written)
+            self._translate(names.split()[0], Row(**row), written)
         for setting in latest.values():
-            if not any(fnmatchcase(setting.key, pattern) for pattern in ignored.split()):
+            if not any(fnmatchcase(setting.key, pattern) for pattern in table["ignored"]):
                 raise self.refuse(setting)
         if latest:
             sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in latest)
@@ -104,19 +119,19 @@ class Translation:
         for setting in written:
             try:
                 parsed = row.parse(setting.text)
-                row.apply(parsed)
+                row.apply(parsed, self._functions)
             except (KeyError, ValueError, OverflowError):
                 raise self.refuse(setting) from None
             if setting is not written[0] and parsed != value:
                 raise self.refuse(setting, f"make it equal to {written[0].key}")
             value = parsed
             origin = setting.where
-        if isinstance(value, type):
+        if value is None:
             return
         self._values[key] = value
         self._origins[key] = origin
         for field in row.fields.split():
-            self.set(field, row.apply(value), key)
+            self.set(field, row.apply(value, self._functions), key)
 
     def refuse(self, setting: Assignment, fix: str = "change or remove it") -> ConfigError:
         """Return the error for a setting that cannot be translated."""
