@@ -123,6 +123,6 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
     )
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference as a share of the largest value."""
-    return float((found - expected).detach().abs().max() / expected.detach().abs().max())
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max())

@@ -17,8 +17,8 @@ from tests.convert.models import UNCHOSEN, draw_model, save_llmc
 from tests.data.small_dataset import write_external
 
 REFERENCE = (  # the 124M run on FineWeb
-    "-i dev/data/fineweb10B/fineweb_train_*.bin -j dev/data/fineweb10B/fineweb_val_*.bin -e d12 -b 64 -t 1024 "
-    "-d 524288 -r 1 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -v 250 -s 20000 -h 1"
+    "-i dev/data/fineweb10B/fineweb_train_*.bin -j dev/data/fineweb10B/fineweb_val_*.bin "
+    "-e d12 -b 64 -t 1024 -d 524288 -r 1 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -v 250 -s 20000 -h 1"
 )
 
 

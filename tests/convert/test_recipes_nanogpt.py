@@ -208,8 +208,8 @@ def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
     return model, folder / "ckpt.pt"
 
 
-def assert_same(found: GPT, expected: GPT, rows: int = BYTES) -> None:
-    for name, tensor in found.state_dict().items():
+def assert_same(model: GPT, expected: GPT, rows: int = BYTES) -> None:
+    for name, tensor in model.state_dict().items():
         count = rows if name == "tokens.weight" else len(tensor)
         assert torch.equal(tensor[:count], expected.state_dict()[name][:count]), name
 
@@ -237,11 +237,11 @@ def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path) -> None:
     model = draw_model()
     tensors = to_nanogpt(model, rows=50304)
     torch.save({"model": tensors, "model_args": model_args(model, 50304)}, tmp_path / "ckpt.pt")
-    found = read_nanogpt(tmp_path / "ckpt.pt")
-    assert found.config.vocab_size == 50257
-    assert_same(found, model)
-    assert found.tokens.weight[50256, 0] == 7.0
-    assert not found.tokens.weight[50257:].any()
+    loaded = read_nanogpt(tmp_path / "ckpt.pt")
+    assert loaded.config.vocab_size == 50257
+    assert_same(loaded, model)
+    assert loaded.tokens.weight[50256, 0] == 7.0
+    assert not loaded.tokens.weight[50257:].any()
 
 
 def test_build_nanogpt_keeps_its_sizes_in_an_object(

@@ -82,7 +82,8 @@ def log_likelihood(loaded: LoadedModel, text: str, continuation: str) -> float:
 
 def rolling_loss(loaded: LoadedModel, text: str) -> float:
     """Return the loss in windows of 32, each after as much context as fits."""
-    ids, nats = [BYTES.eot, *text.encode()], 0.0
+    ids = [BYTES.eot, *text.encode()]
+    nats = 0.0
     for start in range(1, len(ids), 32):
         end = min(start + 32, len(ids))
         nats -= float(

@@ -27,9 +27,7 @@ from megatoken.model.gpt import GPT
 from tests.eval.reference_scorer import CPU, SINGLE, harness_ids, log_probabilities, make_model
 
 BYTES = load_tokenizer("bytes")
-LLAMA = {
-    "n_kv_head": 1, "norm": "rmsnorm", "pos_emb": "rotary", "mlp": "swiglu", "bias": False, "tie_embeddings": False
-}  # fmt: skip
+LLAMA = {"n_kv_head": 1, "norm": "rmsnorm", "pos_emb": "rotary", "mlp": "swiglu", "bias": False}
 EXAMPLES = [
     Example(
         (("to be or", " not to be"), ("to be or", " that"), ("to be or", " not to see")),
@@ -69,7 +67,8 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) 
     tree = make_tree(*zip(sequences, counts, strict=True))
     mask = stack_trees([tree], CPU.torch_device)[1].attn_mask_BTT[0].numpy()
     splits = np.cumsum(counts)[:-1]
-    nodes, targets = np.split(tree.parents, splits), np.split(tree.targets, splits)
+    nodes = np.split(tree.parents, splits)
+    targets = np.split(tree.targets, splits)
     for i, ids in enumerate(sequences):
         assert targets[i].tolist() == ids[-counts[i] :]
         for back, node in zip(range(counts[i], 0, -1), nodes[i], strict=True):

@@ -227,17 +227,13 @@ INVALID: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, ""),
     (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
-    (COMPLETIONS, {"prompt": [1, 999]}, ""),
     (COMPLETIONS, {"prompt": []}, ""),
     (COMPLETIONS, {"prompt": "a" * 160}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 160}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 1.1}, "top_p"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 5}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "n": 2}, "n"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "min_p": 0.1}, "min_p"),
     (CHAT, b"", ""),
     (CHAT, b"\xff{}", ""),
@@ -261,7 +257,7 @@ def test_other_statuses(served: Served) -> None:
     assert served.post("/v1/nothing").status_code == 404
     assert served.client.get(CHAT).status_code == 405
     assert served.post(COMPLETIONS, prompt="a" * (5 << 20)).status_code == 413
-    defaults = {"n": 1, "user": "me", "presence_penalty": 0.0, "echo": False, "seed": None}
+    defaults = {"n": 1, "user": "me", "presence_penalty": 0.0, "tools": [], "seed": None}
     assert served.complete("a", **defaults)
 
 

@@ -1,4 +1,4 @@
-"""Export a model to another program's format, and check the export before its folder gets its name."""
+"""Export a model to another program's format, and check the export before publishing it."""
 
 import copy
 import os

@@ -33,7 +33,7 @@ FIELDS = {
 }
 EMBEDDING = "transformer.wte.weight"
 PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows have no token
-# build-nanogpt pickles its sizes as an object of its own class; read it as plain attributes.
+# build-nanogpt pickles its sizes as an instance of its GPTConfig; read plain attributes.
 CONFIG_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (SimpleNamespace, f"{module}.GPTConfig") for module in ("__main__", "model", "train_gpt2")
 ]

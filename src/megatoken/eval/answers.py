@@ -39,8 +39,8 @@ class Question:
 def read_questions(source: str, limit: int) -> list[Question]:
     """Return the first `limit` (0: all) prompts with answers, or conversations with first answers.
 
-    source: a source of `prepare`, or a dataset of prompts, of which the held-out split is read.
-    Raises DataError for rows without a right answer.
+    source: a source of `prepare`, or a dataset of prompts, to read its held-out split. Raises
+    DataError for rows without a right answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))

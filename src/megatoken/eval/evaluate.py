@@ -53,7 +53,7 @@ def evaluate(
     of each task, or targets spread evenly over the data; 0 for all. split: of shards. device: None
     for where the weights are, in their dtype.
 
-    Return the object of `evaluate_tasks` or `evaluate_loss`. Raises ConfigError for an unknown task,
+    Return what `evaluate_tasks` or `evaluate_loss` returns. Raises ConfigError for an unknown task,
     DataError for missing or malformed examples, and as those functions do.
     """
     comm = Comm(DistEnv())
@@ -137,7 +137,7 @@ def evaluate_loss(
             count_bytes=tokenizer.count_bytes,
         )
         if split == "all" and tokenizer.split_points == "nowhere":
-            # Ids alone do not determine the bytes of the text.
+            # The ids do not determine the bytes of the text.
             ends = measure_text(str(folder), tokenizer)
             text_bytes = ends[-1] - ends[0]
             if limit:

@@ -36,16 +36,17 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError:
-    lm_eval, TemplateLM = None, object
+    lm_eval = None
+    TemplateLM = object
 
 NEW_TOKENS = 256  # the harness's default
-# Precedes each control token of a conversation in text form. No text contains this noncharacter.
+# Precedes each control token of a conversation as text. No text has this noncharacter.
 CONTROL = "\ufdd0"
 RESULTS = ("results", "groups", "versions", "n-samples", "samples")
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]
-    """A model behind the harness's interface. Every rank gets all requests and returns all results."""
+    """A model behind the harness's interface. Every rank gets all requests, returns all results."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """requests: (texts, context ids, continuation ids), truncated from the left as in lm-eval."""
+        """requests: (texts, context ids, continuation ids), to be truncated from the left."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         sequences = []
         for number, (_, context, continuation) in enumerate(requests):
@@ -143,7 +144,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        rank, size = self.comm.dist_env.rank, self.comm.dist_env.world_size
+        rank = self.comm.dist_env.rank
+        size = self.comm.dist_env.world_size
         texts = self.comm.gather([self._generate(*r.args) for r in requests[rank::size]])
         return [texts[number % size][number // size] for number in range(len(requests))]
 

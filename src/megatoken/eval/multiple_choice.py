@@ -31,7 +31,7 @@ class EncodedExample:
     """An Example in token ids.
 
     raw_tree: for acc_token_mean, often the same object as `tree`; None to skip this score.
-    cut: a choice alone is longer than the context, so only its end is scored.
+    cut: a choice is longer than the context, so only its end is scored.
     """
 
     tree: Tree
@@ -83,7 +83,7 @@ def read_tasks(
 def encode_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int, *, token_mean: bool = True
 ) -> list[EncodedExample]:
-    """Encode examples. Contexts and choices are truncated from the left to `seq_len`, as in lm-eval.
+    """Encode examples, truncated from the left to `seq_len` as in lm-eval.
 
     token_mean: include acc_token_mean, whose different text doubles the cost of HellaSwag. Raises
     DataError for a choice without tokens.
@@ -143,7 +143,7 @@ def score_examples(
     comm: Comm,
     on_batch: Callable[[], None] | None = None,
 ) -> list[ExampleResult]:
-    """Return the result of every example, in order, on every rank. on_batch: as in `score_trees`."""
+    """Return the result of every example, on every rank. on_batch: as in `score_trees`."""
     raw_trees = [example.raw_tree for example in examples if example.raw_tree]
     trees = list(dict.fromkeys([*(example.tree for example in examples), *raw_trees]))
     scores = dict(zip(trees, score_trees(model, trees, device, comm, on_batch), strict=True))

@@ -33,7 +33,7 @@ BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # per forward, includin
 
 
 class ScoredSequence(NamedTuple):
-    """Token ids (at least two), of which the last `n_targets` are scored."""
+    """Token ids (at least two); the last `n_targets` are scored."""
 
     ids: list[int]
     n_targets: int

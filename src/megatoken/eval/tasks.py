@@ -20,7 +20,7 @@ from megatoken.system.atomic_write import MALFORMED
 Row = Mapping[str, Any]
 Prompt = tuple[str, str]  # context, continuation
 
-# Scores of a task, each the share of examples whose prediction (an attribute of results) is right.
+# Scores of a task: the shares of examples for which this attribute of the result is right.
 SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
@@ -73,7 +73,7 @@ def parse_piqa(row: Row) -> Example:
 
 
 def parse_winogrande(row: Row) -> Example:
-    """Sakaguchi et al. 2020: the choices are in the context; the scored continuation is the same."""
+    """Sakaguchi et al. 2020: the choices are in the context; the continuation is the same."""
     context, continuation = row["sentence"].split("_", 1)
     options = row["option1"], row["option2"]
     prompts = tuple((context + option, f" {continuation.strip()}") for option in options)

@@ -49,7 +49,9 @@ def validation_loss(
         if dims.is_unsharded and not len(window):
             continue
         batch = window if isinstance(window, Batch) else to_batch(window)
-        inputs, targets, starts = batch.inputs_BT, batch.targets_BT, batch.starts_BT
+        inputs = batch.inputs_BT
+        targets = batch.targets_BT
+        starts = batch.starts_BT
         padded = targets
         if not dims.is_unsharded:
             # A split model computes at least one row, of a length that its ranks divide.

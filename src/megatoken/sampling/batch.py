@@ -1,12 +1,12 @@
 """Decode several sequences at once; each may join and leave at any step.
 
-A sequence's draws depend only on its own seed and position. Its ids are those it gets alone if a row
-of a matrix product has the same bits for any number of rows; otherwise rounding differs, which in
-fp32 rarely changes a token.
+A sequence's draws depend only on its seed and position. Its ids do not depend on the other
+sequences if the rows of a matrix product have the same bits for any number of rows; otherwise
+rounding differs, which in fp32 rarely changes a token.
 
-The last new token is not fed to the model, so prompt and new tokens may fill the context. Beyond the
-context, the window slides: when the context is full, the oldest quarter is dropped and the keys and
-values of the rest, whose positions have changed, are recomputed.
+The last new token is not fed to the model, so prompt and new tokens may exceed the context by one.
+Beyond the context, the window slides: when the context is full, the oldest quarter is dropped, and
+the keys and values of the rest, whose positions have changed, are recomputed.
 
 Shapes: N sequences, V real vocabulary, T tokens.
 """

@@ -130,7 +130,7 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
     values = gather_in_large_pages([matrix.values_OI for matrix in matrices])
     for layer, matrix, values_OI in zip(layers, matrices, values, strict=True):
         del layer.weight  # a parameter
-        layer.weight = replace(matrix, values_OI=values_OI)  # type: ignore[assignment]  # for native/int8.py alone
+        layer.weight = replace(matrix, values_OI=values_OI)  # type: ignore[assignment]
     model.to(dtype)
     set_block_kernels(model, "int8")
 

@@ -45,7 +45,7 @@ class Job:
 
 
 class Engine:
-    """A decoding thread, running inside `with`. rows: jobs decoded at once; waiting: queue length."""
+    """A decoding thread, running inside `with`. rows: jobs in a batch; waiting: queue length."""
 
     def __init__(
         self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64

@@ -21,7 +21,22 @@ from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import fit_context
 from megatoken.sampling.generate import TextStream
 
-COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as at OpenAI
+COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
+# Parameters that do not change the answer.
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+# Values of unsupported parameters that describe what the server does.
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "logprobs": False,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "tools": [],
+}
 
 
 class ApiError(HTTPException):
@@ -47,9 +62,14 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_nulls(cls, content: Any) -> Any:
+        """Drop nulls, IGNORED parameters, and NEUTRAL values."""
         if not isinstance(content, dict):
             return content
-        return {name: value for name, value in content.items() if value is not None}
+        return {
+            name: value
+            for name, value in content.items()
+            if name not in IGNORED and value is not None and value != NEUTRAL.get(name)
+        }
 
 
 def _wrap_text(value: Any) -> Any:
@@ -62,7 +82,6 @@ def _unwrap_prompt(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=200)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class StreamOptions(Schema):
@@ -70,12 +89,6 @@ class StreamOptions(Schema):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-
-
-class TextFormat(Schema):
-    """The only response format."""
-
-    type: Literal["text"]
 
 
 class CommonRequest(Schema):
@@ -90,24 +103,6 @@ class CommonRequest(Schema):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    # Accepted only with the value that describes what the server does.
-    n: Literal[1] = 1
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
-    frequency_penalty: Zero = 0.0
-    presence_penalty: Zero = 0.0
-    logit_bias: dict[str, Any] = Field({}, max_length=0)
-    logprobs: Literal[False] = False
-    response_format: TextFormat = TextFormat(type="text")
-    suffix: Literal[""] = ""
-    tools: list[Any] = Field([], max_length=0)
-    # Ignored: they do not change the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    service_tier: Any = None
 
 
 class TextPart(Schema):

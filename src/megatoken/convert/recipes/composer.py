@@ -135,8 +135,10 @@ def _set_budget(translation: Translation, settings: Mapping[str, Assignment]) ->
     seq_len = get("model.n_positions")
     tokens = get("train_batch_size") * seq_len
     translation.set("budget.batch_tokens", tokens, "train_batch_size", "model.n_positions")
-    number, unit = re.fullmatch("(.+?)([a-z]+)", get("max_duration")).groups()  # type: ignore[union-attr]
-    amount = float(number)
+    length = re.fullmatch("(.+?)([a-z]+)", get("max_duration"))
+    assert length is not None
+    amount = float(length[1])
+    unit = length[2]
     sizes = r"train_(dataset|loader)\..*(samples|num_tokens|epoch_size)"
     cuts = [setting for key, setting in settings.items() if re.fullmatch(sizes, key)]
     if unit == "ep" and cuts:  # the file sets the size of an epoch
@@ -162,7 +164,8 @@ def _read(path: Path) -> dict[str, Assignment]:
 
     settings: dict[str, Assignment] = {}
     for leaf in leaves:
-        key, text = leaf.key, leaf.text
+        key = leaf.key
+        text = leaf.text
         for pattern, name in RENAMED:
             key = re.sub(pattern, name, key)
         if key in settings:

@@ -1,6 +1,7 @@
 """Translate nanoGPT's command line: `config/train_gpt2.py --batch_size=32`.
 
-Source: train.py and configurator.py of karpathy/nanoGPT. Its config files are Python; they are parsed, never run.
+Source: train.py and configurator.py of karpathy/nanoGPT. Its config files are Python, which is
+parsed and never run.
 """
 
 import ast
