@@ -118,7 +118,8 @@ def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
         ids = completion.ids + ([] if completion.stop_id is None else [completion.stop_id])
         with torch.no_grad():
             logits = model.logits(torch.tensor([[*request.prompt_ids, *ids]]))[0]
-        rows = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
+        logits = logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+        rows = logits.log_softmax(-1)
         expected = rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4

@@ -169,9 +169,9 @@ def open_tokens(
         folder = Path(comm.broadcast_from_rank0(local_folder))
 
         def prepare_text() -> None:
-            saved = folder / "tokenizer"
-            tokenizer.save(saved)
-            prepare(str(data), folder / "data", tokenizer=str(saved), val_fraction=0.0)
+            tokenizer.save(folder / "tokenizer")
+            saved = str(folder / "tokenizer")
+            prepare(str(data), folder / "data", tokenizer=saved, val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
         yield load_dataset(folder / "data").train, "all"

@@ -142,7 +142,6 @@ class RolloutBatches:
                     stop_ids=self._stop_ids,
                 ),
                 logprobs=True,
-                drawn_logprobs=True,
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]

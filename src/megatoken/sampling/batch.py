@@ -36,14 +36,13 @@ PREFILL_TOKENS = 4096  # computed at once, of prompts of one length
 class Request:
     """A prompt to continue; for an empty prompt, pass the end-of-text id.
 
-    logprobs: report log-probabilities; drawn_logprobs: at the sampling temperature instead of 1, as
-    policy gradients need them.
+    logprobs: report log-probabilities at the sampling temperature, which must not be 0, as policy
+    gradients need them.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     logprobs: bool = False
-    drawn_logprobs: bool = False
 
     @property
     def capacity(self) -> int:
@@ -63,8 +62,7 @@ class Request:
 class Token(NamedTuple):
     """A row's new id. finish_reason: of its last id, `stop` if that is one of stop_ids.
 
-    logprob: natural log of the id's probability before top_k and top_p, and before temperature
-    unless `drawn_logprobs`.
+    logprob: natural log of the id's probability before top_k and top_p.
     """
 
     row: int
@@ -236,9 +234,7 @@ class BatchDecoder:
         requests = [row.request for row in self._rows]
         if not any(request.logprobs for request in requests):
             return [None] * len(requests)
-        scales = [
-            request.sampling.temperature if request.drawn_logprobs else 1.0 for request in requests
-        ]
+        scales = [request.sampling.temperature if request.logprobs else 1.0 for request in requests]
         logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
         logprobs: list[float] = logits_NV.log_softmax(-1).gather(1, ids_N[:, None])[:, 0].tolist()
         return logprobs

@@ -126,8 +126,9 @@ def build_config(
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}", where, FIX) from None
     config = ModelConfig(**fields)
-    for _, what, _ in validate_model(config):
-        raise CheckpointError(what, where, FIX)
+    problems = [problem for _, problem, _ in validate_model(config)]
+    if problems:
+        raise CheckpointError(problems[0], where, FIX)
     n_kv_head = 0 if config.kv_heads == config.n_head else config.n_kv_head
     return replace(config.resolve(0), n_kv_head=n_kv_head)
 
