@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.checkpoint.save import save_state
 from megatoken.cli.main import main
-from megatoken.config.load import render, resolve
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import DataError, ExitCode
@@ -24,9 +22,7 @@ from megatoken.eval.answers import (
 )
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from megatoken.train.state import build_state
-from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
-from tests.tiny_model import CPU, tiny_config
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, save_run
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 MODEL = draw_model(
@@ -96,13 +92,10 @@ def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int) -> None:
 
 
 def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
-                      {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"},
-                      {"role": "assistant", "content": "b"}]},
-    ]  # fmt: skip
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "sqarb", strict=True)]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(json.dumps({"messages": messages}))
     assert read_questions(str(path), 0) == [
         Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
     ]
@@ -136,18 +129,8 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    TEMPLATE.tokenizer.save(tmp_path / "tokenizer")
-    resolved = resolve("quickstart", [])
-    (tmp_path / "config.yaml").write_text(render(resolved.config, resolved.origins))
-    (tmp_path / "provenance.json").touch()
-    save_state(
-        tmp_path / "checkpoints",
-        build_state(MODEL, tiny_config(), CPU),
-        config=tmp_path / "config.yaml",
-        tokenizer=tmp_path / "tokenizer",
-        meta={},
-    )
-    words = ["eval", str(tmp_path), "--chat", "exercises-test", "--limit", "4", "--tokens", "5"]
+    checkpoint = save_run(tmp_path, MODEL, TEMPLATE.tokenizer)
+    words = ["eval", str(checkpoint), "--chat", "exercises-test", "--limit", "4", "--tokens", "5"]
     assert main([*words, "--samples", "2", "--json"]) == ExitCode.DONE
     result = json.loads(capsys.readouterr().out)["chat"]
     assert (result["n"], result["samples"], result["reward"]) == (4, 2, "exact")

@@ -83,7 +83,9 @@ def test_begin_of_text_is_added_if_the_tokenizer_has_one() -> None:
     assert (tokenizer.bos_ids, BYTES.bos_ids) == ([1], [])
     for together in (True, False):
         encoded = encode_prompt(("the", " king"), tokenizer, 64, together=together)
-        assert encoded.ids[: 1 + len(tokenizer.encode("the"))] == [1, *tokenizer.encode("the")]
+        prefix = [1, *tokenizer.encode("the")]
+        assert encoded.ids[: len(prefix)] == prefix
+        assert encoded.n_targets == len(encoded.ids) - len(prefix)
         assert encode_prompt(("", "king"), tokenizer, 64, together=together).ids[0] == 1
 
 

@@ -189,19 +189,17 @@ def parse_chat(body: ChatRequest, model: ServedModel) -> ParsedRequest:
     rows = [message.to_row() for message in body.messages]
     messages = parse_messages(rows, "messages", reply=True)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    if body.truncation == "disabled":
-        ids, _ = model.template.encode(messages, reply=True)
-        return _build(body, model, ids, max_tokens, model.template.stop_ids, is_chat=True)
-    max_tokens = min(max_tokens or model.context, model.context)
-    try:
-        fitting, ids = fit_context(model.template, messages, model.context, max_tokens + 1)
-    except ConfigError as error:
-        raise ApiError(400, str(error), "context_length_exceeded", "messages") from None
-    max_tokens = max(1, min(max_tokens, model.context - len(ids)))
+    fitting = messages
+    if body.truncation == "auto":
+        max_tokens = min(max_tokens or model.context, model.context)
+        try:
+            fitting, ids = fit_context(model.template, messages, model.context, max_tokens + 1)
+        except ConfigError as error:
+            raise ApiError(400, str(error), "context_length_exceeded", "messages") from None
+        max_tokens = max(1, min(max_tokens, model.context - len(ids)))
+    ids, _ = model.template.encode(fitting, reply=True)
     dropped = len(messages) - len(fitting)
-    return _build(
-        body, model, ids, max_tokens, model.template.stop_ids, is_chat=True, dropped=dropped
-    )
+    return _build(body, model, ids, max_tokens, model.template.stop_ids, dropped)
 
 
 def parse_completion(body: CompletionRequest, model: ServedModel) -> ParsedRequest:
@@ -210,7 +208,7 @@ def parse_completion(body: CompletionRequest, model: ServedModel) -> ParsedReque
     if isinstance(ids, str):
         ids = model.tokenizer.start_ids(model.tokenizer.encode(ids).tolist())
     max_tokens = body.max_tokens or min(COMPLETION_TOKENS, max(1, model.context - len(ids)))
-    return _build(body, model, ids, max_tokens, find_stop_ids(model.tokenizer), is_chat=False)
+    return _build(body, model, ids, max_tokens, find_stop_ids(model.tokenizer))
 
 
 def _build(
@@ -219,11 +217,10 @@ def _build(
     ids: Sequence[int],
     max_tokens: int | None,
     stop_ids: Sequence[int],
-    *,
-    is_chat: bool,
     dropped: int = 0,
 ) -> ParsedRequest:
     """max_tokens: None for the rest of the context."""
+    is_chat = isinstance(body, ChatRequest)
     room = model.context - len(ids)
     if room < (max_tokens or 1):
         what = f"{len(ids):,} tokens and {max_tokens or 1:,} new ones exceed the context of"
