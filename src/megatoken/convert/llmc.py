@@ -22,6 +22,7 @@ from megatoken.model.gpt import GPT
 
 MAGIC = 20240326
 HEADER_BYTES = 1024
+LARGEST_DEPTH = 4096  # layers
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 SIZES = ("seq_len", "vocab_size", "n_layer", "n_head", "d_model")  # then the padded vocabulary
 MODULES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
@@ -46,6 +47,7 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
     n_params = (rows + config.seq_len) * width + 2 * width
     n_params += config.n_layer * (12 * width + 13) * width
     is_valid = min(sizes) > 0 and width % config.n_head == 0 and rows >= config.vocab_size
+    is_valid = is_valid and config.n_layer <= LARGEST_DEPTH
     if not is_valid or n_bytes != HEADER_BYTES + n_params * dtype.itemsize:
         what = f"{n_bytes:,} bytes do not match the header's sizes {sizes}, {rows}"
         raise CheckpointError(what, path, AGAIN)

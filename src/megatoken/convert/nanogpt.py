@@ -70,7 +70,11 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     config = content.get("config")
     is_build_nanogpt = isinstance(config, SimpleNamespace)
     args = vars(config) if is_build_nanogpt else content.get("model_args")
-    is_state = isinstance(state, dict) and all(isinstance(t, Tensor) for t in state.values())
+    # A tensor that is not contiguous can be much larger than its part of the file.
+    is_state = isinstance(state, dict) and all(
+        isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        for tensor in state.values()
+    )
     if not is_state or not isinstance(args, dict):
         what = "not a nanoGPT checkpoint: no 'model' with 'model_args'"
         raise CheckpointError(what, path, "give a checkpoint of nanoGPT or build-nanogpt")
