@@ -49,7 +49,7 @@ from megatoken.errors import MegatokenError
 from megatoken.eval.tasks import find_tasks, read_examples
 from megatoken.system.atomic_write import read_object
 from megatoken.system.metrics_log import read_metrics
-from megatoken.train.run_folder import check_folder
+from megatoken.train.run_folder import find_changes
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
 
@@ -280,7 +280,7 @@ def read_eval(path: Path) -> object:
 
 
 def read_provenance(path: Path) -> object:
-    return check_folder(path.parent, load_config("quickstart"))
+    return find_changes(path.parent, load_config("quickstart"))
 
 
 PLACES: dict[str, tuple[int | None, Spoil]] = {

@@ -215,7 +215,7 @@ def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
     assert all(entry.mtime_ns == (saved / name).stat().st_mtime_ns for name, entry in files.items())
 
 
-def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
+def test_the_files_hold_the_state_of_the_optimizer(tmp_path: Path) -> None:
     names = set(tiny_state().sharded.full_shapes)
     for optimizer, keys in (
         ("", {"exp_avg", "exp_avg_sq", "step"}),

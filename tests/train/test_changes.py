@@ -13,7 +13,7 @@ from megatoken.config.fields import ConfigField, Duration
 from megatoken.config.load import list_changes, render
 from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class
 from megatoken.errors import ConfigError, DataError
-from megatoken.train.run_folder import check_folder
+from megatoken.train.run_folder import find_changes
 from tests.tiny_run import TEXT, read_column, read_events, train, write_shards
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
@@ -84,10 +84,10 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, 
     resume = "free" if by_content else resume_class(key)
     for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
         if not refused:
-            assert check_folder(run_folder, new, allow_changes=allow) == [change]
+            assert find_changes(run_folder, new, allow_changes=allow) == [change]
             continue
         with pytest.raises(ConfigError) as error:
-            check_folder(run_folder, new, allow_changes=allow)
+            find_changes(run_folder, new, allow_changes=allow)
         assert str(change) in str(error.value)
         assert ("--allow-changes" in str(error.value)) == (resume == "guarded")
 

@@ -44,6 +44,7 @@ _LLAMA_3 = (
     "{% else %}{{ (message['content'] | trim) + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
+BUILT_IN = {"chatml": (CHATML, _CHATML), "llama-3": (LLAMA_3, _LLAMA_3)}  # control tokens, template
 # A message's placeholder. The vertical tabs around it disappear if the template strips contents.
 _PLACEHOLDER = "\v\ue000{}\ue001\v"
 _FIND_PLACEHOLDER = re.compile("(\v?)\ue000([0-9]+)\ue001(\v?)")
@@ -76,7 +77,7 @@ class ChatTemplate:
         """Raises ConfigError if the template cannot be rendered with placeholders."""
         self.name, self.tokenizer = name, tokenizer
         begin = {tokenizer.decode([id]): id for id in tokenizer.bos_ids}
-        is_own = name not in ("chatml", "llama-3")
+        is_own = name not in BUILT_IN
         prefix = "" if is_own else "".join(f"{{{{ {json.dumps(token)} }}}}" for token in begin)
         self.jinja = prefix + jinja
         self._control_ids = tokenizer.special_ids | begin
@@ -204,10 +205,9 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
 
     Raises ConfigError if it has none, or one that cannot be used.
     """
-    if tokenizer.special_ids.keys() >= set(CHATML):
-        return ChatTemplate("chatml", tokenizer, _CHATML)
-    if tokenizer.special_ids.keys() >= set(LLAMA_3):
-        return ChatTemplate("llama-3", tokenizer, _LLAMA_3)
+    for name, (control_tokens, jinja) in BUILT_IN.items():
+        if tokenizer.special_ids.keys() >= set(control_tokens):
+            return ChatTemplate(name, tokenizer, jinja)
     if tokenizer.chat_template:
         digest = xxhash.xxh3_64_hexdigest(tokenizer.chat_template.encode())
         return ChatTemplate(f"own-{digest[:8]}", tokenizer, tokenizer.chat_template)

@@ -29,8 +29,7 @@ class OptimizerSpec:
 
     build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default
         1).
-    state_keys: state tensors of a parameter, in its shape.
-    bytes_per_param: their size in fp32; a pair for hidden matrices and for all other parameters.
+    bytes_per_param: size of a parameter's state in fp32; a pair for hidden matrices and for all other parameters.
     hidden_group: hidden matrices are the last group, whose `matrices` (muon.py) gathers them in
         full on any number of processes.
     whole_matrices: the update needs full matrices and does not gather them, so it cannot be
@@ -38,7 +37,6 @@ class OptimizerSpec:
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
-    state_keys: tuple[str, ...]
     bytes_per_param: int | tuple[int, int]
     hidden_group: bool = False
     whole_matrices: bool = False
@@ -153,7 +151,7 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     optimizer = AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused, foreach=foreach)
     # torch allocates the moments in the first step; here they count when memory is measured.
     for param in params:
-        moments = {key: torch.zeros_like(param) for key in ADAMW_KEYS}
+        moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = {
             "step": torch.zeros((), device=param.device if fused else "cpu"),
             **moments,
@@ -176,14 +174,8 @@ def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str
     )
 
 
-ADAMW_KEYS = ("exp_avg", "exp_avg_sq")
-OPTIMIZERS["adamw"] = OptimizerSpec(
-    build=build_adamw, state_keys=ADAMW_KEYS, bytes_per_param=STATE_BYTES["adamw"]
-)
+OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, bytes_per_param=STATE_BYTES["adamw"])
 OPTIMIZERS["muon"] = OptimizerSpec(
-    build=build_muon,
-    state_keys=("momentum_buffer", *ADAMW_KEYS),
-    bytes_per_param=STATE_BYTES["muon"],
-    hidden_group=True,
+    build=build_muon, bytes_per_param=STATE_BYTES["muon"], hidden_group=True
 )
 BUILT_IN = frozenset(OPTIMIZERS)

@@ -107,8 +107,8 @@ class RunPlan(RunContext):
 class RunLog:
     """Passes rows to the metrics log and the callbacks, and phases to the status and the watchdog.
 
-    callbacks: called with every row (kind, step, tokens, elapsed_seconds and values); a callback
-    that returns True stops the run.
+    plan: before tuning; its micro-batch is a placeholder. callbacks: called with every row (kind,
+    step, tokens, elapsed_seconds and values); a callback that returns True stops the run.
     """
 
     plan: RunPlan

@@ -19,7 +19,7 @@ BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # which `train
 LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # of a start that failed
 
 
-def check_folder(
+def find_changes(
     out: Path, config: Config, *, allow_changes: bool = False, allowed: Collection[str] = ()
 ) -> list[Change]:
     """Return the settings that differ from those of the run in `out`.

@@ -52,14 +52,14 @@ from megatoken.system.metrics_log import MetricsLogger
 from megatoken.train.live_mirror import check_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import RunContext, RunData, RunPlan
-from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, check_folder
+from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.state import StepConfig, build_step_config
 
 SCANNED_TOKENS = 1 << 24  # of shards that do not record documents, searched for end-of-text
 MEMORY_MARGIN = 2  # times the free memory: other programs may end, and some may be swapped
 
 
-def open_folder(
+def check_folder(
     context: RunContext, config: Config, *, allow_changes: bool, allowed: Sequence[str]
 ) -> list[Change]:
     """Check that the folder is free or this run's, fetching it from a mirror if it is empty.
@@ -67,10 +67,10 @@ def open_folder(
     Returns the settings that changed since the last start. allowed: guarded settings that may.
     """
     out = context.out
-    changes = check_folder(out, config, allow_changes=allow_changes, allowed=allowed)
+    changes = find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
     if not fetch_from_mirror(config.save.mirror, context):
         return changes
-    return check_folder(out, config, allow_changes=allow_changes, allowed=allowed)
+    return find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
 
 
 def open_log(out: Path, comm: Comm) -> MetricsLogger:

@@ -42,8 +42,8 @@ class StepLog:
         run.state.compute_timer = self.stragglers.compute
 
     @property
-    def is_late(self) -> bool:
-        """Whether steps have been pending for SYNC_SECONDS."""
+    def wants_read(self) -> bool:
+        """Whether steps have been queued for SYNC_SECONDS without their losses being read."""
         return bool(self._pending) and self.meter.elapsed_seconds > SYNC_SECONDS
 
     @property
@@ -137,7 +137,7 @@ def report_early_stop(run: Run) -> None:
     run.console.print(f"step {run.state.step}: {message}: stopping early")
 
 
-def finish(
+def report_end(
     run: Run,
     code: ExitCode,
     steps: StepLog,

@@ -47,7 +47,7 @@ from megatoken.train.run import Callback, Progress, Run, RunContext, RunLog, Run
 from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import train_step_async
-from megatoken.train.step_log import StepLog, call_actions, finish, report_early_stop
+from megatoken.train.step_log import StepLog, call_actions, report_early_stop, report_end
 from megatoken.train.summary import print_summary
 from megatoken.train.tuning import tune
 
@@ -71,7 +71,7 @@ class Summary:
 
 
 class Ending(NamedTuple):
-    """How, at which step, after how many tokens and why training ended (reason: of a stop)."""
+    """Where training ended. reason: why it was stopped, "" if it was not."""
 
     code: ExitCode
     steps: int
@@ -130,6 +130,7 @@ class Trainer:
         self.explain = explain
         self.allow_changes = allow_changes
         self.extend = extend
+        # The name of a built-in reward is in the config.
         self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
     def fit(self) -> Summary:
@@ -149,7 +150,7 @@ class Trainer:
                 local_world_size=env.local_world_size,
             )
             with (
-                join_process_group(env, device.type) as comm,  # first: others notice a failed rank
+                join_process_group(env, device.type) as comm,  # outermost: others notice a failure
                 memory_errors(f"rank {env.rank}", MEMORY_FIX),
             ):
                 ending = self._fit(device, comm)
@@ -172,7 +173,7 @@ class Trainer:
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
         resolved = take_architecture(self.resolved, self.out)
         changes = comm.run_on_rank0(
-            lambda: setup.open_folder(
+            lambda: setup.check_folder(
                 context,
                 resolved.config,
                 allow_changes=self.allow_changes,
@@ -195,11 +196,13 @@ class Trainer:
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
             state = build_train_state(plan, self.model, self.optimizer)
-            if self.extend:
+            if self.extend:  # moves checkpoints that must not be restored
                 comm.run_on_rank0(lambda: set_aside_decay(plan, changes))
             progress = Progress()
-            load_newest = partial(restore, state, progress, plan, allow_changes=self.allow_changes)
-            manifest = load_newest()  # resume: weights, optimizer, step, skipped batches
+            restore_newest = partial(
+                restore, state, progress, plan, allow_changes=self.allow_changes
+            )
+            manifest = restore_newest()  # into state and progress; None for a new run
             changes += find_dataset_change(manifest, data.dataset)
             log = RunLog(plan=plan, state=state, progress=progress, callbacks=self.callbacks)
             is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
@@ -209,7 +212,7 @@ class Trainer:
                 tokens = state.tokens_trained(plan.step_config, state.step)
                 return Ending(ExitCode.DONE, state.step, tokens, "")
             comm.run_on_rank0(lambda: setup.write_run_files(resolved, plan, state.step))
-            run = self._build_run(plan, log, load_newest)
+            run = self._build_run(plan, log, restore_newest)
             record_changes(run, changes)
             code = train(run)
             reason = stop.stop_requested if code == ExitCode.STOPPED else ""
@@ -217,7 +220,7 @@ class Trainer:
             return Ending(code, state.step, tokens, reason)
 
     def _build_run(
-        self, plan: RunPlan, log: RunLog, load_newest: Callable[[], CheckpointManifest | None]
+        self, plan: RunPlan, log: RunLog, restore_newest: Callable[[], CheckpointManifest | None]
     ) -> Run:
         """Tune the restored state and open its batches."""
         state = log.state
@@ -245,7 +248,7 @@ class Trainer:
             is_compiled=is_compiled,
             batches=batches,
             validation=validation,
-            restore=load_newest,
+            restore=restore_newest,
         )
 
     def _fit_in_processes(self) -> Ending:
@@ -285,8 +288,7 @@ def train(run: Run) -> ExitCode:
     step_log = StepLog(run, recovery)
     run.log_file.start_clock()
     try:
-        # A rank can be lost, or memory end, in any forward or backward; `record_failure` logs the
-        # converted error.
+        # As in fit(), for set-up; again here, so that `record_failure` logs the converted error.
         with (
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
@@ -298,7 +300,7 @@ def train(run: Run) -> ExitCode:
     finally:
         run.console.close()
     if run.is_main:
-        finish(run, code, step_log, saver, expectation)
+        report_end(run, code, step_log, saver, expectation)
     if code == ExitCode.DONE:  # a run that was asked to stop has no time to wait
         sinks.finish()
     return code
@@ -312,9 +314,9 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
     try:
         with closing(run.batches):
             while state.step < run.step_config.total_steps:
-                # One collective raises StopRequested on all ranks, or returns whether any is late:
-                # all ranks read losses after the same steps, so that they rewind together.
-                any_is_late = run.check_stop(flag=step_log.is_late)
+                # Raises StopRequested on all ranks together. Otherwise: does any rank want to read
+                # its losses? Then all do, so that they rewind together.
+                must_read = run.check_stop(flag=step_log.wants_read)
                 call_actions(run, [action for action in actions if action.is_due(state.step)])
                 if run.progress.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
@@ -327,18 +329,18 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                 step_log.add(pending, run.batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.
                 must_check = must_check_after(run, actions, state.step)
-                if any_is_late or must_check or step_log.reads_each_step:
-                    step_log.read()  # a bad step is undone, and its batch skipped
+                if must_read or must_check or step_log.reads_each_step:
+                    step_log.read()  # undoes a bad step, so that state.step falls again
                 if must_check:
                     recovery.check_replicas()  # may rewind to a checkpoint
-        saver.try_save()  # written while the last actions compute
+        saver.try_save()  # starts the last checkpoint, written while the last actions compute
         call_actions(run, [action for action in actions if action.at_end])
     except StopRequested:
         code = ExitCode.STOPPED
         step_log.read()
         recovery.check_replicas()
     run.log.begin("finish")
-    saver.save_last()  # unless this step is saved
+    saver.save_last()  # commits it, or saves if there is none of this step
     saver.finish_mirror()
     return code
 
@@ -364,7 +366,7 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
 
 
 def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
-    """Return the config with the reward's name, without which a resume is refused.
+    """Return the config with the reward's name, so that a resume with another one is refused.
 
     Raises ConfigError for an objective without rewards.
     """
