@@ -34,9 +34,10 @@ DEFAULT_QUESTION = "Hello."  # for chat samples if sample.prompt is empty
 
 @dataclass(slots=True)
 class Action:
-    """A call made before every step that is a multiple of `every` (0: never), or at the end.
+    """A call to make before every step that is a multiple of `every` (0: never).
 
-    seconds: the longest call so far.
+    at_start: also before step 0. at_end: also after the last step.
+    seconds: the time of the longest call so far.
     """
 
     every: int
@@ -57,7 +58,7 @@ def is_due(every: int, step: int) -> bool:
 def list_actions(run: Run, saver: CheckpointSaver) -> list[Action]:
     """Return the actions of a run in call order, with their intervals in steps.
 
-    A save comes first, to be written while the others compute.
+    The save comes first, so that its files are written while the other actions compute.
     """
 
     def poll() -> None:
@@ -88,7 +89,7 @@ def list_actions(run: Run, saver: CheckpointSaver) -> list[Action]:
 
 
 def validate(run: Run, poll: Poll) -> None:
-    """Measure the validation loss, unless nothing is held out or this step is logged already.
+    """Measure the validation loss, unless nothing is held out or this step is already logged.
 
     poll: called on all ranks before each batch; may raise StopRequested.
     """
@@ -115,7 +116,8 @@ def validate(run: Run, poll: Poll) -> None:
 def _validate_text(run: Run, poll: Poll) -> dict[str, Any]:
     """Return loss (nats), bits_per_byte and target_tokens of the held-out text.
 
-    For a mixture: each dataset's values in `sources`, and their training-weighted means.
+    For a mixture, `sources` holds each dataset's values; the losses are means weighted by the
+    datasets' shares in training, and the tokens are summed.
     """
     parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
     sources = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
@@ -145,7 +147,7 @@ def _describe_text_loss(row: dict[str, Any]) -> str:
 
 
 def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
-    """Return the loss over at most `evaluate.tokens` of a held-out split, as `_validate_text`."""
+    """Return the values of `_validate_text` for at most `evaluate.tokens` of a held-out split."""
     state = run.state
     loader = run.data.loader
     assert loader is not None
@@ -154,7 +156,7 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
         windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
     else:
         windows = evaluation_windows(dataset.val, seq_len=loader.seq_len, limit_tokens=limit_tokens)
-    # Each forward has the same windows for any number of ranks, and every rank runs as many.
+    # Forwards have the same windows for any number of ranks, and all ranks run equally many.
     size = run.step_config.micro_batch
     dims = state.dims
     starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
@@ -185,8 +187,8 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
 def score_tasks(run: Run, poll: Poll) -> None:
     """Score the tasks whose scores at this step are not logged yet.
 
-    A tensor-parallel model is gathered on rank 0, which scores alone: `poll` is then called between
-    tasks only.
+    A tensor-parallel model is gathered on rank 0, which scores without the others; `poll` is then
+    called only between tasks.
     """
     state = run.state
     logged = run.progress.logged
@@ -212,7 +214,7 @@ def score_tasks(run: Run, poll: Poll) -> None:
 def sample(run: Run) -> None:
     """Generate text from `sample.prompt`, or answer it, and save it in RUN/samples.
 
-    A split model is gathered on rank 0.
+    A sharded model is gathered on rank 0.
     """
     step = run.state.step
     if ("sample", step) in run.progress.logged:
@@ -247,7 +249,7 @@ def sample(run: Run) -> None:
             num_samples=config.num_samples,
             device=run.device,
         )
-    except NumericsError as error:  # on rank 0 alone; a bad step is raised by all
+    except NumericsError as error:  # on rank 0 only; bad steps raise on all ranks
         run.console.warn(f"no sample: {error}")
         return
     except (RuntimeError, MemoryError) as error:  # a sample must not end a run

@@ -1,4 +1,4 @@
-"""Open the batches of a run, and its validation if that is not the loss of held-out text."""
+"""Open a run's source of batches, and its validation unless that is the loss of held-out text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,11 @@ Validation = Callable[[Poll], dict[str, Any]]
 def open_batches(
     plan: RunPlan, state: TrainState, log: RunLog, reward: str | Reward | None
 ) -> tuple[BatchSource, Validation | None]:
-    """Return windows of text, preference pairs or sampled answers, once the run is restored."""
+    """Return the source of batches and the validation function (None: loss of held-out text).
+
+    Batches hold windows of text, preference pairs or sampled answers. Call it after the run is
+    restored.
+    """
     device = plan.device
     steps = plan.step_config
     if state.objective is None:

@@ -28,8 +28,8 @@ class CheckpointSaver:
         self._keep_every = run.step_config.steps(run.config.save.keep_every)
         self._pending: AsyncSave | None = None
         self.mirror = Mirror(run.log)
-        self.mirror.start()  # a killed run may not have copied its newest checkpoint
-        self._prune()  # a run killed after a commit left one too many
+        self.mirror.start()  # a killed run may have left its newest checkpoint uncopied
+        self._prune()  # a run killed after a commit may have left one too many
 
     def save(self) -> None:
         """Start a checkpoint of this step, after committing the pending one.
@@ -39,7 +39,7 @@ class CheckpointSaver:
         step = self._run.state.step
         if ("save", step) in self._run.progress.logged:
             return
-        self.try_commit()  # a failure there does not prevent this save
+        self.try_commit()  # if that fails, this save still starts
         with self._run.log.during("save", step):
             self._start_save(step)
 
@@ -85,7 +85,7 @@ class CheckpointSaver:
         run.progress.verified[folder] = pending.files
         self._link_best()
         self.mirror.start()
-        with run.log.during("prune", pending.step):  # may hash old checkpoints, once
+        with run.log.during("prune", pending.step):  # may hash old checkpoints, each once
             self._prune()
 
     def finish_mirror(self) -> None:
@@ -132,12 +132,12 @@ class CheckpointSaver:
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(step_folder(Path(CHECKPOINTS), step))
             new_link.replace(link)
-        except (OSError, NotImplementedError) as error:  # a disk without links
+        except (OSError, NotImplementedError) as error:  # the disk may lack links
             message = f"{error}: it is step {step}"
             run.log.write("event", what="no link to the best checkpoint", message=message)
 
     def save_last(self) -> None:
-        """Save and commit the last step; retries for LAST_SAVE_RETRY_SECONDS if saving fails.
+        """Save and commit the last step; if that fails, retry after LAST_SAVE_RETRY_SECONDS.
 
         Raises StorageError.
         """
@@ -161,7 +161,10 @@ class CheckpointSaver:
         self._try(self.commit_pending)
 
     def try_commit_alone(self) -> None:
-        """Commit on rank 0 after another rank was lost: without sharding it wrote all the files."""
+        """Commit on rank 0 after another rank was lost, if the model is unsharded.
+
+        Rank 0 then wrote all the files.
+        """
         run = self._run
         if self._pending is not None and run.is_main and run.state.dims.is_unsharded:
             self._comm = self._pending.comm = Comm(DistEnv())

@@ -1,8 +1,8 @@
-"""Compile the forward, and check on one forward and backward that it works.
+"""Compile the forward, and run one forward and backward to check that it works.
 
-A split model does not survive an exception in its forward or backward: FSDP2 would reduce no
-gradient from then on, and other ranks wait in a collective. So the compiler is tried on a small
-model of this process alone. A model that is not split is tried without its replicas.
+A sharded model does not survive an exception in its forward or backward: FSDP2 would reduce no
+gradients from then on, and other ranks would wait in a collective. So the compiler is first tried
+on a small model in this process only. An unsharded model is tried without its replicas.
 """
 
 import math
@@ -27,17 +27,20 @@ from megatoken.system.torch_compat import uncompile
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
-GRADIENT_TOLERANCE = 1e-2  # between norms of the same gradient: some kernels add in any order
+GRADIENT_TOLERANCE = 1e-2  # between norms of one gradient, which some kernels sum in any order
 
 
 def compile_forward(
     state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
 ) -> str:
-    """Compile the compute model and run it; return why that failed, or "".
+    """Compile the compute model and run it; return why that failed, or "" if it did not.
 
-    mode: `on` the full model; `blocks` one by one, sharing what is compiled for the first; `graphs`
-    the model with CUDA graphs. A split model is compiled by blocks. After a failure the model is
-    uncompiled on all processes. Raises ConfigError if only the split model fails.
+    After a failure on any rank, the model is uncompiled on all ranks. Raises ConfigError if a
+    sharded model fails to compile although the small model did not.
+
+    mode: `on` compiles the full model; `blocks` compiles it by blocks, which share the code of the
+    first; `graphs` compiles the full model with CUDA graphs. A sharded model is always compiled by
+    blocks.
     """
     shape = step_config.micro_batch, state.model.config.seq_len
     ids = torch.zeros(shape, dtype=torch.int64, device=device.torch_device)
@@ -50,7 +53,7 @@ def compile_forward(
             state.cuda_graphs = alone.cuda_graphs
         else:
             _try_small_model(state.model, device, ids)
-    except Exception as error:  # a compiler fails in as many ways as there are compilers
+    except Exception as error:  # compilers raise many types
         if is_out_of_memory(error):
             raise
         reason = _first_line(error)
@@ -66,7 +69,7 @@ def compile_forward(
 
 
 def without_replicas(state: TrainState) -> TrainState:
-    """Return a copy of the state that computes as a single process, unless the model is split.
+    """Return a copy of the state that computes as a single process, unless the model is sharded.
 
     A failure in its forward or backward then leaves no other rank in a collective.
     """
@@ -84,7 +87,7 @@ def free_gradients(state: TrainState, device: Device) -> None:
 def _compile_full(
     state: TrainState, step_config: StepConfig, device: Device, ids: Tensor, mode: str
 ) -> None:
-    """Compile a model that is not split, and run it. Raises what the compiler raises."""
+    """Compile an unsharded model and run it. Raises what the compiler raises."""
     if mode != "graphs":
         if mode == "blocks":
             _compile_blocks(state.compute_model)
@@ -94,7 +97,7 @@ def _compile_full(
         return
     state.cuda_graphs = True
     state.forward = torch.compile(state.compute_model, mode="reduce-overhead")
-    # Two micro-batches: the gradients of the first are in the memory of the graphs.
+    # Two micro-batches, because the first leaves its gradients in the memory of the graphs.
     ids = torch.cat([ids, ids])
     norms = []
     for _ in range(3):  # compile, record, replay
@@ -119,7 +122,7 @@ def _compile_split(state: TrainState, step_config: StepConfig, device: Device, i
 
 
 def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
-    """Compile and run one block like those of a split model. Raises what the compiler raises."""
+    """Compile and run a block like those of a sharded model. Raises what the compiler raises."""
     config = replace(model.config, n_layer=1, vocab_size=1)
     small = GPT(config, seed=None).to(device.torch_device, device.dtype)
     set_attention(small, model.attention_name)

@@ -15,8 +15,8 @@ from megatoken.train.micro_batch import describe_step
 from megatoken.train.run import Run
 from megatoken.train.state import StepConfig
 
-CALIBRATIONS = "calibration.json"  # in the cache
-EXACT_SHARE = 0.005  # deviations below it are reported as exact
+CALIBRATIONS = "calibration.json"  # file in the measurement cache
+EXACT_SHARE = 0.005  # smaller relative deviations are reported as exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Expectation:
     source: str
 
     def describe(self, steps: StepConfig, step: int) -> str:
-        """Describe what is expected of the steps from `step` to the end."""
+        """Describe the expected time from `step` to the end, the speed and the memory."""
         left = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
         duration = format_duration(left / steps.batch_tokens * self.step_seconds)
         rate = steps.batch_tokens / self.step_seconds
@@ -36,7 +36,7 @@ class Expectation:
         return f"{duration} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
 
     def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
-        """Describe the deviation. batches: full batches that took `seconds`."""
+        """Describe how the time of `batches` full batches and the memory differ from the plan."""
         time_error = seconds / (batches * self.step_seconds) - 1
         memory_error = memory_bytes / self.memory_bytes - 1
         time_text = _describe_deviation(time_error, "longer", "shorter")
@@ -48,14 +48,14 @@ class Expectation:
 
 
 def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
-    """Describe what a calibration depends on, without layers and micro-batch."""
+    """Return what a calibration depends on, except layers and micro-batch, as text."""
     return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
 
 
 def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
-    """Return the cached calibration of a model's width and micro-batch on this device, or None."""
+    """Return the cached calibration for the model's width and micro-batch, or None."""
     saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
     if saved is None or saved["micro_batch"] != micro_batch:
         return None
@@ -69,9 +69,9 @@ def _describe_deviation(share: float, above: str, below: str) -> str:
 
 
 def expect(run: Run) -> Expectation | None:
-    """Return the expectation from `megatoken plan --calibrate`, or for a known GPU from arithmetic.
+    """Return the expectation from `megatoken plan --calibrate`, or else from arithmetic.
 
-    None where neither is available.
+    Arithmetic needs a known GPU. Returns None if neither is available.
     """
     config = run.config
     model = run.data.model_config

@@ -1,8 +1,8 @@
 """Extend the budget of a finished run (`train --extend`), and report changed learning rates.
 
-A decay of the learning rate is made for an end. Under cosine and linear the rate rises to its place
-on the new, longer curve. Decays at the end, such as wsd, are made for extensions: training
-continues from a checkpoint before the decay, as if the end had always been the new one.
+A learning-rate decay is planned for a certain end. With cosine and linear, the rate jumps up to the
+new, longer curve. Schedules that decay only at the end, such as wsd, are meant to be extended:
+training continues from a checkpoint before the decay, as if the new end had always been planned.
 """
 
 import shutil
@@ -40,8 +40,8 @@ def extend_budget(
 ) -> ResolvedConfig:
     """Return the config with `length` added to the budget of a run that has reached its end.
 
-    A run that has not is returned unchanged, so the same command can be repeated after a stop. All
-    ranks must call it. Raises ConfigError for a run without a checkpoint.
+    If the run is unfinished, the config is returned unchanged, so the same command can be repeated
+    after a stop. All ranks must call it. Raises ConfigError for a run without a checkpoint.
     """
     saved_steps: list[int] = context.comm.run_on_rank0(
         lambda: list_steps(context.out / CHECKPOINTS)
@@ -63,7 +63,7 @@ def extend_budget(
 def _lengthen(
     budget: BudgetConfig, steps: StepConfig, total_steps: int
 ) -> tuple[str, BudgetConfig]:
-    """Return the setting that limits the budget, and the budget for a new number of steps."""
+    """Return the key of the setting that limits the budget, and the budget for `total_steps`."""
     tokens = steps.tokens_before(total_steps)
     if budget.steps:
         return "budget.steps", replace(budget, steps=total_steps)
@@ -73,9 +73,9 @@ def _lengthen(
 
 
 def set_aside_decay(plan: RunPlan, changes: Sequence[Change]) -> None:
-    """Resume a lengthened run from its newest checkpoint before a decay at the old end, if any.
+    """Set aside a lengthened run's checkpoints from a decay at the old end, so it resumes before.
 
-    Later checkpoints, with the log and config so far, move to RUN/finished-step-N, a run folder.
+    They move to the run folder RUN/finished-step-N, with copies of the log and config so far.
     """
     schedule = plan.config.optim.schedule
     old = previous_steps(plan.config, plan.step_config, changes)
@@ -104,7 +104,7 @@ def set_aside_decay(plan: RunPlan, changes: Sequence[Change]) -> None:
         for file in (METRICS, RUN_CONFIG):
             if (out / file).is_file():
                 shutil.copyfile(out / file, aside / file)
-        for step in reversed(late_steps):  # if killed here, the run is at an earlier step
+        for step in reversed(late_steps):  # if killed here, the run resumes from an earlier step
             step_folder(root, step).rename(step_folder(aside / CHECKPOINTS, step))
     message = f"continuing from step {early_steps[-1]:,}, before the decay; finished run: {aside}"
     plan.console.print(f"extended {message}")
@@ -132,7 +132,7 @@ def _is_intact(checkpoint: Path) -> bool:
 def previous_steps(
     config: Config, steps: StepConfig, changes: Sequence[Change]
 ) -> StepConfig | None:
-    """Return the lengths and schedule before this start's changes, or None if they are the same."""
+    """Return the lengths and schedule before `changes`, or None if none of them changed."""
     old = {
         change.key: parse_value(FIELDS[change.key], change.old)
         for change in changes
@@ -144,7 +144,7 @@ def previous_steps(
 
 
 def record_changes(run: Run, changes: Sequence[Change]) -> None:
-    """Print and log each setting that a resume changes, and what the learning rate then does."""
+    """Print and log each setting that a resume changes, and the effect on the learning rate."""
     if not run.is_main:
         return
     for change in changes:
@@ -178,7 +178,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
 
 
 def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: float) -> str:
-    """Describe the learning rate from `step` to the end. old_lr: that of the step before."""
+    """Describe the learning rate from `step` to the end. old_lr: the rate one step earlier."""
     lr = schedule.lr(step)
     end = schedule.lr(total_steps - 1)
     if abs(lr - old_lr) <= 0.01 * old_lr:

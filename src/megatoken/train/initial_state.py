@@ -31,8 +31,10 @@ def build_train_state(
 ) -> TrainState:
     """Put the model on its device and build its optimizer.
 
-    model, optimizer: the user's, with the initial weights. Otherwise weights are new or those of
-    `model.init`, and left uninitialized if a checkpoint will replace them.
+    Without a user's model, the weights are new or those of `model.init`. The latter are not loaded
+    if a checkpoint will replace them.
+
+    model, optimizer: the user's, with the initial weights.
     """
     config = plan.config
     if model is not None:
@@ -49,10 +51,11 @@ def build_train_state(
 
 
 def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
-    """Fill in the architecture of `model.init` if the config sets none but a context or value head.
+    """Fill in the architecture from `model.init`, unless the config sets its own.
 
-    Once the run in `out` has a checkpoint, its architecture counts: `model.init` may be gone.
-    Raises as `load_pretrained`.
+    A config that sets only the context length or value head still takes the rest. Once the run in
+    `out` has a checkpoint, the architecture is read from it, because `model.init` may be gone.
+    Raises what `load_pretrained` raises.
     """
     model = resolved.config.model
     own_fields = {
@@ -82,8 +85,11 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
 
 
 def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: RunPlan) -> None:
-    """Raise ConfigError unless the user's model has the config's architecture, in one process, and
-    the user's optimizer updates exactly its parameters."""
+    """Raise ConfigError unless the user's model and optimizer fit the run.
+
+    The run must be a single process, the model must have the config's architecture, and the
+    optimizer must update exactly the model's parameters.
+    """
     model_config = plan.data.model_config
     if plan.config.model.init:
         raise ConfigError("both a model and model.init are given", "model.init", "use one of them")
@@ -107,11 +113,11 @@ def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: 
 
 
 def add_mean_rows(values: Tensor, n_old: int, n_new: int, config: ModelConfig) -> Tensor:
-    """Return a table (padded vocabulary, width) whose rows n_old to n_new are the mean of the rest.
+    """Return a table (padded vocabulary, width) whose new rows are the mean of the old ones.
 
-    So a new token's logit is the mean of the others', and it takes at most 1/n_old of the
-    probability (Hewitt 2021). Rows of zeros would take nearly all of it where the other logits are
-    far below 0.
+    Rows [n_old, n_new) are new. A new token's logit is then the mean of the old logits, and its
+    probability at most 1/n_old (Hewitt 2021). With rows of zeros it would take nearly all the
+    probability where the other logits are far below 0.
     """
     table = values.new_zeros(config.padded_vocab_size, values.shape[1])
     n_copied = min(len(table), len(values))

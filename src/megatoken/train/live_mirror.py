@@ -1,4 +1,4 @@
-"""`save.mirror` of a live run, on rank 0: fetched from at the start, copied to while training."""
+"""Fetch a run from `save.mirror` at its start, and copy it there during training. Rank 0 only."""
 
 import time
 
@@ -17,8 +17,8 @@ RETRY_SECONDS = (5.0, 20.0)  # pauses before retrying the last upload of a run
 def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
     """Fetch the newest complete checkpoint if the folder has none; return whether one was fetched.
 
-    Raises ConfigError if the copy belongs to another run or is ahead, StorageError if it cannot be
-    read and the folder has no checkpoint.
+    Raises ConfigError if the mirror belongs to another run or is ahead of this one, StorageError if
+    it cannot be read and the folder has no checkpoint.
     """
     if not mirror:
         return False
@@ -40,8 +40,8 @@ def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
 def check_mirror(mirror: str, step: int, context: RunContext) -> None:
     """Check that `save.mirror` is writable and belongs to this run.
 
-    Raises ConfigError if it belongs to another run, StorageError if it cannot be written before the
-    first step.
+    Raises ConfigError if it belongs to another run. If it cannot be written, raises StorageError
+    before the first step and only warns later.
     """
     if not mirror:
         return
@@ -54,7 +54,7 @@ def check_mirror(mirror: str, step: int, context: RunContext) -> None:
 
 
 class Mirror:
-    """Uploads of a run's checkpoints. Does nothing without `save.mirror` and on other ranks.
+    """Uploads of a run's checkpoints. Does nothing without `save.mirror` or on ranks other than 0.
 
     A failed upload never stops training.
     """
@@ -89,7 +89,7 @@ class Mirror:
             self._console.warn(f"not copied to save.mirror: {error}")
 
     def report(self, *, wait: bool = False) -> bool:
-        """Log the upload that has ended; return whether one succeeded. wait: for its end."""
+        """Log an upload that has ended; return whether one succeeded. wait: wait for it to end."""
         answer = self._uploads.poll(wait=wait) if self._uploads else None
         if answer is None:
             return False
@@ -106,7 +106,7 @@ class Mirror:
         return True
 
     def finish(self) -> bool:
-        """Wait until the newest checkpoint is uploaded, with retries; False without a mirror."""
+        """Wait until the newest checkpoint is uploaded, with retries; return False without one."""
         if self._uploads is None:
             return False
         self._console.print(f"copying to {self._save.mirror}")

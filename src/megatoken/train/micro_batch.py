@@ -1,9 +1,11 @@
-"""Measure the fastest micro-batch that fits in memory, on the model itself, before the first step.
+"""Find the fastest micro-batch that fits in memory, by timing the model before the first step.
 
-Only forward and backward run: gradients are dropped; weights, optimizer and random state stay.
+Only forward and backward run. Gradients are dropped; weights, optimizer and random state do not
+change.
 
-A split model does not survive an exception in its forward or backward: FSDP2 would reduce no
-gradient from then on, and other ranks wait in a collective. So its memory is predicted, not tried.
+A sharded model does not survive an exception in its forward or backward: FSDP2 would reduce no
+gradients from then on, and other ranks would wait in a collective. So the memory of its next size
+is predicted before that size is tried.
 """
 
 from collections.abc import Mapping
@@ -24,13 +26,13 @@ from megatoken.train.kernel_autotune import list_requests
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
-RATES = "micro_batches.json"  # in the cache
-MAX_CPU_TOKENS = 8192  # products fill a CPU's caches before that; on a GPU memory decides
-MARGIN = 1.02  # how much faster a smaller size must be: a larger one accumulates less often
+RATES = "micro_batches.json"  # file in the measurement cache
+MAX_CPU_TOKENS = 8192  # fewer already fill a CPU's caches; on a GPU, memory is the limit
+MARGIN = 1.02  # by which a smaller size must be faster, since a larger one accumulates less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
-REPEATS = 3  # of each size, the first of which warms up
-LONG_SECONDS = 0.5  # above, one repeat after the first is enough on a CPU
-MEMORY_SHARE = 0.95  # of the free memory that a split model's next size may need: blocks leave gaps
+REPEATS = 3  # runs of each size, the first of which warms up
+LONG_SECONDS = 0.5  # after a longer first run, one more is enough on a CPU
+MEMORY_SHARE = 0.95  # of free memory that a sharded model's next size may need; the rest is gaps
 
 
 def find_rates(
@@ -40,10 +42,11 @@ def find_rates(
     device: Device,
     batch_seqs: int,
 ) -> tuple[dict[int, float], bool]:
-    """Return `tune_micro_batch`, and whether it came from the cache.
+    """Return the rates of `tune_micro_batch`, and whether they came from the cache.
 
-    A single process on a CPU measures once per width of models: several sizes are often equally
-    fast, so that repeated measurements would change the bits and the memory of equal runs.
+    Only rates of a single process on a CPU are cached, for models that differ only in depth. There
+    several sizes are often equally fast, so measuring again could change the rounding and the
+    memory of identical runs.
     """
     if device.type != "cpu" or not state.comm.is_single_process:
         return tune_micro_batch(state, step_config, device, batch_seqs), False
@@ -58,7 +61,7 @@ def find_rates(
 
 
 def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Describe what the speed of a forward and backward depends on, except layers and batch."""
+    """Return as text what the speed of a forward and backward depends on, except depth and batch."""
     shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
     threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
     return (
@@ -72,11 +75,13 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
 def tune_micro_batch(
     state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int
 ) -> dict[int, float]:
-    """Return tokens/s by micro-batch size; 0 if there is one candidate. All ranks measure together.
+    """Return tokens/s by micro-batch size. All ranks must call it and measure together.
 
-    Sizes grow until memory ends, on a split model until it would, or two in a row were no faster.
-    One that is less than half as fast as a smaller one is measured again: the machine was busy.
-    Raises ConfigError if not even one sequence fits, and what a split model raises.
+    Sizes grow until one runs out of memory, or two in a row are no faster than the best; for a
+    sharded model, they stop before a size that is predicted not to fit. A size at less than half
+    the best rate is timed again, since the machine may have been busy. A lone candidate is not
+    timed and gets 0. Raises ConfigError if not even one sequence fits. Sharded models pass
+    out-of-memory errors on.
     """
     seq_len = state.model.config.seq_len
     sizes = candidate_sizes(batch_seqs, seq_len, device.type)
@@ -87,7 +92,7 @@ def tune_micro_batch(
     n_slower = 0
     bytes_per_seq = 0.0  # of the previous size
     for size in sizes:
-        # No size needs more in proportion than a smaller one: part of its memory is constant.
+        # Bytes per sequence do not grow with the size, because part of the memory is constant.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
         best = max(rates.values(), default=0.0)
@@ -111,15 +116,15 @@ def tune_micro_batch(
 def _time_on_all(
     state: TrainState, step_config: StepConfig, device: Device, rows: int
 ) -> tuple[float, float]:
-    """Return the seconds of `rows` sequences and the bytes that one of a micro-batch needed.
+    """Return the seconds for `rows` sequences, and the bytes per sequence of a micro-batch.
 
-    The seconds are the same on all processes; 0 if one of them is out of memory.
+    The seconds are the same on all processes; 0 if any of them runs out of memory.
     """
     seconds = needed = 0.0
     try:
         seconds, needed = _time_forward_backward(without_replicas(state), step_config, device, rows)
     except (RuntimeError, MemoryError) as error:
-        # Other ranks of a split model see this one end.
+        # With a sharded model this rank must end, or others would wait for it in a collective.
         if not state.dims.is_unsharded or not is_out_of_memory(error):
             raise
     free_gradients(state, device)
@@ -138,9 +143,9 @@ def _free_bytes(device: Device) -> float:
 def _time_forward_backward(
     state: TrainState, step_config: StepConfig, device: Device, rows: int
 ) -> tuple[float, int]:
-    """Return the best seconds of `rows` sequences, and the bytes that they needed on a GPU.
+    """Return the shortest seconds for `rows` sequences, and the bytes they needed on a GPU.
 
-    rows: two micro-batches, so that the second finds the gradients of the first.
+    rows: two micro-batches if the batch allows, so that the second adds to existing gradients.
     """
     config = state.model.config
     # Many different ids, as in text, without drawing from the random state.
@@ -162,7 +167,7 @@ def _time_forward_backward(
 
 
 def pick_micro_batch(rates: Mapping[int, float]) -> int:
-    """Return the largest size that no smaller one beats by `MARGIN`."""
+    """Return the largest size that no other one beats by more than MARGIN."""
     best = max(rates.values())
     return max(size for size, rate in rates.items() if rate * MARGIN >= best)
 

@@ -1,9 +1,9 @@
-"""Stop requests by signals and a time limit. The training loop polls them and saves.
+"""Turn signals and a time limit into stop requests, which the training loop polls.
 
-SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) set
-a flag; handlers save and print nothing. A second SIGTERM or SIGINT ends the process at once with
-ExitCode.STOPPED, except in ranks, which their launcher ends: a rank may receive the first signal
-twice, and its handler runs late during a long matrix product.
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only
+set a flag; the loop then saves. A second SIGTERM or SIGINT ends the process at once with
+ExitCode.STOPPED. Ranks of a launcher leave that to it, because a rank may receive the first signal
+twice, and its handler is delayed during a long matmul.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatoken.errors import ExitCode
 from megatoken.launch.local import FORWARDED, RepeatedSignal, handle_signals, name_cause
 from megatoken.system.environment import heartbeat_file
 
-_RECENT_STEPS = 16  # short enough to forget compilation
+_RECENT_STEPS = 16  # few enough to forget compilation soon
 _MARGIN = 1.5
 
 
@@ -27,7 +27,7 @@ class StopRequested(Exception):
 
 
 class PreemptionHandler:
-    """Context manager around the training loop; `stop_requested` holds the reason once set."""
+    """Context manager around the training loop; `stop_requested` is the reason to stop, if any."""
 
     def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
         """Start the time limit (None: no limit).
@@ -61,7 +61,7 @@ class PreemptionHandler:
         return self.stop_before(0.0)
 
     def stop_before(self, seconds: float) -> str:
-        """Return `stop_requested` if the next action, besides a step, takes `seconds`."""
+        """Return `stop_requested`, reserving `seconds` for an action before the next step."""
         if self._signal and not self._reason:
             return name_cause(self._signal)  # may change: a dying launcher takes a moment
         if (
@@ -78,9 +78,10 @@ class PreemptionHandler:
 
     @property
     def reserve_seconds(self) -> float:
-        """Seconds to reserve for the next step and a save: 1.5 times the longest recent ones.
+        """Seconds to reserve for the steps until the loop can stop, and for a save.
 
-        Before the first save, a save counts as 5% of the limit, at most 30 s.
+        They are 1.5 times the sum of these steps, each as long as the longest recent one, and of
+        the longest save so far. Before the first, a save counts as 5% of the limit, at most 30 s.
         """
         expected = min(30.0, 0.05 * self._limit)
         save = expected if self._save_seconds is None else self._save_seconds
@@ -89,7 +90,7 @@ class PreemptionHandler:
     def observe(
         self, step_seconds: float | None = None, *, save_seconds: float | None = None
     ) -> None:
-        """Record how long a step and a save took."""
+        """Record how long a step or a save took."""
         if step_seconds is not None:
             self._step_seconds.append(step_seconds)
         if save_seconds is not None:

@@ -1,9 +1,9 @@
 """Recover from bad steps: skip the batch; after several in a row, rewind to a checkpoint.
 
-A skipped batch leaves no trace: the run has the bits of one whose data never held it. After
+A skipped batch leaves no trace: the run is bit-identical to one whose data never held it. After
 `optim.max_skips` in a row the weights may be at fault, so training rewinds to the newest checkpoint
-and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022, section 5.1).
-Replicas that differ also rewind, and skip nothing. All ranks decide from the same numbers.
+and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022, section 5.1). If
+replicas differ, training rewinds but skips nothing. All ranks decide from the same numbers.
 """
 
 from bisect import insort
@@ -18,7 +18,7 @@ from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error
 
-MAX_REWINDS = 2  # without a step beyond the furthest one
+MAX_REWINDS = 2  # in a row without a step beyond the furthest one
 REPLICA_CHECK_STEPS = 100
 REPLICA_FIX = "test the memory and device of that rank; the same command resumes"
 
@@ -55,10 +55,10 @@ class Recovery:
         self.state.recent.values.append((step.loss, step.grad_norm))
 
     def skip(self, bad: StepMetrics) -> None:
-        """Remove the batch of a bad step, to which `state.step` was reset, from the data order.
+        """Remove the batch of a bad step from the data order; `state.step` is that step's again.
 
         Rewinds after `optim.max_skips` in a row. Raises NumericsError if rewinding does not help,
-        or for a step without a gradient.
+        or if the gradient is 0.
         """
         if bad.grad_norm == 0:
             raise bad_step_error(bad.step, bad.loss, bad.grad_norm)
@@ -75,7 +75,7 @@ class Recovery:
             self.rewind(error, last_bad_batch=batch)
 
     def report(self, step: StepMetrics, what: str, message: str) -> None:
-        """Write an event about a step and its batch, and a warning."""
+        """Log an event and print a warning about a step and its batch."""
         batch = batch_of_step(step.step - 1, self.state.skipped_batches)
         self.run.log.write(
             "event",
@@ -90,10 +90,10 @@ class Recovery:
         self.run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
 
     def check_replicas(self) -> bool:
-        """Compare weights and optimizer state of all replicas; rewind if they differ.
+        """Compare weights and optimizer state of all replicas; if they differ, rewind.
 
-        Returns whether they did. Processes on other devices, or with another number of threads, may
-        round differently and are not compared.
+        Returns whether they differ. Replicas on different devices or with different numbers of
+        threads may round differently and are not compared.
         """
         run = self.run
         state = self.state

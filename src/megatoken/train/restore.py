@@ -22,9 +22,9 @@ def restore(
     """Load the newest checkpoint that is valid on every node, and rewind the log to its step.
 
     Returns its manifest, or None if there is no checkpoint. Damaged checkpoints are reported and
-    skipped. All ranks load the same one or raise together: DataError if the dataset is not the one
-    trained on (or, with allow_changes, has other tokens), CheckpointError if no checkpoint is
-    valid.
+    skipped. All ranks load the same checkpoint or raise the same error: DataError if the dataset is
+    not the one trained on (with allow_changes, only if its tokenizer differs), CheckpointError if
+    no checkpoint is valid.
     """
     root = plan.out / CHECKPOINTS
     if plan.is_main:
@@ -47,7 +47,7 @@ def restore(
 
 
 def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -> list[Change]:
-    """Return the change from the dataset of a checkpoint to this one, if there is one."""
+    """Return the change from a checkpoint's dataset to this one, or an empty list."""
     if manifest is None or manifest.meta.get("dataset") == dataset.fingerprint:
         return []
     trained_on = str(manifest.meta.get("dataset"))
@@ -57,7 +57,10 @@ def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -
 def _rewind_log(
     plan: RunPlan, step: int, elapsed_seconds: float
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
-    """Drop rows after `step`; return (kind or task, step) and the validation losses of the rest."""
+    """Drop the log's rows after `step`, and describe the remaining rows.
+
+    Returns the set of their (kind or task, step), and the validation losses by step.
+    """
     plan.log_file.rewind(step, elapsed_seconds)
     rows = read_metrics(plan.out)
     logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}

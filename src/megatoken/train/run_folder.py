@@ -1,4 +1,4 @@
-"""The names in a run folder, and whether a run may use a folder. Does not import torch."""
+"""Name the files in a run folder, and check whether a run may use a folder. No torch."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,7 +15,7 @@ from megatoken.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
-BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # which `train --extend` changes
+BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # that `train --extend` changes
 LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # of a start that failed
 
 
@@ -24,9 +24,11 @@ def find_changes(
 ) -> list[Change]:
     """Return the settings that differ from those of the run in `out`.
 
-    A run has a provenance.json or a checkpoint of ours. Raises ConfigError if the folder holds
-    something else, or if a change is fatal, or guarded and not allowed; StorageError if the folder
-    cannot be read. allowed: guarded settings that may change.
+    A run folder has our provenance.json or a checkpoint. Raises ConfigError if the folder holds
+    something else, or if a changed setting may not change; StorageError if it cannot be read.
+
+    allow_changes: whether all guarded settings may change. allowed: guarded settings that may
+    change in any case.
     """
     with storage_errors(out, what=UNUSABLE, fix=OTHER_FOLDER):
         root = out / CHECKPOINTS
@@ -43,7 +45,7 @@ def find_changes(
         raise ConfigError(what, out.absolute(), "choose a new folder with --out")
     for folder in reversed(checkpoints):
         with suppress(DamagedError):
-            verify(folder, hashes=lambda name: name == CONFIG)  # the run's may be edited or lost
+            verify(folder, hashes=lambda name: name == CONFIG)  # RUN's may be edited or lost
             changes = list_changes(resolve(str(folder / CONFIG)).config, config)
             check_changes(changes, out, allow_changes=allow_changes, allowed=allowed)
             return changes

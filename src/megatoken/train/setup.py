@@ -1,7 +1,7 @@
-"""Set-up before the first step: data, layout, checks, and the files that describe a run.
+"""Set up a run before its first step: data, layout, checks, and the files that describe it.
 
-train.py calls these once, in order. The model is built in initial_state.py, and kernels and
-micro-batch are chosen in tuning.py.
+train.py calls these functions once, in order. The model is built in initial_state.py, and kernels
+and micro-batch are chosen in tuning.py.
 """
 
 import json
@@ -55,16 +55,18 @@ from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.state import StepConfig, build_step_config
 
-SCANNED_TOKENS = 1 << 24  # of shards that do not record documents, searched for end-of-text
-MEMORY_MARGIN = 2  # times the free memory: other programs may end, and some may be swapped
+SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
+MEMORY_MARGIN = 2  # times the free memory may be needed: other programs may end or be swapped out
 
 
 def check_folder(
     context: RunContext, config: Config, *, allow_changes: bool, allowed: Sequence[str]
 ) -> list[Change]:
-    """Check that the folder is free or this run's, fetching it from a mirror if it is empty.
+    """Check that the folder is unused or this run's; fetch a missing checkpoint from the mirror.
 
-    Returns the settings that changed since the last start. allowed: guarded settings that may.
+    Returns the settings that changed since the last start.
+
+    allowed: guarded settings that may change.
     """
     out = context.out
     changes = find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
@@ -87,7 +89,8 @@ def open_data(config: Config, context: RunContext) -> RunData:
     """Open the dataset, its tokenizer, the tasks, and the loader of this data-parallel rank.
 
     Raises DataError if something is missing or damaged or the dataset is smaller than a batch,
-    ConfigError if the model cannot hold the tokenizer's ids or the batch does not divide.
+    ConfigError if the model cannot hold the tokenizer's ids or the batch does not divide among
+    ranks.
     """
     dataset = load_mixture(
         config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
@@ -152,7 +155,7 @@ def _open_loader(config: Config, dataset: Mixture, comm: Comm) -> DataLoader:
 
 
 def _check_data_kind(config: Config, dataset: Mixture) -> None:
-    """Raise DataError for data that the objective cannot train on, or rows of another context."""
+    """Raise DataError unless the objective can train on the data and its rows fit model.seq_len."""
     seq_len = config.model.seq_len
     for part in dataset.parts:
         require_data_for(config.objective.name, part.dataset)
@@ -173,9 +176,10 @@ def _open_marks(config: Config, dataset: Mixture) -> Marks | None:
 
 
 def _find_document_start(dataset: Mixture) -> int:
-    """Return the id between documents. Raises ConfigError if the split is a single document.
+    """Return the id that separates documents. Raises ConfigError if the split is one document.
 
-    Shards of other programs do not record their documents, and may use another id.
+    Shards of other programs do not record their documents and may use another id, so they are
+    searched for this one.
     """
     eot = dataset.tokenizer.eot
     counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
@@ -198,7 +202,7 @@ def plan_run(
     stop: PreemptionHandler,
     context: RunContext,
 ) -> RunPlan:
-    """Choose the layout and resolve the run's lengths. Raises as `choose_layout`."""
+    """Choose the layout and resolve the run's lengths. Raises what `choose_layout` raises."""
     config, dims = choose_layout(config, data.model_config, context)
     device = context.device
     return RunPlan(
@@ -221,7 +225,7 @@ def plan_run(
 def choose_layout(
     config: Config, model_config: ModelConfig, context: RunContext
 ) -> tuple[Config, ParallelDims]:
-    """Choose how the model is split, and turn off machine settings that a split rules out.
+    """Choose how the model is sharded, and turn off machine settings that this rules out.
 
     Raises ConfigError if the model cannot fit in memory.
     """
@@ -262,7 +266,7 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
     with storage_errors(out):
         replace_file(out / PROVENANCE, provenance + "\n", durable=True)  # marks it as a run
         replace_file(out / CONFIG, config_text, durable=True)
-        plan.data.tokenizer.save(out / TOKENIZER)  # replaces that of a start that failed
+        plan.data.tokenizer.save(out / TOKENIZER)  # replaces one from a failed start
     total_steps = plan.step_config.total_steps
     plan.log_file.status(state="running", step=step, total_steps=total_steps, message="")
     check_mirror(plan.config.save.mirror, step, plan)
@@ -273,8 +277,8 @@ def check_space(
 ) -> None:
     """Raise StorageError unless the checkpoints that will exist at once fit on the disk.
 
-    That is one more than are kept, two with a mirror: an old one is removed after a new one is
-    committed and copied.
+    There will be one more than are kept, or two more with a mirror, because an old checkpoint is
+    removed only after a new one is committed and copied.
     """
     save = config.save
     every = steps.steps(save.every)

@@ -1,4 +1,4 @@
-"""Start a process per sink that sends a run's metrics (cli/sync.py).
+"""Start one process per sink, which sends it the run's metrics (cli/sync.py).
 
 A sink can never stop a run.
 """
@@ -23,7 +23,7 @@ def check_sinks(names: str) -> None:
 
 
 class SinkProcesses:
-    """A process per sink. It outlives a killed run, sends the last rows and ends."""
+    """One process per sink. After the run, even a killed one, it sends the last rows and ends."""
 
     def __init__(self, names: str, run: Path, console: Console) -> None:
         self._console = console
@@ -40,7 +40,7 @@ class SinkProcesses:
                 console.warn(f"{name} gets no rows: {error.strerror}")
 
     def finish(self) -> None:
-        """Wait for the last rows, and print how to send the rest."""
+        """Wait until the last rows are sent, or print how to send them later."""
         for name, process in self._processes.items():
             exit_code = process.wait(LAST_ROWS_SECONDS)
             if exit_code:

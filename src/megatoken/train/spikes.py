@@ -1,8 +1,8 @@
 """Detect loss and gradient-norm spikes.
 
 A value is a spike if its log is far above the median of recent steps, measured in median absolute
-deviations. Logs, because gradient norms are roughly log-normal; medians, because they are robust to
-trends and outliers.
+deviations. Logs are used because gradient norms are roughly log-normal, and medians because they
+are robust to trends and outliers.
 """
 
 import math
@@ -28,12 +28,12 @@ class RecentSteps:
     values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def load(self, values: Iterable[Sequence[float]]) -> None:
-        """Replace the window by a saved one."""
+        """Replace the window with a saved one."""
         self.values.clear()
         self.values.extend((loss, grad_norm) for loss, grad_norm in values)
 
     def limits(self) -> tuple[float, float]:
-        """Return the largest loss and gradient norm that are no spike; infinite after few steps."""
+        """Return the largest loss and gradient norm that are not spikes; infinite at first."""
         if len(self.values) < MIN_STEPS:
             return math.inf, math.inf
         losses, grad_norms = zip(*self.values, strict=True)
@@ -41,7 +41,10 @@ class RecentSteps:
 
 
 def upper_limit(values: Sequence[float], min_ratio: float) -> float:
-    """Return DEVIATIONS robust standard deviations above the median, or `min_ratio` times it."""
+    """Return the limit DEVIATIONS robust standard deviations of the logs above the median.
+
+    It is at least `min_ratio` times the median.
+    """
     logs = sorted(math.log(max(value, SMALLEST)) for value in values)
     middle = len(logs) // 2
     deviation = sorted(abs(log - logs[middle]) for log in logs)[middle]
