@@ -1,1 +1,1 @@
-"""Training by several processes: the process group, and a model split over it."""
+"""Train with several processes: the process group, and a model sharded over it."""

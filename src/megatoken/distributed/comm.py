@@ -26,12 +26,12 @@ from megatoken.errors import ExitCode, MegatokenError, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
 JOIN_SECONDS = 120  # for all processes to join, and for collectives of device tensors
-ANSWER_SECONDS = 400  # torch waits without limit for whatever accepts connections at the address
+ANSWER_SECONDS = 400  # torch waits forever if something else accepts connections at the address
 WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be tuning, sampling or pruning
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)
 
 T = TypeVar("T")
-# Stores of this process, and the numbers of the groups that joined through them.
+# Stores of this process, each with a counter of the groups that joined through it.
 _stores: dict[DistEnv, tuple[Store, Iterator[int]]] = {}
 
 
@@ -78,7 +78,7 @@ class Comm:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, which are pickled, in rank order on all processes."""
+        """Return all processes' values, which are pickled, in rank order, on every process."""
         if self.is_single_process:
             return [value]
         values = [None] * self.dist_env.world_size
@@ -110,7 +110,7 @@ class Comm:
 
 @contextmanager
 def peer_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert torch's errors about a lost process to PeerError; pass others."""
+    """Convert torch's errors about a lost process to PeerError; let others pass."""
     try:
         yield
     except RuntimeError as error:
@@ -159,7 +159,7 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
 
 @contextmanager
 def _join_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert errors to PeerError, and exit after ANSWER_SECONDS."""
+    """Convert errors to PeerError; exit if joining takes longer than ANSWER_SECONDS."""
     rank = f"rank {dist_env.rank} of {dist_env.world_size}"
     address = f"{dist_env.address}:{dist_env.port}"
     fix = "check that all ranks were started and rank 0 listens at this address"
@@ -183,10 +183,11 @@ def _join_errors(dist_env: DistEnv) -> Iterator[None]:
 
 
 def _open_store(dist_env: DistEnv) -> Store:
-    """Return an empty store for the next group at an address. All ranks join equally often.
+    """Return an empty store for the next group at an address. All ranks must join equally often.
 
-    The server lives as long as this process. If it closed with the group, ranks that join again
-    could still reach it, or find the old addresses in torchrun's, and wait for absent processes.
+    The store's server lives as long as this process. If it closed with the group, ranks that join
+    again could still reach it while it closes, or find old addresses in torchrun's store, and wait
+    for absent processes.
     """
     if dist_env not in _stores:
         url = f"tcp://{dist_env.address}:{dist_env.port}"

@@ -43,7 +43,7 @@ class DistEnv:
 
 
 def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
-    """Read the variables of torchrun, Open MPI or Slurm; without any: a single process.
+    """Read the variables of torchrun, Open MPI or Slurm; without any, return a single process.
 
     Raises ConfigError if they are incomplete or inconsistent.
     """
@@ -73,7 +73,7 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
 
 
 def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a process of mpirun. Each job's name gives it a port."""
+    """Return torchrun's variables for a process of mpirun. The port derives from the job's name."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = {
         name: variables.get(f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}", "") for name in names
@@ -91,7 +91,7 @@ def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a Slurm task. Each job's id gives it a port."""
+    """Return torchrun's variables for a Slurm task. The port derives from the job id."""
     n_nodes = _read_int(variables, "SLURM_STEP_NUM_NODES", 1)
     port = 10_000 + _read_int(variables, "SLURM_JOB_ID", 0) % 40_000
     return {
@@ -123,8 +123,8 @@ def _read_int(variables: Mapping[str, str], name: str, default: int | None = Non
 def prepare_torchrun() -> None:
     """Configure torchrun and its processes, which it starts with -m.
 
-    Each restart gets a new store: in an old one gloo waits for processes that are gone. Nothing is
-    imported from the current folder.
+    Each restart gets a new store, because in an old one gloo would wait for processes that are
+    gone. Nothing is imported from the current folder.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -11,13 +11,13 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
-# The parameter of the backward and the local parameter that the optimizer updates: the same tensor,
-# a low-precision copy and its fp32 master weight, or a DTensor and its local part.
+# The parameter of the backward, and the local parameter that the optimizer updates. They are the
+# same tensor, a low-precision copy and its fp32 master weight, or a DTensor and its local part.
 GradPair = tuple[Tensor, Tensor]
 
 
 class GradBucketReducer:
-    """All-reduce gradients by buckets while the backward computes others (Li et al. 2020, DDP).
+    """All-reduce gradients in buckets while the backward computes more (Li et al. 2020, DDP).
 
     Only the backward after `begin` communicates: once per step, after any number of micro-batches.
     """
@@ -61,7 +61,7 @@ class GradBucketReducer:
     def finish(self) -> None:
         """Wait for the sums and copy them to the local gradients. Raises PeerError."""
         for index, n_missing in enumerate(self._n_missing):
-            if n_missing:  # the objective does not use some parameters, the same on every rank
+            if n_missing:  # the objective does not use some parameters, on any rank
                 self._reduce(index)
         for work, flat, gradients in self._pending:
             with peer_errors(self._comm.dist_env):
@@ -92,7 +92,7 @@ def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
 
 
 def collect_gradient(trained: Tensor, local: Tensor) -> None:
-    """Add the gradient of a low-precision copy or a DTensor to the local parameter's."""
+    """Add the gradient of a low-precision copy or DTensor to that of the local parameter."""
     gradient = trained.grad
     if trained is local or gradient is None:
         return
@@ -116,7 +116,7 @@ class PairwiseGradSum:
 
     def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
         self._local_params = local_params
-        # Terms that the backward itself adds up: the odd factor of their number.
+        # How many terms in a row the backward itself adds up: the odd factor of their number.
         self._n_sequential = micro_batches // (micro_batches & -micro_batches)
         self._n_backwards = 0
         self._params_with_grad: list[Tensor] = []

@@ -24,7 +24,7 @@ from megatoken.model.memory import FP32, LOSS_CHUNK, count_activation_bytes
 from megatoken.optim.costs import count_optimizer_bytes
 
 STATE_SHARE = 0.7  # of memory for weights, gradients and moments if micro_batch=auto
-USABLE = 0.9  # of a GPU's memory, besides its context, NCCL's buffers and fragmentation
+USABLE = 0.9  # of a GPU's memory; the rest is its context, NCCL's buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,8 @@ def choose_dims(
 ) -> ParallelDims:
     """Return the mesh of a run. Raises ConfigError if processes or sizes do not divide.
 
-    `sharding=auto` is the simplest with which the micro-batch fits, or whose state leaves room for
-    activations if the micro-batch is also auto; zero3 if none does.
+    `sharding=auto` picks the simplest sharding with which the micro-batch fits; if the micro-batch
+    is auto, too, the simplest whose state leaves room for activations. If none fits, it is zero3.
 
     memory_bytes: of one process, 0 if unknown.
     """

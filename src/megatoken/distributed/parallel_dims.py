@@ -1,4 +1,4 @@
-"""Describe how a model is split over processes. No torch.
+"""Describe how a model is sharded over processes. No torch.
 
 Processes form a mesh of three axes: tensor-parallel ranks share every layer; sharding ranks share
 weights, gradients or optimizer state and read different data; replicas are full copies that read
@@ -67,7 +67,7 @@ class ParallelDims:
 
 
 def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
-    """Return the mesh of all processes. Raises ConfigError if they do not divide."""
+    """Return the mesh of all processes. Raises ConfigError if the axes do not divide them."""
     world_size = dist_env.world_size
     local_world_size = dist_env.local_world_size
     if world_size % tp_size:
@@ -92,8 +92,8 @@ def count_state_bytes(
 ) -> int:
     """Return the bytes of weights, gradients and optimizer state in a process.
 
-    n_params, optimizer_bytes: of the full model. Approximate if a tensor does not divide. Weights
-    and gradients are fp32; gathered copies of sharded weights are in `precision`.
+    n_params, optimizer_bytes: of the full model. Approximate if a tensor does not divide evenly.
+    Weights and gradients are fp32; gathered copies of sharded weights are in `precision`.
     """
     tp_params = n_params // dims.tp_size
     local_params = tp_params // dims.dp_shard

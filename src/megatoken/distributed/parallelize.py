@@ -68,7 +68,7 @@ class ShardedParams:
     ) -> Iterable[tuple[str, Tensor]]:
         """Yield every full parameter in `dtype`, one at a time, ordered by name.
 
-        A collective if the model is split. Only rank 0 gets the values unless `on_all`.
+        A collective if the model is sharded. Only rank 0 gets the values unless `on_all`.
         """
         device = next(iter(self.local_params.values())).device
         for name, shape in sorted(self.full_shapes.items()):
@@ -78,7 +78,7 @@ class ShardedParams:
             full = torch.zeros(shape, dtype=dtype, device=device)
             if name in self.local_params and self.is_first_copy(name):
                 self.slices[name].put(full, self.local_params[name].detach())
-            # One process has each value, and the others zeros. Summing bits preserves -0.0.
+            # One process has each value, and the others have zeros. Summing bits preserves -0.0.
             bits = full.view(-1).view(torch.uint8)
             with peer_errors(comm.dist_env):
                 if on_all:

@@ -18,7 +18,7 @@ from megatoken.distributed.comm import Comm
 class Divergence:
     """Replicas that differ.
 
-    ranks: those that differ from the majority, or all without a majority.
+    ranks: those that differ from the majority, or all ranks if there is no majority.
     """
 
     ranks: tuple[int, ...]

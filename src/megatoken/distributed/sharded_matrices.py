@@ -1,8 +1,9 @@
 """Give an optimizer full matrices of hidden layers when processes hold copies or slices of them.
 
-Every matrix has an owner, chosen to balance the work. For sharded matrices it receives all slices,
-computes, and returns everyone's slice of the result; for replicated ones it already has the matrix
-and sends the result. Values are sent in the compute dtype, so results equal a single process's.
+Every matrix has an owner, chosen to balance the work. The owner of a sharded matrix receives all
+slices, computes, and returns each rank's slice of the result; the owner of a replicated matrix
+already has it and sends the result. Values are sent in the compute dtype, so results equal those of
+a single process.
 """
 
 import heapq
@@ -60,7 +61,7 @@ class Part(NamedTuple):
 
 
 def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrices:
-    """Return access to the full matrices of a model, in bf16 or else fp32."""
+    """Return access to a model's full matrices, in bf16 if that is the precision, else in fp32."""
     rows = list_hidden_matrices(model)
     shapes = sharded.full_shapes
     dims = sharded.dims
@@ -76,7 +77,10 @@ def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrice
 def assign_owners(
     rows: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]], world_size: int
 ) -> list[Matrix]:
-    """Return all matrices in order. Largest first, each goes to the rank with the least work."""
+    """Return all matrices in order, with their owners.
+
+    From the largest down, each goes to the rank with the least work so far.
+    """
     matrices = []
     for name, sizes in rows.items():
         start = 0
@@ -174,7 +178,8 @@ class ShardedMatrices:
         }
         self.names = list(self._shapes)
         self._owned = [matrix for matrix in matrices if matrix.owner == dims.rank]
-        # By owner: this rank's parts of its matrices. By rank: its parts of this rank's matrices.
+        # _local: for each owner, this rank's parts of that owner's matrices. _remote: for each
+        # rank, that rank's parts of the matrices that this rank owns.
         self._local: list[list[Part]] = [[] for _ in ranks]
         self._remote: list[list[Part]] = [[] for _ in ranks]
         for matrix in matrices:
@@ -216,7 +221,7 @@ class ShardedMatrices:
     def _exchange(
         self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Copy the sources for each rank to that rank's targets for this one."""
+        """Send sources[rank] to every rank, and receive what it sends in targets[rank]."""
         sent_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in sources]
         received_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in targets]
         empty = self._empty((0,))

@@ -1,4 +1,4 @@
-"""Detect ranks that are slower than the others in work they do alone: loading data, computing.
+"""Detect ranks that are slower than others in work that each does alone: loading data, computing.
 
 A step takes equally long on all ranks, which wait for the slowest, so each rank measures between
 collectives. `data` is the wait for the batch; `compute` lasts from a step's first collective until

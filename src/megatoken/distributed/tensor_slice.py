@@ -36,7 +36,7 @@ class TensorSlice:
         return (self.n_rows, self.columns[1] - self.columns[0]) if self.columns else (self.n_rows,)
 
     def cut_rows(self, first: int, last: int) -> "TensorSlice":
-        """Return stored rows [first, last)."""
+        """Return the part of this slice with stored rows [first, last)."""
         rows = []
         offset = 0  # stored rows before this range
         for start, end in self.rows:
@@ -48,7 +48,7 @@ class TensorSlice:
         return replace(self, rows=tuple(rows))
 
     def cut_columns(self, first: int, last: int) -> "TensorSlice":
-        """Return columns [first, last) of these."""
+        """Return the part of this slice with its columns [first, last)."""
         assert self.columns is not None
         return replace(self, columns=(self.columns[0] + first, self.columns[0] + last))
 

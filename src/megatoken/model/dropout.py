@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-GOLDEN = 0x61C88647  # 2**32 - 2**32 / golden ratio, odd: neighbours differ in all bits
+GOLDEN = 0x61C88647  # 2**32 - 2**32 / golden ratio, odd: neighbors differ in all bits
 BITS = 0xFFFFFFFF
 
 
@@ -49,7 +49,7 @@ class Dropout(nn.Module):
     site: number of this dropout in its layer.
     """
 
-    tp_rank = 0  # which slice of dimension 1 (positions, or heads) this rank has
+    tp_rank = 0  # index of this rank's slice of dimension 1 (positions or heads)
     __call__: Callable[..., Tensor]
 
     def __init__(self, p: float, site: int) -> None:
@@ -59,7 +59,7 @@ class Dropout(nn.Module):
         self.threshold = round(p * 2**32)  # keys are uniform over 32 bits
 
     def forward(self, keys_B: Tensor | None, x: Tensor) -> Tensor:
-        """Return x (B, ...) with values dropped by the keys of its sequences, if there are keys."""
+        """Return x (B, ...), with values dropped according to its sequences' keys, if given."""
         if keys_B is None:
             return x
         key = fold_in(keys_B, self.site)

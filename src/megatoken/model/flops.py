@@ -3,9 +3,9 @@
 FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et
 al. 2022, appendix B). Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked.
 N counts parameters in matrix products, including the output layer once, tied or not. Embeddings and
-value embeddings are lookups; norms and biases are not products. Shared key/value heads save
+value embeddings are lookups; norms and biases need no matrix product. Shared key/value heads save
 parameters but no attention FLOPs: every query meets every key. In a layer with a window of w keys,
-full attention is w keys per query, causal attention w (2T - w) / 2T on average.
+full attention counts w keys per query, causal attention w (2T - w) / 2T on average.
 """
 
 import math
@@ -46,7 +46,7 @@ def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 
 def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
-    """Return the parameters with a row per token id, and the gates of value embeddings."""
+    """Return the parameters in tables with a row per token id, and in value embeddings' gates."""
     tables = (1 if config.tie_embeddings else 2) * vocab_size * config.d_model
     return tables + count_value_parameters(config, vocab_size)
 
@@ -68,7 +68,7 @@ def _block_matrices(config: ModelConfig) -> int:
 
 
 def _kv_width(config: ModelConfig) -> int:
-    """Return how many numbers the keys and values of a token have."""
+    """Return how many numbers a token's keys and values hold."""
     return 2 * config.kv_heads * config.d_head
 
 

@@ -1,4 +1,4 @@
-"""The model: a pre-norm transformer that is GPT-2, LLaMA or newer by switches of `ModelConfig`.
+"""The model: a pre-norm transformer; switches of `ModelConfig` make it GPT-2, LLaMA or newer.
 
 | | GPT-2 | LLaMA |
 |---|---|---|
@@ -73,7 +73,7 @@ class Linear(nn.Linear):
     __call__: Callable[..., Tensor]
 
     def reset_parameters(self) -> None:
-        """Do nothing: `init_weights` sets them, and torch would draw from the global generator."""
+        """Do nothing: `init_weights` sets them. torch would draw from its global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias)
@@ -111,7 +111,10 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one packed projection for queries, keys and values."""
+    """Causal self-attention: the projections (q, k and v in one), rotary embedding and cache.
+
+    softmax(q k^T) v is in kernels/attention.py; `set_attention` chooses its implementation.
+    """
 
     __call__: Callable[..., Tensor]
 
@@ -193,7 +196,7 @@ class MLP(nn.Module):
         gate_BTF = None if self.gate is None else self.gate(x_BTC)
         up_BTF = self.up(x_BTC)
         if self.recompute_activation:
-            # Recomputation ends with what the backward reads, so `down` itself is not repeated.
+            # Only what the backward of `down` reads is recomputed, not `down` itself.
             y_BTC: Tensor = checkpoint(self._project_down, up_BTF, gate_BTF, use_reentrant=False)
             return y_BTC
         return self._project_down(up_BTF, gate_BTF)
@@ -238,7 +241,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """`model(ids)` returns hidden states, `model.logits` logits, `model.loss` the mean loss.
 
-    vocab_size: the tokenizer's, if the config has none; without either, ConfigError.
+    vocab_size: the tokenizer's, if the config has none. Raises ConfigError without either.
     seed: of the initial weights, which are the same on every device. With None, or on the meta
         device, memory stays uninitialized for a caller who loads weights.
     """
@@ -285,10 +288,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states (B, T, C) of `ids_BT` (int64).
 
-        cache: of the tokens before `ids_BT`, which are added to it.
-        tree_mask: of rows that are not one sequence each; without a cache.
-        dropout_keys_B: of `sequence_keys`, for dropout in training; None draws from torch's
-            generator.
+        cache: keys and values of the tokens before `ids_BT`; those of `ids_BT` are added.
+        tree_mask: for rows that hold several sequences or trees; not with a cache.
+        dropout_keys_B: from `sequence_keys`, for dropout in training. With None, they are drawn
+            from torch's generator.
         """
         if not (self.training and self.config.dropout):
             dropout_keys_B = None
@@ -309,7 +312,7 @@ class GPT(nn.Module):
                     self.residual_scales[layer] * x_BTC
                     + self.embedding_scales[layer] * embedding_BTC
                 )
-            # Keys instead of the layer's number, so that one compiled block serves all layers.
+            # Blocks get keys, not the layer's number, so that one compiled block serves all layers.
             keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
             block_mask = window_mask if window else mask
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
@@ -327,7 +330,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
-        A mask is bool (B or 1, 1, T, S); None where every query sees its own key and earlier ones.
+        A mask is bool (B or 1, 1, T, S), or None if every query sees its own key and all earlier
+        ones.
         """
         T = ids_BT.shape[1]
         device = ids_BT.device
@@ -373,7 +377,10 @@ class GPT(nn.Module):
         return self.lm_head(self(ids_BT))
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of the targets that are not negative."""
+        """Return the mean cross-entropy in nats of the targets that are not negative.
+
+        This is for scripts: training calls `cross_entropy` itself (train/step.py).
+        """
         total, count = cross_entropy(
             self(inputs_BT),
             self.lm_head_weight,
@@ -385,7 +392,7 @@ class GPT(nn.Module):
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select the attention by a name in ATTENTION.
+    """Select the implementation of attention by a name in ATTENTION.
 
     Raises ConfigError if the model cannot use it.
     """
@@ -403,14 +410,14 @@ def set_attention(model: GPT, name: str) -> None:
 
 
 def set_block_kernels(model: nn.Module, name: str) -> None:
-    """Select the products, norms and activations by a name in BLOCK."""
+    """Select the implementation of matmuls, norms and activations by a name in BLOCK."""
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
             part.kernels = BLOCK[name]
 
 
 def copy_kernels(model: GPT, source: GPT) -> None:
-    """Select the kernels of another model."""
+    """Select the same kernels as in `source`."""
     set_attention(model, source.attention_name)
     for name, kernels in BLOCK.items():
         if kernels is source.norm.kernels:
@@ -438,7 +445,7 @@ def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
 
     Only names and shapes of `model` are read. GPT-2's rule: Normal(0, 0.02) for matrices and
     embeddings, divided by sqrt(2 n_layer) for the two projections into the residual stream; biases
-    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it has the
+    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it uses the
     same. Gates of value embeddings, the value head and what `zero_init` names are 0.
     """
     generator = torch.Generator().manual_seed(seed)

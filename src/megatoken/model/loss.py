@@ -28,13 +28,13 @@ def cross_entropy(
     chunk: int = 1024,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p of the targets in nats, and their number, without targets below 0.
+    """Return the sum of -log p of the targets in nats, and their number.
 
-    Differentiable in hidden states and weight. Products run in the dtype of `hidden_BTC`, or
-    autocast's.
+    Targets below 0 are ignored. Differentiable in hidden states and weight. Matmuls run in autocast's dtype if it is enabled,
+    else in that of `hidden_BTC`.
 
-    softcap: of `cap_logits`. chunk: rows of logits at once; 0 for all, by torch's autograd.
-    softmax_cross_entropy: of LOSS, for a chunk's softmax.
+    softcap: see `cap_logits`. chunk: rows of logits to hold at once; 0 for all, with torch's
+    autograd. softmax_cross_entropy: an implementation in LOSS, for each chunk.
     """
     device = hidden_BTC.device.type
     dtype = _product_dtype(hidden_BTC)
@@ -90,7 +90,7 @@ def token_log_probs(
 
     Differentiable; only rows with a target are computed.
 
-    chunk: rows of logits at once, recomputed in the backward; 0 for all, saved for the backward.
+    chunk: rows of logits to hold at once, recomputed in the backward; 0 for all, saved for it.
     """
     dtype = _product_dtype(hidden_BTC)
     targets_N = targets_BT.flatten()
@@ -134,7 +134,7 @@ def _plain_cross_entropy(
     softcap: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute one product and one cross-entropy, which the chunked form must equal."""
+    """Compute all logits in one matmul; the chunked form must give the same result."""
     logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
     capped_NV = cap_logits(logits_NV, softcap)
     return F.cross_entropy(capped_NV, targets_N, reduction="sum", ignore_index=-1)
@@ -143,7 +143,10 @@ def _plain_cross_entropy(
 def torch_matmul(
     a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False
 ) -> Tensor:
-    """Return a b, written to `out` or added to it. `out` may have a wider dtype."""
+    """Return the matrix product a b. If `out` is given, write it there, or add it to `out`.
+
+    `out` may have a wider dtype.
+    """
     if out is not None and out.dtype != a.dtype:
         return out.add_(a @ b) if accumulate else out.copy_(a @ b)
     if accumulate and out is not None:
@@ -172,7 +175,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h_NC) if needs_grad else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
-        # Products run in the same library as the softmax.
+        # Matmuls run in the same library as the softmax.
         matmul = native_matmul if softmax_cross_entropy is LOSS["native"] else torch_matmul
         # One buffer for every chunk's logits, then their gradient.
         buffer_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
@@ -184,7 +187,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
             ).sum()
             if grad_h is not None:
-                # Ignored rows are zeroed in the narrow factors instead of the wide gradient.
+                # Zero ignored rows where C numbers wide, instead of in the logits' gradient (V).
                 is_target_N1 = (targets >= 0)[:, None]
                 torch.mul(matmul(logits_NV, w_low), is_target_N1, out=grad_h[rows])
                 if grad_w is None:  # several chunks are summed in fp32

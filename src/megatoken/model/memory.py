@@ -40,13 +40,13 @@ def count_activation_bytes(
 ) -> ActivationBytes:
     """Return the bytes of a micro-batch of `tokens`.
 
-    sharded: weights are gathered in low precision, and so is the residual stream; otherwise
-    autocast casts the weights and the stream is fp32. loss_chunk: rows of logits at once, 0 for
-    all.
+    sharded: whether weights are gathered in low precision, which the residual stream then has, too.
+    Otherwise autocast casts the weights, and the stream is fp32. loss_chunk: rows of logits to hold
+    at once; 0 for all.
     """
     d = config.d_model
     head = config.padded_vocab_size * d
-    item = FP32 if precision == "fp32" else 2  # bytes of a number in products
+    item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
     residual = item if sharded else FP32
     block = _block_bytes_per_token(config, item, residual, recompute_gelu=checkpointing == "gelu")
     block += config.residual_scales * residual * d
@@ -65,7 +65,7 @@ def count_activation_bytes(
         loss = FP32 * (logits + head) + tanh
     else:  # fp32 softmax and summed chunk gradients; the weight's gradient in both precisions
         softmax = logits * (item + FP32) + tanh + (rows < tokens) * head * FP32
-        # With one chunk of sharded weights the product is the gradient.
+        # With sharded weights and one chunk, the matmul's result is the gradient.
         gradient = item if sharded and rows == tokens else FP32 + item
         loss = max(softmax, item * logits + head * gradient) + (not sharded) * item * head
     root = head if config.tie_embeddings else 2 * head
@@ -88,7 +88,7 @@ def _block_bytes_per_token(
     kv = config.d_head * config.kv_heads
     is_rms = config.norm == "rmsnorm"
     size = 2 * residual * d  # inputs of the norms
-    size += 2 * item * d + 16  # their outputs, which products read; mean and scale
+    size += 2 * item * d + 16  # their outputs, which matmuls read; mean and scale
     if is_rms:
         size += 2 * FP32 * d  # normalized, before the weight
     size += item * (d + 2 * kv)  # queries, keys, values

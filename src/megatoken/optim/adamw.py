@@ -19,7 +19,7 @@ class AdamW(torch.optim.AdamW):
     _library: Library | None = None
 
     def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
-        """Switch to the native kernel. copies: parameters' bf16 copies, which `step` updates."""
+        """Switch to the native kernel. copies: bf16 copies of parameters, which `step` updates."""
         self._library = library
         self._copies = dict(copies)
 

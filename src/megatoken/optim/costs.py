@@ -22,7 +22,7 @@ def count_saved_bytes(name: str, model: ModelConfig) -> int:
 
 
 def count_optimizer_flops(name: str, model: ModelConfig) -> int:
-    """Return the FLOPs of matrix products in one optimizer step: Muon's Newton-Schulz iteration."""
+    """Return the matmul FLOPs of one optimizer step: those of Muon's Newton-Schulz iteration."""
     if name != "muon":
         return 0
     d, f = model.d_model, model.d_ff

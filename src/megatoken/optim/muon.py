@@ -19,10 +19,10 @@ from megatoken.system.torch_compat import follow_found_inf, step_inner
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
-# Elements in one batched product: fits a CPU's caches; fills a GPU with little of its memory.
+# Elements in one batched matmul: few enough for a CPU's caches; enough to keep a GPU busy.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
-MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # full matrices to matrices of equal shapes
+MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # takes and returns full matrices of equal shapes
 
 
 class Matrices(Protocol):
@@ -47,7 +47,7 @@ class Matrices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeMatrices:
-    """Unsharded hidden matrices. rows: by parameter, the rows of each matrix packed in it."""
+    """Unsharded hidden matrices. rows: by parameter, the row count of each matrix packed in it."""
 
     rows: Mapping[str, Sequence[int]]
     dtype: torch.dtype = torch.float32
@@ -71,7 +71,7 @@ class WholeMatrices:
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Return the hidden linear layers' weights, with the rows of each matrix packed in them."""
+    """Return the names of hidden layers' weights, and the row counts of the matrices in each."""
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
@@ -123,9 +123,11 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
-    adamw: for all other parameters; this optimizer shares its groups and state. group: `params` in
-    order of `matrices.names`, and `weight_decay`. Like torch's fused optimizers, divides gradients
-    by `self.grad_scale` and skips the update if `self.found_inf` is 1, if these tensors are set.
+    Like torch's fused optimizers, it divides gradients by `self.grad_scale` and skips the update if
+    `self.found_inf` is 1, where these tensors are set.
+
+    adamw: the optimizer of all other parameters, whose groups and state this one shares.
+    group: `params`, in the order of `matrices.names`, and `weight_decay`.
     """
 
     def __init__(

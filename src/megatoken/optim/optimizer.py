@@ -19,7 +19,7 @@ from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
-# params, weight_decay; lr_scale: the group's learning rate as a multiple of the schedule's.
+# Keys: params, weight_decay, and lr_scale, the group's learning rate over the schedule's.
 ParamGroup = dict[str, Any]
 
 
@@ -29,11 +29,12 @@ class OptimizerSpec:
 
     build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default
         1).
-    bytes_per_param: size of a parameter's state in fp32; a pair for hidden matrices and for all other parameters.
-    hidden_group: hidden matrices are the last group, whose `matrices` (muon.py) gathers them in
-        full on any number of processes.
-    whole_matrices: the update needs full matrices and does not gather them, so it cannot be
-        sharded.
+    bytes_per_param: bytes of fp32 state per parameter; a pair if hidden matrices and all other
+        parameters differ.
+    hidden_group: whether the last group holds the hidden matrices; its `matrices` (muon.py) gathers
+        them in full on any number of processes.
+    whole_matrices: whether the update needs full matrices without gathering them, so that it
+        cannot be sharded.
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
@@ -76,10 +77,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `optim` over a model's parameters, or over local shards by name.
 
-    sizes: shapes of the full parameters, if `model` holds shards. implementation: torch's AdamW:
-    `loop`, `foreach` or `fused`; `auto` is fused where the device supports it. matrices: the hidden
-    matrices; default: those of an unsharded model, in fp32. Raises ConfigError for an unknown name,
-    or if the optimizer needs full matrices and the model is sharded.
+    Raises ConfigError for an unknown name, or if the optimizer needs full matrices and the model is
+    sharded.
+
+    sizes: shapes of the full parameters, if `model` holds shards.
+    implementation: of torch's AdamW: `loop`, `foreach`, `fused`, or `auto`, which is fused where
+        the device supports it.
+    matrices: the hidden matrices; None for those of an unsharded model, in fp32.
     """
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
@@ -111,7 +115,7 @@ def build_optimizer(
 def group_parameters(
     params: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], weight_decay: float
 ) -> list[ParamGroup]:
-    """Return two groups: decayed matrices and embeddings, and the rest (Brown et al. 2020)."""
+    """Return two groups: matrices and embeddings, which decay, and the rest (Brown et al. 2020)."""
     matrices = {name for name in params if len(sizes[name]) >= 2}
     return [
         {
@@ -149,7 +153,8 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     betas = (optim.beta1, optim.beta2)
     foreach = implementation == "foreach"
     optimizer = AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused, foreach=foreach)
-    # torch allocates the moments in the first step; here they count when memory is measured.
+    # torch allocates the moments in its first step; allocated here, they count when memory is
+    # measured.
     for param in params:
         moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = {

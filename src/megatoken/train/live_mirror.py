@@ -106,7 +106,7 @@ class Mirror:
         return True
 
     def finish(self) -> bool:
-        """Wait until the newest checkpoint is uploaded, with retries; return False without one."""
+        """Wait until the newest checkpoint is uploaded, with retries; False without a mirror."""
         if self._uploads is None:
             return False
         self._console.print(f"copying to {self._save.mirror}")

@@ -61,7 +61,7 @@ def find_rates(
 
 
 def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Return as text what the speed of a forward and backward depends on, except depth and batch."""
+    """Return as text what the speed of forward and backward depends on, except depth and batch."""
     shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
     threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
     return (

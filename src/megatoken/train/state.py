@@ -46,11 +46,11 @@ class TrainState:
     compute_model: runs forward and backward: the model, or a low-precision copy with master
         weights.
     forward: `compute_model`, compiled or not.
-    found_bad: bool on the device: a step was bad, so its update and later ones are skipped until
-        the host reads it.
+    found_bad: whether a step was bad (on the device); if so, its update and later ones are skipped
+        until the host reads this.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps.
-    objective: None: the mean cross-entropy of the targets.
+    objective: what to minimize; None for the mean cross-entropy of the targets.
     """
 
     model: GPT
@@ -61,7 +61,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
-    grad_reducer: GradBucketReducer | None = None  # where several replicas train
+    grad_reducer: GradBucketReducer | None = None  # only if there are several replicas
     objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
     # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
@@ -86,10 +86,11 @@ class TrainState:
         return tokens
 
     def full_model(self, device: Device) -> GPT:
-        """Return a full model to sample and measure with, on every rank, in the device's precision.
+        """Return an unsharded model for sampling and evaluation, in the device's precision.
 
-        All ranks must call it. For a split model it is a copy that training does not update, so
-        that forwards need no collectives and ranks need not run as many.
+        All ranks must call it, and all get the model. For a sharded model this is a gathered copy
+        that later updates do not change; its forwards need no collectives, so ranks may run
+        different numbers of them.
         """
         if self.dims.is_unsharded:
             return self.compute_model
@@ -108,12 +109,12 @@ class TrainState:
 
     @property
     def dims(self) -> ParallelDims:
-        """How the model is split over processes, and this process's place in it."""
+        """How the model is sharded over processes, and this process's place in the mesh."""
         return self.sharded.dims
 
     @property
     def skips_bad_on_device(self) -> bool:
-        """Whether the optimizer skips an update by a flag that stays on the device."""
+        """Whether the optimizer skips bad updates by a flag that stays on the device."""
         if self.scaler.is_enabled() or self.found_bad.device.type not in ("cpu", "cuda"):
             return False
         is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
@@ -149,13 +150,13 @@ class TrainState:
         return self.sharded.global_grad_norm(self.comm)
 
     def refresh_low_precision_copy(self) -> None:
-        """Round the fp32 weights to the low-precision copy, if there is one."""
+        """Update the low-precision copy, if there is one, from the fp32 weights."""
         if self.uses_master_weights:
             with torch.no_grad():
                 foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
 
     def start_grad_reduction(self, comm: Comm) -> None:
-        """Reduce gradients over `comm`. Call after all that replaces `compute_model`."""
+        """Reduce gradients over `comm`. Call it after anything that replaces `compute_model`."""
         self.comm = comm
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
             self.grad_reducer = GradBucketReducer(
@@ -163,7 +164,7 @@ class TrainState:
             )
 
     def collect_gradients(self) -> None:
-        """Move the compute model's gradients to the local fp32 parameters, adding to theirs."""
+        """Move the compute model's gradients to the local fp32 parameters, where they add up."""
         for trained, local in self._grad_pairs():
             collect_gradient(trained, local)
 
@@ -177,7 +178,7 @@ class TrainState:
 class StepConfig:
     """The constants of a run's steps.
 
-    Lengths in steps, batches in tokens, micro-batches in sequences.
+    Lengths are in steps, batches in tokens, micro-batches in sequences.
     """
 
     seed: int
@@ -189,7 +190,7 @@ class StepConfig:
     grad_clip: float
     loss_chunk: int
     skip_spikes: bool = False
-    deterministic: bool = False  # add gradients in an order that 1, 2, 4, ... processes share
+    deterministic: bool = False  # add gradients in the same order on 1, 2, 4, ... processes
     ramp: BatchRamp | None = None  # for batches that grow to `batch_tokens`
     momentum: float = 0.95  # of Muon
     momentum_warmup: int = 0
@@ -202,7 +203,7 @@ class StepConfig:
         return start + (self.momentum - start) * step / self.momentum_warmup
 
     def steps(self, length: Duration) -> int:
-        """Return a duration of this run in steps of full batches."""
+        """Return a duration of this run in steps with full batches."""
         return length.steps(
             batch_tokens=self.batch_tokens,
             epoch_tokens=self.epoch_tokens,
@@ -226,9 +227,9 @@ def build_state(
     optimizer: torch.optim.Optimizer | None = None,
     comm: Comm | None = None,
 ) -> TrainState:
-    """Move a model to its device, split it by `dims`, and build the optimizer.
+    """Move a model to its device, shard it by `dims`, and build the optimizer.
 
-    optimizer: the user's, built over the model's parameters. comm: default: a single process.
+    optimizer: the user's, built over the model's parameters. comm: None for a single process.
     """
     model.train()
     sharded = parallelize(
@@ -263,9 +264,11 @@ def build_state(
 def gather_model(
     state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False
 ) -> GPT | None:
-    """Return the full model on rank 0 or on all ranks, None elsewhere. All ranks must call it.
+    """Return the unsharded model on rank 0, or with on_all on every rank; None elsewhere.
 
-    dtype: of the copy of a split model, which must fit in memory together with the shards.
+    All ranks must call it.
+
+    dtype: of the copy of a sharded model, which must fit in memory together with the shards.
     """
     is_here = on_all or state.comm.dist_env.is_main_process
     if state.dims.is_unsharded:
@@ -282,7 +285,7 @@ def gather_model(
 def build_step_config(
     config: Config, *, epoch_tokens: int, micro_batch: int = 1, device_type: str = "cpu"
 ) -> StepConfig:
-    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the split."""
+    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the data."""
     total_steps = config.total_steps(epoch_tokens)
     lengths = {
         "batch_tokens": config.budget.batch_tokens,
@@ -309,7 +312,7 @@ def build_step_config(
 def _build_schedule(
     config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
 ) -> LRSchedule:
-    """Return the schedule in steps, or in tokens with a batch ramp."""
+    """Return the learning-rate schedule, in steps or, with a batch ramp, in tokens."""
     optim = config.optim
     ramp = config.budget.ramp
     total = ramp.before(total_steps) if ramp else total_steps

@@ -4,11 +4,11 @@ The gradient is that of the mean loss over the global batch: each micro-batch co
 loss divided by the number of targets in the global batch, so any split into micro-batches and
 processes gives the same step.
 
-Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host never
-waits. A step is bad if its loss or gradient norm is not finite, if it is a spike to be skipped
-(spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged: torch's fused
-AdamW and Muon skip that update and all later ones on the device; for other optimizers the host
-decides every step.
+Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host need not
+wait for each step. A step is bad if its loss or gradient norm is not finite, if it is a spike to be
+skipped (spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged:
+torch's fused AdamW and Muon skip that update and all later ones on the device; for other optimizers
+the host decides at every step.
 """
 
 import math
@@ -34,7 +34,7 @@ from megatoken.system.device import Device
 from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
 
-MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it are not finite at any scale
+MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it would overflow at any scale
 FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip, or use bf16 for fp16"
 
 
@@ -59,7 +59,7 @@ class StepMetrics:
 class PendingStep:
     """A step whose numbers are still on the device.
 
-    numbers: loss, gradient norm, whether this or an earlier step was bad, a number for each name.
+    numbers: loss, gradient norm, whether this or an earlier step was bad, then a value per name.
     """
 
     step: int
@@ -110,7 +110,7 @@ def train_step_async(
 def forward_backward(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> Tensor:
-    """Compute gradients and return the loss alone."""
+    """Call `compute_gradients` and return only the loss."""
     return compute_gradients(state, step_config, device, batch)["loss"]
 
 
@@ -119,9 +119,11 @@ def compute_gradients(
 ) -> dict[str, Tensor]:
     """Add the gradient of the global batch's mean loss, times the fp16 loss scale.
 
-    batch: this data-parallel rank's sequences. Replicas reduce gradients in buckets during the last
-    backward; FSDP2 reduces them itself; deterministic runs add pairwise, in an order that 1, 2, 4,
-    ... processes share. Returns the loss and the means of the objective's other sums.
+    Returns the loss and the means of the objective's other sums. Replicas reduce gradients in
+    buckets during the last backward; FSDP2 reduces them itself; deterministic runs add them
+    pairwise, in the same order on 1, 2, 4, ... processes.
+
+    batch: this data-parallel rank's sequences.
     """
     comm = state.comm
     size = count_rows(state, step_config, batch)
@@ -129,14 +131,15 @@ def compute_gradients(
     if state.cuda_graphs:  # once per step: the graphs' memory holds gradients of micro-batches
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(count_targets(state, batch))
-    # In fp64 where the device has it, so that the order of sums does not show after rounding.
+    # In fp64 where the device has it, so that rounding hides the order of summation.
     totals = {"loss": torch.zeros((), dtype=device.widest, device=device.torch_device)}
     pairwise = reducer = None
     if step_config.deterministic and state.dims.is_unsharded:
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
     else:
         reducer = state.grad_reducer
-    # The optimizer reads the gradients of a single micro-batch where autograd has left them.
+    # A single micro-batch's gradients may stay where autograd left them, if the optimizer reads
+    # them there.
     needs_sum = len(micro_batches) > 1 or pairwise is not None or reducer is not None
     collects = needs_sum or not state.updates_copies
     with state.compute_timer:
@@ -175,10 +178,10 @@ def make_dropout_keys(
 
 
 def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
-    """Return the rows of a micro-batch, the same on all processes.
+    """Return the number of rows in a micro-batch, the same on all processes.
 
-    Rows of an objective are shorter than contexts, so more of them fit, except in a deterministic
-    run: there the order of sums must not depend on the processes.
+    An objective's rows may be shorter than the context, and then more of them fit. A deterministic
+    run ignores that, because its order of sums must not depend on the number of processes.
     """
     if state.objective is None or step_config.deterministic:
         return step_config.micro_batch
@@ -187,7 +190,7 @@ def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
 
 
 def count_targets(state: TrainState, batch: Batch) -> Tensor:
-    """Return this process's share of the number by which the sums are divided."""
+    """Return this process's part of the count that summed losses are divided by."""
     if state.objective is not None:
         return state.objective.count(batch)
     return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
@@ -200,7 +203,7 @@ def measure_sums(
     batch: Batch,
     dropout_keys_B: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return the summed loss of a micro-batch and the other sums of the objective."""
+    """Return a micro-batch's summed loss and the objective's other sums."""
     # A low-precision copy of the weights needs no autocast.
     with nullcontext() if state.uses_master_weights else device.autocast():
         if state.objective is None:
@@ -244,7 +247,7 @@ def unscale_gradients(state: TrainState) -> None:
 
 
 def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """Return whether a step must not update the weights (bool, on the device), on all processes."""
+    """Return on the device whether a step is bad and must not update the weights of any process."""
     # GradScaler handles overflowed fp16 gradients.
     finite_sum = loss if state.scaler.is_enabled() else loss + grad_norm
     bad = ~torch.isfinite(finite_sum) | ((grad_norm == 0) & (loss > 0))
@@ -275,7 +278,8 @@ def clip_and_update(
 def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
     """Clip and update unless a step is bad; return whether the fp16 scaler skipped the update.
 
-    Raises NumericsError, the weights unchanged, for fp16 gradients that overflow at any loss scale.
+    Raises NumericsError for fp16 gradients that overflow at any loss scale; the weights are then
+    unchanged.
     """
     scaler = state.scaler
     if state.found_bad:
@@ -296,8 +300,8 @@ def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bo
 def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[StepMetrics]:
     """Wait for pending steps, in order, and read all their numbers in one transfer.
 
-    The first bad step ends the list: weights and `state.step` are those before it, and the next
-    step trains again. All processes must call it after the same step.
+    The list ends with the first bad step, if any. Weights and `state.step` are then those before
+    it, and later steps update the weights again. All processes must call it after the same step.
     """
     rows = torch.stack([step.numbers for step in pending]).tolist()
     metrics = []
@@ -323,7 +327,7 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
 def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
     """Return the error for a bad step.
 
-    where: several steps, the last of which has these numbers.
+    where: the place to report instead of `step`, if several steps were bad.
     """
     where = where or f"step {step}"
     if grad_norm == 0:

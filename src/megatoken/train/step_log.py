@@ -29,7 +29,7 @@ class StepLog:
         self._recovery = recovery
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # with values of the batch
         self._every = run.step_config.steps(run.config.log.every)
-        # Where spikes are skipped, a step is held to the limits of all steps before it.
+        # To skip spikes, each step is compared with limits that all steps before it have set.
         self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
         self.meter = ThroughputMeter(
             run.device,
@@ -182,10 +182,10 @@ def _next_command(config: Config, out: str) -> str:
 
 
 def call_actions(run: Run, actions: Sequence[Action]) -> None:
-    """Call actions in order, each unless the time limit comes before its end."""
+    """Call actions in order, but stop before one that would exceed the time limit."""
     for action in actions:
         run.check_stop(action.seconds)
         start = time.monotonic()
         action.call()
-        run.comm.barrier()  # rank 0 may have worked alone for longer than collectives wait
+        run.comm.barrier()  # rank 0 may have worked for longer than collectives wait
         action.seconds = max(action.seconds, time.monotonic() - start)

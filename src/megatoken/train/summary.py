@@ -70,7 +70,7 @@ def _warn(plan: RunPlan) -> None:
             console.warn(f"{key}: {length:,} {unit} exceed the run's {schedule.total:,}")
     vocab_size = data.model_config.vocab_size
     n_unused = vocab_size - data.tokenizer.vocab_size
-    # Fewer may pad the vocabulary of another program.
+    # Fewer unused ids may be padding by another program.
     if n_unused >= data.model_config.vocab_multiple and not plan.config.model.init:
         what = f"{n_unused:,} of the model's {vocab_size:,} ids are not in the tokenizer"
         fix = f"model.vocab_size=0 uses the tokenizer's {data.tokenizer.vocab_size:,}"

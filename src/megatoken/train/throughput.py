@@ -13,9 +13,10 @@ from megatoken.train.state import StepConfig
 class ThroughputMeter:
     """Times steps. Call `start` after an evaluation, sample or save to exclude it.
 
-    MFU is achieved model FLOP/s over the device's peak, for full and for causal attention
-    (model/flops.py). None if the peak is unknown or not `is_dense`: rows of conversations are
-    shorter than the contexts that are counted, and sampling and reference models compute more.
+    MFU is the model's FLOP/s over the device's peak, for full and for causal attention
+    (model/flops.py). It is None if the peak is unknown or `is_dense` is false: rows of
+    conversations are shorter than the full contexts that FLOPs are counted for, and sampling and
+    reference models compute more.
     """
 
     device: Device
@@ -38,16 +39,16 @@ class ThroughputMeter:
         return time.perf_counter() - self._start
 
     def read(self, tokens: int, steps: int = 1) -> dict[str, float | None]:
-        """Return seconds, tokens_per_second, mfu and mfu_causal per step since `start`; restart.
+        """Return seconds (per step), tokens_per_second, mfu and mfu_causal since `start`; restart.
 
-        tokens: of all these steps.
+        tokens: in all of these steps together.
         """
         self.device.synchronize()
         elapsed = self.elapsed_seconds
         rate = tokens / elapsed
         self.total_seconds += elapsed
         self.total_tokens += tokens
-        # An exponential mean, so that one slow step does not make the estimate jump.
+        # An exponential moving average, so that one slow step does not make the estimate jump.
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = 0.9 * (self.smooth_seconds or full) + 0.1 * full
         self.start()

@@ -1,4 +1,4 @@
-"""Operations of the model that have several implementations, with equal values and other speed.
+"""Operations of the model that have several implementations, equal in values but not in speed.
 
 ATTENTION, BLOCK and LOSS map names to implementations. `Kernels` names one of each;
 train/kernel_autotune.py measures which are fastest.

@@ -38,7 +38,7 @@ def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rm
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Call torch's SiLU."""
+    """Return silu(gate) * up, with torch's SiLU."""
     return F.silu(gate) * up
 
 
