@@ -54,7 +54,7 @@ __all__ = [*_MODULES, "LAYERS", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public name from its module, imported now."""
+    """Return a public name from its module, which is imported now."""
     if name not in _MODULES:
         raise AttributeError(f"module 'megatoken' has no attribute {name!r}")
     module = import_module(f"megatoken.{_MODULES[name]}")

@@ -13,9 +13,9 @@ STOPPED = 75
 
 
 def main() -> int:
-    """Run the command. `train` exits as stopped on a signal during the imports.
+    """Run the command. If a signal comes during the imports, `train` exits as stopped.
 
-    With --ending the parent is torchrun, which would count that exit code as a failure.
+    It does not with --ending: the parent, torchrun, would count that exit code as a failure.
     """
     if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:
         for name in STOP_SIGNALS:

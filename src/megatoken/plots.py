@@ -32,7 +32,7 @@ TIME_UNITS = (
     (120, 60, "minutes"),
     (0, 1, "seconds"),
 )
-SMOOTHED_SHARE = 0.02  # window of the smoothed training loss, as a share of the run
+SMOOTHED_SHARE = 0.02  # the window that smooths the training loss, as a share of the run
 LAST_VALUES = {  # legend at the right of a panel
     "loc": "upper left",
     "bbox_to_anchor": (1, 1),
@@ -60,7 +60,7 @@ def load_pyplot() -> Any:
 
 
 def check_picture(target: Path) -> None:
-    """Raise ConfigError without matplotlib, or if it cannot write the format of the suffix."""
+    """Raise ConfigError if matplotlib is missing or cannot write the format of the suffix."""
     formats = load_pyplot().FigureCanvasBase.get_supported_filetypes()
     if target.suffix and target.suffix[1:].lower() not in formats:
         raise ConfigError(f"unknown picture format {target.suffix}", target, "name a .png file")
@@ -131,9 +131,11 @@ def draw_curves(
     x: str = "tokens",
     warn: Callable[[str], None] = warnings.warn,
 ) -> Path:
-    """Draw the loss, the PANELS that were measured and a panel per task, over a key of X_AXES.
+    """Draw the loss, those PANELS that were measured, and a panel per task, over `x`.
 
-    warn: as of `read_metrics`. Raises DataError if no run has training steps.
+    Raises DataError if no run has training steps.
+
+    x: a key of X_AXES. warn: as in `read_metrics`.
     """
     rows = {run: read_metrics(run, warn) for run in runs}
     all_rows = [row for run_rows in rows.values() for row in run_rows]
@@ -143,7 +145,7 @@ def draw_curves(
     keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in all_rows)]
     tasks = sorted({row["task"] for row in all_rows if row["kind"] == "eval"})
     pyplot = load_pyplot()
-    small = [*keys[1:], *tasks, "."]  # the last one is an empty place if the others are odd
+    small = [*keys[1:], *tasks, "."]  # the last one stays empty if there is an odd number of others
     names = [("loss", "loss"), *zip(small[::2], small[1::2], strict=False)]
     inches = [4.5, *[2.6] * (len(names) - 1)]
     figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
@@ -203,7 +205,7 @@ def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
 
 
 def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return places and values; a value that is missing or no number is a gap in the curve."""
+    """Return places and values; a value that is missing or not a number leaves a gap."""
     rows = [row for row in rows if row["kind"] == kind]
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 MODEL_TEXT = ("text", "messages", "examples")  # keys whose values a model wrote
-MIN_LENGTH = 6  # of a variable's value; shorter ones occur by chance
+MIN_LENGTH = 6  # of a secret variable's value; shorter ones would match by chance
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
 SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|"
@@ -56,7 +56,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Redact the strings in a JSON value, except below MODEL_TEXT."""
+    """Redact the strings in a JSON value, except under the keys MODEL_TEXT."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):

@@ -36,7 +36,7 @@ from megatoken.system.atomic_write import (
     sync_folder,
 )
 
-IDENTITY = "mirror.json"  # of save.mirror: in the run folder and in the copy
+IDENTITY = "mirror.json"  # identifies the run of a mirror: in the run folder and in the copy
 FileWriter = Callable[[Path], object]  # writes one file at the given path
 SLACK_BYTES = 1 << 20  # for the manifest and other small files
 RETRY_SECONDS = (1.0, 5.0)  # before a file is written again after a temporary error
@@ -58,11 +58,12 @@ def commit(
 ) -> Path:
     """Write and publish the checkpoint of `step`, and return its folder.
 
-    A valid checkpoint of that step is returned unchanged, an invalid one is replaced. Raises
-    StorageError if the disk is full, read-only or failing; then nothing of this save remains and
-    earlier checkpoints are untouched. Raises CheckpointError if that step exists in another format.
+    If a valid checkpoint of that step exists, it is left unchanged; an invalid one is replaced.
+    Raises StorageError if the disk is full, read-only or failing; then nothing of this save remains
+    and earlier checkpoints are untouched. Raises CheckpointError if that step exists in another
+    format.
 
-    files: writers by name, which may have folders: `tokenizer/vocab.json`.
+    files: writers by name; a name may contain folders: `tokenizer/vocab.json`.
     meta: JSON with finite numbers. needed_bytes: free space required.
     """
     draft = open_draft(root, step, needed_bytes)
@@ -109,8 +110,8 @@ def write_files(
 
     After a temporary error a file is written again from its beginning.
 
-    needed_bytes: of the checkpoint, for the error.
-    on_progress: called with numbers of bytes that were hashed or made durable.
+    needed_bytes: size of the checkpoint, for the error message.
+    on_progress: called with the number of bytes just hashed or made durable.
     """
     entries = {}
     with _save_errors(draft.parent, step, needed_bytes):
@@ -123,7 +124,7 @@ def write_files(
                 except Exception as error:
                     if pause is None or error_number(error) not in TEMPORARY_ERRORS:
                         raise
-                # A failed fsync marks the lost pages clean: fsync of that file would now succeed.
+                # A failed fsync marks the lost pages clean, so a second one would succeed.
                 (draft / name).unlink(missing_ok=True)
                 time.sleep(pause)
     return entries
@@ -134,7 +135,7 @@ def _write_file(
 ) -> FileEntry:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer(path)
-    with suppress(OSError):  # a disk without permissions
+    with suppress(OSError):  # the disk may lack permissions
         path.chmod(mode)
     status = path.stat()  # before hashing: a later change also changes the time
     with ThreadPoolExecutor(1) as threads:
@@ -163,7 +164,7 @@ def publish(
         try:
             sync_folder(root)
         except OSError:
-            final.rename(draft)  # perhaps not durable, so not committed
+            final.rename(draft)  # the rename may not be durable, so undo it
             raise
     if replaced is not None:
         discard(replaced)
@@ -185,7 +186,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder looks like a checkpoint, also if it is damaged."""
+    """Return whether a folder looks like a checkpoint, even a damaged one."""
     return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
 
 
@@ -240,7 +241,7 @@ def find_newest(
     """Return the newest valid checkpoint and its manifest, or None.
 
     Another process may commit and prune at the same time: if a folder disappears while it is read,
-    the search restarts. A reader that loads the checkpoint afterwards must handle the same. Raises
+    the search restarts. The caller must handle that, too, when it loads the checkpoint. Raises
     CheckpointError for a checkpoint of another format.
 
     on_damaged: called for each newer checkpoint that is invalid.
@@ -273,8 +274,8 @@ def prune(
 ) -> list[Path]:
     """Remove old checkpoints after a commit and return their folders, oldest first.
 
-    Keep the newest `keep_last` (at least 1) valid ones and all newer ones, the steps in `keep`, and
-    multiples of keep_every (0: none). Raises StorageError.
+    Keep the newest `keep_last` (at least 1) valid ones and any newer than these, the steps in
+    `keep`, and multiples of keep_every (0: none). Raises StorageError.
 
     verified: files that this process has hashed, by checkpoint. Those that changed since are hashed
     again; prune adds what it hashes.

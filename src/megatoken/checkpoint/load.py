@@ -21,7 +21,10 @@ from megatoken.optim.muon import Muon
 
 
 class TrainingState(Protocol):
-    """The parts of a live run that a checkpoint stores."""
+    """The tensors and numbers that this package stores.
+
+    train/checkpoint_saver.py adds `meta`, which train/restore.py reads back.
+    """
 
     model: GPT
     sharded: ShardedParams
@@ -34,13 +37,14 @@ class TrainingState(Protocol):
 def restore_state(
     folder: Path, manifest: CheckpointManifest, state: TrainingState, share: slice = slice(None)
 ) -> dict[str, FileEntry]:
-    """Restore a state from a checkpoint, and return the entries of the files verified meanwhile.
+    """Restore a state from a checkpoint, and return the entries of the files that were verified.
 
-    Read only this rank's slices of the files outside `share`. Raises DamagedError if a file is
-    damaged; the state must then be restored again. Raises CheckpointError with the differing names
-    or shapes, before any weight changes, if it was saved with another model or optimizer.
+    Raises DamagedError if a file is damaged; the state must then be restored again. Raises
+    CheckpointError with the differing names or shapes, before any weight changes, if it was saved
+    with another model or optimizer.
 
-    share: the files of weights, and of optimizer state, that are verified while they are read.
+    share: which of the weight files, and of the optimizer files, to read in full and verify. Of the
+        others only this rank's slices are read.
     """
     weights = TensorReader(folder, manifest, MODEL)
     saved = TensorReader(folder, manifest, OPTIMIZER)

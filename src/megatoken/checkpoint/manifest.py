@@ -24,7 +24,7 @@ from megatoken.system.sealed_json import parse_sealed, seal
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")  # use fullmatch: not step-10.bak
+STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")  # use fullmatch, which rejects step-10.bak
 # Names in `meta.shape` that differ from ModelConfig's.
 _SAVED_NAMES = {"pos_emb": "positions", "tie_embeddings": "tied"}
 
@@ -35,7 +35,7 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file in a manifest. mtime_ns: its time when this process hashed it; not saved."""
+    """A file in a manifest. mtime_ns: its mtime when this process hashed it; not saved."""
 
     bytes: int
     xxh3_128: str
@@ -108,7 +108,7 @@ def verify(
     format, which must be neither skipped nor overwritten.
 
     hashes: whether to hash a file (None: all).
-    known: files that this process has hashed before; they are hashed again if their time changed.
+    known: files that this process has hashed before; they are hashed again if their mtime changed.
     """
     if not folder.is_dir():
         raise DamagedError("no checkpoint here", str(folder), "choose an existing folder")
@@ -142,7 +142,7 @@ def verify(
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Return the manifest of a folder after checking its hash, format and step.
 
-    Raises as `verify`.
+    Raises what `verify` raises.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
-    """Return the manifest in the bytes of the file at `path`. Raises as `verify`."""
+    """Return the manifest in the bytes of the file at `path`. Raises what `verify` raises."""
     try:
         content = parse_sealed(raw)
         if content["format"] != FORMAT:
@@ -235,6 +235,6 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path | str, reason: str) -> DamagedError:
-    """Return the error for a file of a checkpoint."""
+    """Return the error for a damaged file of a checkpoint."""
     what = f"checkpoint is damaged: {reason}"
     return DamagedError(what, str(path), "an older checkpoint is used if there is one")

@@ -58,15 +58,15 @@ def _list_marked(files: Iterable[str]) -> list[int]:
 
 
 def check_owner(run: Path, store: ObjectStore) -> None:
-    """Check that the copy is of this run and not ahead of it, or start one.
+    """Check that the mirror belongs to this run and is not ahead of it; start it if there is none.
 
-    Raises ConfigError if it is not, StorageError if it cannot be read or written.
+    Raises ConfigError if the check fails, StorageError if the mirror cannot be read or written.
     """
     identity = read_object(run / IDENTITY)
     local_id = identity.get("run")
     remote_id = read_identity(store)
     mirrored = list_mirrored(store)
-    # Without a local id: a run that was lost before its first checkpoint, and started again.
+    # Without a local id, the run was lost before its first checkpoint and started again.
     if remote_id is None or (local_id is None and not mirrored):
         local_id = local_id or remote_id or uuid.uuid4().hex
         remote_id = local_id
@@ -95,7 +95,7 @@ def _write_identity(run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def read_identity(store: ObjectStore) -> str | None:
-    """Return the id of the run whose copy this is; None if there is none, "" if it is damaged."""
+    """Return the id of the run that a store mirrors; None if it has none, "" if it is damaged."""
     try:
         return str(json.loads(store.read(IDENTITY))["run"])
     except MissingObjectError:
@@ -109,9 +109,9 @@ def update_mirror(
 ) -> dict[str, Any]:
     """Upload what a run's copy lacks, and remove old checkpoints there. Return a report.
 
-    Upload the small files, the newest checkpoint, the `best` one and those of `keep_every`; prune
-    as `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues from
-    what was uploaded.
+    Upload the small files, the newest checkpoint, the `best` one and multiples of `keep_every`;
+    prune as `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues
+    from what was uploaded.
     """
     start = time.monotonic()
     store = ObjectStore(address)
@@ -189,8 +189,8 @@ def prune_mirror(
 ) -> None:
     """Remove old checkpoints, their marks first, and older leftovers of interrupted uploads.
 
-    Keep the newest `keep_last` (at least 1) with all files in their sizes and all newer ones, the
-    `best`, and multiples of keep_every (0: none). Raises StorageError.
+    Keep the newest `keep_last` (at least 1) that have all files at full size and any newer than
+    these, the `best`, and multiples of keep_every (0: none). Raises StorageError.
     """
     files = store.list(CHECKPOINTS)
     steps = _list_marked(files)
@@ -244,8 +244,9 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
 def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | None:
     """Fetch a run's newest valid checkpoint and small files if its folder has no checkpoint.
 
-    Return the checkpoint's folder; None if the run folder has one, or there is no copy. Raises
-    ConfigError as `check_owner`, CheckpointError if no checkpoint there is valid, StorageError.
+    Return the checkpoint's folder, or None if the run folder has one already or there is no copy.
+    Raises ConfigError as `check_owner` does, CheckpointError if no checkpoint there is valid, and
+    StorageError if the store fails.
 
     warn: called with a line per damaged checkpoint.
     """

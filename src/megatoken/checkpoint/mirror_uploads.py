@@ -56,7 +56,7 @@ class MirrorUploads:
     def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
         """Return the report of a finished upload, or {"error": message}; None if there is none.
 
-        wait: for the current upload.
+        wait: wait for the current upload to end.
         """
         if self._child is None:
             return None
@@ -75,7 +75,7 @@ class MirrorUploads:
 
 def main(arguments: Sequence[str]) -> None:
     """Run one upload and print its report as JSON. The process dies with its parent (Linux)."""
-    # Terminals and schedulers signal the process group; the training process decides.
+    # Terminals and schedulers signal the whole group, but the training process decides.
     for name in FORWARDED:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -71,7 +71,7 @@ class TensorReader:
         if not self._files:
             what = f"checkpoint has no {tensor_file_name(name)}"
             raise CheckpointError(what, str(folder), FIX)
-        for tensor, parts in self._parts.items():  # before memory is allocated for them
+        for tensor, parts in self._parts.items():  # check this before allocating memory for them
             n_stored = sum(prod(part.shape) for part in parts.values())
             self._check_complete(tensor, prod(self.shapes[tensor]) - n_stored)
 
@@ -100,7 +100,7 @@ class TensorReader:
     def read(self, name: str) -> Tensor:
         """Return a full tensor on the CPU in its saved dtype.
 
-        Raises CheckpointError if incomplete.
+        Raises CheckpointError if parts of it are missing.
         """
         full = TensorSlice.full(self.shapes[name])
         file, stored = next(iter(self._parts[name].items()))
@@ -129,8 +129,7 @@ class TensorReader:
         targets then hold damaged values.
 
         slices: of the targets; without one a target is full.
-        share: the files that are read to their ends and verified. Only what is needed is read of
-            others.
+        share: which files to read in full and verify. Of the others only what is needed is read.
         """
         wanted = {name: slices.get(name) or TensorSlice.full(self.shapes[name]) for name in targets}
         n_missing = {name: target.numel() for name, target in targets.items()}
@@ -141,7 +140,7 @@ class TensorReader:
                 stream.skip_header()
                 for name in opened.offset_keys():  # in stored order, without gaps
                     stored = self._parts[name][file]
-                    mapped = opened.get_tensor(name)  # not read
+                    mapped = opened.get_tensor(name)  # mapped, not read
                     target = targets.get(name)
                     values = torch.empty_like(mapped)
                     if target is not None and wanted[name] == stored:
@@ -192,7 +191,7 @@ def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorS
 
 @contextmanager
 def malformed(where: Path) -> Iterator[None]:
-    """Convert errors of malformed content, which may have a valid hash, to CheckpointError."""
+    """Convert errors from malformed content, which may have a valid hash, to CheckpointError."""
     try:
         yield
     except (*MALFORMED, RuntimeError, SafetensorError) as error:

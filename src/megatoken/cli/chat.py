@@ -138,7 +138,7 @@ def talk(conversation: "Conversation", options: Namespace, console: Console) -> 
 
 
 def ask(conversation: "Conversation", text: str, options: Namespace, console: Console) -> "Answer":
-    """Answer a message. Print the answer as it is generated, unless --json, and a note if cut."""
+    """Answer a message. Unless --json, print it as it is generated, and note if it was cut off."""
     n_dropped = conversation.dropped
 
     def write(part: str) -> None:

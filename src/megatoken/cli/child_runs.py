@@ -1,4 +1,4 @@
-"""Run `megatoken train` in child processes, for `sweep` and `race`. They save and stop with it."""
+"""Run `megatoken train` in child processes for `sweep` and `race`; they save and stop with it."""
 
 import signal
 import threading
@@ -29,7 +29,9 @@ def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -
     command = [*COMMAND, "train", "--out", str(folder), *words]
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        child = Child(command, stdout=log, stderr=log, detached=True)  # Ctrl-C here: SIGTERM there
+        child = Child(
+            command, stdout=log, stderr=log, detached=True
+        )  # Ctrl-C here becomes SIGTERM there
     is_stopping = False
     while True:
         exit_code = child.wait(POLL_SECONDS)

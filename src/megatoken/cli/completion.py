@@ -57,7 +57,7 @@ def write_completion(shell: str) -> str:
 
 
 def build_full_parser(file: Any) -> ArgumentParser:
-    """Return a parser of all commands, with shtab's completers. file: that of paths."""
+    """Return a parser of all commands, with shtab's completers. file: the one for paths."""
     root = ArgumentParser(prog="megatoken")
     commands = root.add_subparsers()
     for name in COMMANDS:

@@ -92,7 +92,7 @@ def run(options: Namespace, console: Console) -> Result:
 def choose_evaluation(
     options: Namespace, console: Console
 ) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
-    """Return the function that evaluates a model. Reads and checks the examples."""
+    """Read and check the examples, and return the function that evaluates a model on them."""
     if options.chat:
         return prepare_questions(options)
     if options.harness:
@@ -193,7 +193,7 @@ def evaluate_models(options: Namespace) -> Result:
 def print_answers(
     names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """Print the scores on each task, the losses, or the answers' scores, of each model."""
+    """Print each model's scores on tasks, its losses, or the scores of its answers."""
     if "chat" in answers[0]:
         from megatoken.eval.answers import describe_answers
 

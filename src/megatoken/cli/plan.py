@@ -1,4 +1,4 @@
-"""`megatoken plan RECIPE`: what a run will take on some GPUs. No torch unless it calibrates."""
+"""`megatoken plan RECIPE`: predict what a run takes on some GPUs. No torch unless it calibrates."""
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -162,7 +162,7 @@ def plan_gpus(
 def plan_here(
     options: Namespace, config: Config, model: ModelConfig, tokens: float, console: Console
 ) -> Result:
-    """Measure this machine and plan for it. `--price` is that of the machine."""
+    """Measure this machine and plan for it. `--price` is the machine's."""
     from megatoken.estimate.calibration import count_run_bytes
     from megatoken.measure.calibrate import calibrate
 
@@ -235,7 +235,7 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
 
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
-    """Return the first row of a table."""
+    """Return the first row of a table: the model's name and size."""
     return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
 
 

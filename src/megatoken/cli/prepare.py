@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result:
     from megatoken.data.remote import begin_upload, upload_dataset
     from megatoken.data.sources import HUB, find_source
 
-    if options.source not in HUB:  # those hold text, and are slow to list
+    if options.source not in HUB:  # HUB sources hold text, and are slow to list
         source = find_source(options.source, options.root)
         row_format = peek_format(source, options.text_key)
         if row_format:
@@ -84,7 +84,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Result:
-    """Prepare conversations, preferences or prompts for a model. recipe: the one that uses them."""
+    """Prepare conversations, preferences or prompts for a model. recipe: one that uses them."""
     from megatoken.data.prepare_chats import prepare_chats
 
     if is_address(options.out):
@@ -107,7 +107,10 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
 def load_tokenizer_and_context(
     options: Namespace, console: Console
 ) -> "tuple[Tokenizer, int, str]":
-    """Return the tokenizer and context that --tokenizer and --context name, and the model."""
+    """Return the tokenizer, the context, and the model's name, "RUN" if none is given.
+
+    They come from --tokenizer, which may be a model, and --context.
+    """
     from megatoken.data.shard_format import MANIFEST_NAME
     from megatoken.data.tokenizer import load_tokenizer
 

@@ -44,8 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console) -> Result:
     """Run `prepare`, `train`, `eval` and `sample`.
 
-    The result has the exit code of `train`, and the data of each command by name; `compressors` is
-    the bits per byte that they need for the text of `eval`.
+    The result has the exit code of `train` and the data of each command by name; `compressors` is
+    what gzip and xz need for the text of `eval`, in bits per byte.
     """
     from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
@@ -63,7 +63,7 @@ def run(options: Namespace, console: Console) -> Result:
     if source is not None:
         overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
     data = resolve(RECIPE, overrides).config.data.path
-    # A prepared default corpus is used as it is, even if another Python made it.
+    # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
         _, default, *words = prepare_words(resolve(RECIPE).config.data.path, data)
         run_step(["prepare", source or default, *words], options, console, answers)

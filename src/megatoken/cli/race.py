@@ -1,10 +1,10 @@
-"""`megatoken race A B ... --tokens T`: which recipe reaches a loss with fewer tokens, in less time.
+"""`megatoken race A B ... --tokens T`: compare the tokens and time that recipes take to a loss.
 
 A contender is a recipe, in quotes with settings of its own: 'quickstart optim.lr=8e-3'. All train
 from the same seeds, which set the order of the data, and are validated on all held-out text. Each
-run is a `megatoken train` below OUT. They take turns of some minutes, so that all see the same
-hours of the machine. The same command continues a race, and trains what more seeds or contenders
-add.
+run is a `megatoken train` below OUT. They take turns of some minutes, so that a
+slow hour of the machine affects all. The same command continues a race, and trains any seeds or
+contenders that were added.
 """
 
 import re
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
 EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
-VALIDATIONS = (10, 50)  # fewest and most of the longest contender
+VALIDATIONS = (10, 50)  # fewest and most validations of the longest contender
 SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # settings with one value for all contenders
 # Only train and validate, and log every step.
 FIXED = (
@@ -100,7 +100,7 @@ class Contender:
 
 @dataclass(slots=True)
 class Run:
-    """A contender trained from a seed. turn_seconds: length of a turn, 0 for all of the run."""
+    """A contender trained from a seed. turn_seconds: length of a turn; 0 for the whole run."""
 
     name: str
     folder: Path
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is at its end, or was ended by losses that are not finite."""
+        """Whether it has reached its end, or losses that are not finite have ended it."""
         status = read_object(self.folder / STATUS)
         return status.get("state") == "done" or status.get("exit_code") == ExitCode.NUMERICS
 
@@ -185,7 +185,7 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
 
 
 def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
-    """Return the runs of each seed by label, in the order of their turns, which rotates.
+    """Return the runs of each seed by label, in the order of their turns, which rotates by seed.
 
     Validation takes about a third of the FLOPs of the longest contender.
     """
@@ -234,7 +234,7 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
     """Train a run for a turn.
 
-    Raises the error of a run that fails, except for losses not finite.
+    Raises the error of a failed run, unless it failed because losses were not finite.
     """
     step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"

@@ -52,7 +52,7 @@ class Curve:
     losses: np.ndarray
 
     def find_crossing(self, target: float) -> float | None:
-        """Return the tokens at which the loss first is the target, interpolated linearly."""
+        """Return the tokens at which the loss first reaches the target, interpolated linearly."""
         below = np.flatnonzero(self.losses <= target)
         if not len(below):
             return None
@@ -64,7 +64,7 @@ class Curve:
 
 
 def read_curve(run: Path, metric: str, warn: Callable[[str], None]) -> Curve:
-    """Return the validations of a run in `metric`. warn: as of `read_metrics`."""
+    """Return the validations of a run in `metric`. warn: as in `read_metrics`."""
     rows = read_metrics(run, warn)
     train = [row for row in rows if row["kind"] == "train"]
     val = [row for row in rows if row["kind"] == "val"]
@@ -152,7 +152,7 @@ def describe(
 
 
 def describe_run(curve: Curve, target: float, per_token: int) -> Row:
-    """Return what a run took to its target, None if not reached, and its losses."""
+    """Return what a run took to reach its target (None if it did not), and its losses."""
     final_loss = float(curve.losses[-1])
     run: Row = {
         "target": target,
@@ -171,7 +171,7 @@ def describe_run(curve: Curve, target: float, per_token: int) -> Row:
 
 
 def summarize(values: Sequence[float]) -> Row | None:
-    """Return the median, the quartiles (extremes of fewer than four) and the number of values."""
+    """Return the median, quartiles (of fewer than four values, extremes) and number of values."""
     if not values:
         return None
     timing = Timing(tuple(values))
@@ -182,7 +182,7 @@ def summarize(values: Sequence[float]) -> Row | None:
 def compare(row: Row, first: Row) -> None:
     """Add to a row the ratios of the first contender's tokens and time to its own, and p-values.
 
-    Ratios are of the seeds with which both reached the target; a p-value needs all seeds.
+    Ratios use only the seeds with which both reached the target; a p-value needs all seeds.
     """
     pairs = list(zip(first["runs"], row["runs"], strict=True))
     for key in ("tokens", "seconds"):
@@ -222,7 +222,7 @@ def draw_race(
     figure, panels = open_panels(pyplot, 2)
     all_curves = [curve for runs in curves.values() for curve in runs]
     divisor, unit = choose_time_unit(max(curve.seconds[-1] for curve in all_curves))
-    # Without the first tenth, whose fall would leave no room for the rest.
+    # Limits leave out the first tenth, whose steep fall would leave no room for the rest.
     ends = np.concatenate([curve.losses[len(curve.losses) // 10 :] for curve in all_curves])
     ends = ends[np.isfinite(ends)]
     for axis, key, scale in zip(panels, ("tokens", "seconds"), (1, divisor), strict=True):

@@ -48,7 +48,7 @@ def add_recipe_arguments(parser: ArgumentParser) -> None:
 
 
 def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
-    """Resolve the recipe. Also return the run folder that it names, if it does."""
+    """Resolve the recipe. Also return the run folder if the recipe names one, else None."""
     names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
     if len(names) != 1:
         fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
@@ -88,7 +88,7 @@ def find_run_config(folder: Path) -> Path:
 
 
 def check_recipe(config: Config) -> None:
-    """Check what can be checked without data, devices and processes. Raises what the run would."""
+    """Check what needs no data, devices or processes. Raises what the run would raise."""
     dims = ParallelDims(tp_size=config.machine.tensor_parallel)
     check_dims(dims, config.model.resolve(config.model.vocab_size))
     if config.evaluate.tasks:

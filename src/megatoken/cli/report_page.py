@@ -87,9 +87,11 @@ def build_page(
 ) -> str:
     """Return the page as HTML.
 
+    Raises DataError for a folder without metrics, and ConfigError if `ladder` is not a record of
+    `bench ladder`.
+
     price: dollars per process-hour; None for the price list's. ladder: a record of `bench ladder`.
-    warn: as of `read_metrics`. is_live: the page reloads its numbers from the server. Raises
-    DataError for a folder without metrics and ConfigError for another record.
+    warn: as in `read_metrics`. is_live: whether the page reloads its numbers from the server.
     """
     data = [
         RunData(
@@ -244,7 +246,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
 
 
 def _median(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
-    """Return the median of the rows that have one, NaN if none has."""
+    """Return the median value of the rows that have one; NaN if none has."""
     values = [value(row) for row in rows if number(row.get("mfu")) > 0]
     return float(np.median(values)) if values else math.nan
 
@@ -266,7 +268,7 @@ def _format_cost(process_seconds: float, price: float) -> str:
 
 
 def _format_reward(train: Row, val: Row) -> str:
-    """Return the last training reward or accuracy, and that of held-out prompts with its error."""
+    """Return the last training reward or accuracy, and the held-out one with its standard error."""
     key = "reward" if "reward" in train else "accuracy"
     held_out = _join(
         _cell(val.get(key), ".3f", ""), _cell(val.get("reward_stderr"), ".3f", ""), " ± "

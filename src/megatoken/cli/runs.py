@@ -124,10 +124,10 @@ def read_run(run: Path) -> Row:
 
 
 def find_state(run: Path, status: Row) -> str:
-    """Return running, done, stopped or failed as of status.json, or what it cannot say.
+    """Return the state in status.json (running, done, stopped, failed) or one it cannot hold.
 
-    dead: "running", but its process on this machine is gone. copy: made by save.mirror, without a
-    status. broken: status.json cannot be read.
+    dead: it says running, but the process on this machine is gone. copy: the folder was made by
+    save.mirror and has no status. broken: status.json cannot be read.
     """
     state = "copy" if is_copy(run) else str(status.get("state", "broken"))
     if state == "running" and status.get("host") == socket.gethostname():
@@ -154,7 +154,7 @@ def read_loss(row: Row) -> float | None:
 
 
 def average_rate(last: Row) -> float | None:
-    """Return tokens/s up to a run's last train row, with evaluations and saves; None if unknown."""
+    """Return tokens/s up to a run's last train row, including pauses; None if unknown."""
     seconds = last.get("elapsed_seconds")
     return last["tokens"] / seconds if seconds else None
 

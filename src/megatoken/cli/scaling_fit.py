@@ -27,7 +27,7 @@ CURVE_POINTS = 100
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run: N and D of its law, its last validation loss in nats, and the data of that loss."""
+    """A run: N and D for the law, its last validation loss in nats, and the data it is on."""
 
     folder: Path
     parameters: int
@@ -168,7 +168,7 @@ def format_range(fit: Mapping[str, float]) -> str:
 
 
 def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str, float] | None:
-    """Predict the largest run by the law of the others; None if these are too few."""
+    """Predict the largest run from the law of the others; None if those are too few."""
     largest = runs[-1]
     try:
         law = fit_runs(runs[:-1])
@@ -200,7 +200,7 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
 def extrapolate(
     flops: float, law: Law, laws: Sequence[Law], largest: FinishedRun, console: Console
 ) -> dict[str, Any]:
-    """Print and return the lowest loss of a budget, with the model and tokens it takes."""
+    """Print and return the lowest loss for a budget, with the model and tokens that reach it."""
     n, d = spend(law, flops, largest)
     data: dict[str, Any] = {"flops": flops, "N": n, "D": d}
     if not math.isfinite(n):

@@ -1,4 +1,4 @@
-"""`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: search settings by short runs, with Optuna.
+"""`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: search settings with short runs and Optuna.
 
 Each trial is a `megatoken train` below OUT. A trial is stopped early if its validation loss is
 worse than the median of earlier trials at that point. OUT/journal.log holds the search: the same
@@ -180,7 +180,7 @@ class Sweep:
             self._run_trial(trial)
 
     def ask(self) -> Any:
-        """Return the next trial with its values: an interrupted or a new one; None at the end.
+        """Return the next trial with its values, an interrupted one first; None at the end.
 
         Each trial has a seed, so that a continued search draws the same values.
         """

@@ -92,7 +92,7 @@ def open_tensorboard(run: Path, state: Row) -> Sink:
 
 
 def open_wandb(run: Path, state: Row) -> Sink:
-    """Log to the project `megatoken`; offline in RUN/wandb without an API key or by WANDB_MODE."""
+    """Log to the project `megatoken`; without an API key or if WANDB_MODE says so, to RUN/wandb."""
     import wandb
 
     name = run.resolve().name
@@ -138,7 +138,7 @@ def check_room(folder: Path) -> None:
 
 
 def read_settings(run: Path) -> dict[str, str]:
-    """Return every setting of a run, none if its config cannot be read."""
+    """Return every setting of a run, or none if its config cannot be read."""
     with suppress(MegatokenError):
         settings = flatten(read_config(run))
         return {key: redact(format_value(value)) for key, value in settings.items()}
@@ -148,8 +148,9 @@ def read_settings(run: Path) -> dict[str, str]:
 def send(run: Path, name: str, *, follow: bool) -> int:
     """Send the rows that a sink lacks, unless another process does, and return their number.
 
-    follow: until the run ends. Raises ConfigError if the sink is not installed, StorageError if it
-    fails.
+    Raises ConfigError if the sink is not installed, StorageError if it fails.
+
+    follow: whether to wait for more rows until the run ends.
     """
     try:
         with suppress(LockedError), lock_folder(run / "sync" / name, "sync"):
@@ -158,7 +159,7 @@ def send(run: Path, name: str, *, follow: bool) -> int:
         raise ConfigError(f"{name} is not installed", fix=f"pip install {name}") from None
     except MegatokenError:
         raise
-    except Exception as error:  # the sink's
+    except Exception as error:  # raised by the sink
         what = f"{name} failed: {type(error).__name__}: {error!s:.300}"
         fix = f"the run has lost nothing; later: megatoken sync {run} --to {name}"
         raise StorageError(what, run, fix) from error

@@ -46,7 +46,7 @@ def run(options: Namespace, console: Console) -> Result:
 def verify_folder(folder: Path | str) -> Report:
     """Check a dataset, run or checkpoint, in a folder or at an address.
 
-    Raises DataError if it is none of them; damage is returned.
+    Raises DataError if it is none of them. Damage is reported in the result.
     """
     from megatoken.data.dataset import load_dataset, verify_dataset
     from megatoken.data.shard_format import MANIFEST_NAME

@@ -1,1 +1,1 @@
-"""What a run is made of: every field, typed, documented and checked."""
+"""The settings of a run, each typed, documented and checked."""

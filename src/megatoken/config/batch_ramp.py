@@ -11,7 +11,7 @@ class BatchRamp:
     """Batch sizes in tokens: `start`, then its multiples, finally `full`.
 
     The size grows from `start` to `full` over about the first `length` tokens. Each size has the
-    same share of them, rounded up to full batches, so the tokens before batch n depend on n alone.
+    same share of them, rounded up to full batches, so the tokens before batch n depend only on n.
     """
 
     start: int
@@ -29,7 +29,7 @@ class BatchRamp:
         return self.before(batch + 1) - self.before(batch)
 
     def count(self, tokens: float) -> int:
-        """Return the number of first batches that hold `tokens`, rounded."""
+        """Return how many batches, from the first, hold `tokens`, rounded."""
         first_batches, first_tokens, sizes = self.levels()
         level = bisect_right(first_tokens, tokens) - 1
         return first_batches[level] + round((tokens - first_tokens[level]) / sizes[level])

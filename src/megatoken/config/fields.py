@@ -37,7 +37,7 @@ class Duration:
         )
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
-        """Return the length in tokens, with full batches; at least 1 unless the value is 0."""
+        """Return the length in tokens, with full batches in each step; at least 1 unless it is 0."""
         return self._count(steps=batch_tokens, tok=1, ep=epoch_tokens, dur=total_tokens)
 
     def _count(self, **units: float) -> int:
@@ -48,8 +48,8 @@ class Duration:
 class ConfigField:
     """A setting: its default, one line of help, unit and range.
 
-    open_low: exclude `low` itself. only_if: a condition on another setting without which this one
-    is ignored: `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
+    open_low: whether `low` itself is excluded. only_if: a condition on another setting; this one is
+    ignored unless it holds: `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
     """
 
     default: Any
@@ -121,7 +121,7 @@ def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
 
 
 def parse_value(spec: ConfigField, text: str) -> Any:
-    """Parse and check a value of the field. Raises ValueError with what was expected."""
+    """Parse and check a value of the field. Raises ValueError saying what was expected."""
     try:
         value = _parse(spec, text)
     except (ValueError, OverflowError, KeyError):

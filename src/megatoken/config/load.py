@@ -61,7 +61,7 @@ PRESET_FIELDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One `key: value` as written, and where."""
+    """One `key: value` as text, and where it was written."""
 
     key: str
     text: str
@@ -130,7 +130,7 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> ResolvedConfig:
-    """Resolve one step of a published architecture. Raises ConfigError."""
+    """Resolve a run of one step with a published architecture. Raises ConfigError."""
     preset = Assignment("model.preset", name, "preset")
     steps = Assignment("budget.steps", "1", "preset")
     return resolve_assignments(name, [preset, steps], overrides)
@@ -367,7 +367,7 @@ class Change:
 def list_changes(old: Config, new: Config) -> list[Change]:
     """Return every setting that a resume would change.
 
-    `new` may leave out model.init, and sizes that are read from it.
+    `new` may leave out model.init and the sizes that are read from it.
     """
     old_values = flatten(old)
     new_values = flatten(new)

@@ -1,8 +1,8 @@
 """Find ranks that hang: each rank writes its phase and step to a file, which the launcher reads.
 
-A rank that waits for another writes as little as one that hangs, so a run hangs when every rank has
-been silent for longer than its limit. The stacks then show which rank does not wait in a
-collective, or waits in another one.
+A rank that waits for another is as silent as one that hangs, so a run counts as hung when every
+rank has been silent for longer than its limit. The stacks then show which rank is not waiting in a
+collective, or is waiting in a different one.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ LIMIT_FACTOR = 5.0  # times the longest of the last RECENT ones
 RECENT = 64
 MIN_MEASURED = {"step": 3, "save": 0}  # before there is a limit: the first steps compile
 DUMP_SECONDS = 1.0  # for a rank to dump its stacks
-MAX_POLL_GAP = 1.0  # between two polls; in a longer gap the launcher was suspended itself
+MAX_POLL_GAP = 1.0  # between two polls; after a longer one, the launcher itself was suspended
 
 
 class Heartbeat:
@@ -42,7 +42,7 @@ class Heartbeat:
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def beat(self, phase: str, step: int, done: int = 0) -> None:
-        """Report a phase at a step, or progress in it by another `done`. Call it every step.
+        """Report a phase at a step; a new value of `done` reports progress in it. Call every step.
 
         A phase has no limit until it has been measured, except a save, which reports progress.
         """
@@ -109,8 +109,8 @@ class Watchdog:
     def find_hung(self, processes: Mapping[int, Child]) -> tuple[str, str]:
         """Return a message about the rank that the others wait for, and the stacks of all ranks.
 
-        It is a rank that does not answer, else one outside of a collective, else one with another
-        stack than most, else the one at the earliest step. If all wait in collectives, it may be on
+        It is a rank that does not answer, else one outside of a collective, else one whose stack
+        differs from most, else the one at the earliest step. If all wait in collectives, it may be on
         another machine, whose watchdog reports it.
         """
         stacks = self._dump_stacks(processes)

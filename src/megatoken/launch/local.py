@@ -36,7 +36,7 @@ GRACE_SECONDS = 10.0  # for the other ranks after one has failed, and again afte
 LOST_SECONDS = 2.0  # for the other ranks after one was killed
 POLL_SECONDS = 0.05
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
-COPY_SECONDS = 0.5  # some launchers signal a process and its group; both signals are one request
+COPY_SECONDS = 0.5  # signals this close are one: some launchers signal a process and its group
 PR_GET_PDEATHSIG = 2  # Linux's prctl
 PARENT = os.getppid()
 
@@ -83,7 +83,7 @@ class RepeatedSignal:
 
 @contextmanager
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
-    """End the process as stopped at a signal, until train/preemption.py handles signals."""
+    """On a signal, exit as stopped, until train/preemption.py handles signals."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         text = f"stopped by {name_cause(number)} before the run began; nothing to save\n"
@@ -96,9 +96,9 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
 
 def write_stop_marker(marker: Path | None) -> ExitCode:
-    """Return the exit code of a stop.
+    """Return the exit code of a stopped run.
 
-    With a marker file write it there and return 0, or torchrun would restart.
+    With a marker file, write the code there and return 0, so that torchrun does not restart.
     """
     if marker is None:
         return ExitCode.STOPPED
@@ -107,7 +107,7 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 
 
 def name_cause(number: int) -> str:
-    """Return the name of a received signal, or that the launcher died, which Linux signals."""
+    """Return the name of a signal, or say that Linux sent it because the launcher died."""
     if sys.platform == "linux" and os.getppid() != PARENT:
         death_signal = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal))
@@ -237,7 +237,7 @@ def relay_line(errors: list[str], line: str) -> None:
 
 
 def print_errors(codes: Mapping[int, int], errors: Mapping[int, Sequence[str]]) -> None:
-    """Print the errors of all ranks but the first, which printed its own, once per exit code.
+    """Print one rank's errors per exit code, except that of the first rank, which printed its own.
 
     'Peer lost' errors are hidden if another rank reported the cause.
     """

@@ -58,7 +58,11 @@ TIME = "24:00:00"  # default of --time
 IMAGE = "megatoken"  # built from the Dockerfile
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save
-RESTARTED = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER)  # after others a restart is useless
+RESTARTED = (
+    ExitCode.DONE,
+    ExitCode.STOPPED,
+    ExitCode.PEER,
+)  # after other codes a restart is useless
 
 
 class ScriptTemplate(Template):
@@ -142,7 +146,7 @@ def name_job(recipe: str) -> str:
 def write_script(engine: str, job: Job) -> str:
     """Return the script of an engine, without template lines whose value is empty.
 
-    Raises as `check_options`.
+    Raises what `check_options` raises.
     """
     check_options(engine, job)
     train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])

@@ -1,8 +1,8 @@
 """Run torchrun and exit with the run's exit code; launch scripts start this module.
 
 It starts one process per machine, `megatoken train --nproc N`, which starts and watches the ranks
-(local.py); all machines restart when one has lost a rank. torchrun alone exits with 1 for any
-failure, and treats a stopped and saved run (75) as one. So a stopped run writes its code to a
+(local.py); all machines restart when one has lost a rank. torchrun itself exits with 1 after any
+failure, and counts a stopped and saved run (75) as one. So a stopped run writes its code to a
 marker file and exits with 0 (`megatoken train --ending`).
 """
 
@@ -23,9 +23,10 @@ SAVE_SECONDS = 300  # from a signal until running processes are killed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun.
+    """Run torchrun and return the exit code of the run.
 
-    Return 0, the code in the marker file or of a failed process, or 128 + signal.
+    It is the code in the marker file if a stopped run wrote one. Otherwise it is 0 on success, the
+    exit code of the first process that failed, or 128 + the signal that killed it or torchrun.
     """
     prepare_torchrun()
     script = list(arguments).index("-m") + 2

@@ -30,8 +30,8 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of -log p of the targets in nats, and their number.
 
-    Targets below 0 are ignored. Differentiable in hidden states and weight. Matmuls run in autocast's dtype if it is enabled,
-    else in that of `hidden_BTC`.
+    Targets below 0 are ignored. Differentiable in hidden states and weight. Matmuls run in
+    autocast's dtype if it is enabled, else in that of `hidden_BTC`.
 
     softcap: see `cap_logits`. chunk: rows of logits to hold at once; 0 for all, with torch's
     autograd. softmax_cross_entropy: an implementation in LOSS, for each chunk.

@@ -20,7 +20,7 @@ import xxhash
 
 from megatoken.errors import ConfigError, StorageError
 
-BLOCK_BYTES = 1 << 20  # hashed while in the second-level cache of most CPUs
+BLOCK_BYTES = 1 << 20  # fits the second-level cache of most CPUs while it is hashed
 SYNC_BYTES = 64 << 20
 SYNC_AND_WAIT = 7  # Linux's sync_file_range: wait before, write, wait after
 MAX_BYTES = 8 << 20  # of a file that is read at once; parsed JSON takes up to 20 times its size
@@ -156,7 +156,10 @@ def storage_errors(
     what: str = "cannot write",
     fix: str = "free space or choose a writable folder, then rerun the command",
 ) -> Iterator[None]:
-    """Convert OS errors to StorageError with the bytes needed (0: unknown) and free."""
+    """Convert OS errors to a StorageError that reports the bytes needed and the bytes free.
+
+    needed_bytes: 0 if unknown.
+    """
     try:
         yield
     except Exception as error:

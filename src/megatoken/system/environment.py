@@ -74,9 +74,9 @@ def python_command(program: str) -> list[str]:
 def prepare_process() -> None:
     """Set variables that torch and numpy read when they are loaded. The user's own values win.
 
-    GNU's OpenMP runtime spins for milliseconds while a thread waits, and so loses a time slice at
-    every parallel region when another program wants a core; with too short a spin an idle machine
-    loses a quarter of its speed. OpenBLAS, numpy's library, spins for 2^26 cycles.
+    In GNU's OpenMP runtime a waiting thread spins for milliseconds, and so loses a time slice at
+    every parallel region when another program wants its core; but if it spins too briefly, an idle
+    machine loses a quarter of its speed. OpenBLAS, numpy's library, spins for 2^26 cycles.
     """
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # log2 of cycles

@@ -64,7 +64,7 @@ def format_now() -> str:
 
 
 def _locked_error(folder: Path, what: str) -> LockedError:
-    """Return the error that names the owner, which may still have to replace a dead one's name."""
+    """Return the error that names the owner, after waiting for it to replace a dead one's name."""
     owner_text = "it has just started"
     deadline = time.monotonic() + OWNER_SECONDS
     while time.monotonic() < deadline:

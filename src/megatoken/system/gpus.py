@@ -1,4 +1,4 @@
-"""Find GPUs by name: what their driver reports, data sheets, clouds and power bills (gpus.toml)."""
+"""Find GPUs by name, with figures from drivers, data sheets, clouds and power bills (gpus.toml)."""
 
 import re
 import tomllib
@@ -40,11 +40,11 @@ class Gpu:
         return "RunPod's list of March 2026"
 
     def compute_precision(self, precision: str) -> str:
-        """Return the precision of products: the requested one, or fp32 if the card lacks it."""
+        """Return the matmul precision: the requested one, or fp32 if the GPU does not support it."""
         return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
 
     def peak_flops(self, precision: str) -> float:
-        """Return dense FLOP/s of products in a precision."""
+        """Return the dense FLOP/s of matmuls in a precision."""
         return PEAK_FLOPS[self.driver][self.compute_precision(precision)]
 
 
@@ -85,7 +85,7 @@ def find_driver(name: object) -> Gpu | None:
 
 
 def find_gpu(name: str, where: str = "--gpus") -> Gpu:
-    """Return the GPU of a name in the driver's words or in short. Raises ConfigError."""
+    """Return the GPU with this name, the driver's or a short one. Raises ConfigError."""
     gpu = _BY_WORD.get(_simplify(name))
     if gpu is None:
         near = suggest(_simplify(name), _BY_WORD)
@@ -95,7 +95,7 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Return number and kind of GPUs in text such as `8xA100-40GB` or `H100`.
+    """Return the number and kind of GPUs in text such as `8xA100-40GB` or `H100`.
 
     Raises ConfigError.
     """

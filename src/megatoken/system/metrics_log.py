@@ -41,7 +41,7 @@ class MetricsLogger:
     """One run folder, held by this process until `close`. Not thread-safe."""
 
     def __init__(self, folder: Path, lock: contextlib.ExitStack | None = None) -> None:
-        """Use `open`. Without a lock it writes nothing, for processes other than rank 0."""
+        """Use `open` instead. Without a lock, nothing is written, as on ranks other than 0."""
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that could not be written
         self._lock = lock
@@ -105,8 +105,8 @@ class MetricsLogger:
     def rewind(self, step: int, elapsed_seconds: float = 0.0) -> None:
         """Drop unreadable lines and the rows after `step`, except events.
 
-        The clock is set to `elapsed_seconds`, which the checkpoint has saved, or to the last of the
-        remaining rows. Raises StorageError if the file cannot be rewritten.
+        The clock is set to `elapsed_seconds`, as saved in the checkpoint, or to the time of the
+        last remaining row. Raises StorageError if the file cannot be rewritten.
         """
         self._elapsed_seconds = elapsed_seconds
         if self._clock_start is not None:
@@ -131,10 +131,11 @@ class MetricsLogger:
                 self._file = FileIO(path, "ab")
 
     def write(self, kind: str, step: int, tokens: int, **values: Any) -> None:
-        """Append a row. kind: one of KINDS. tokens: trained on so far. values: JSON and NumPy.
+        """Append a row. A full or failing disk never raises.
 
-        NaN and infinities become the strings "nan", "inf" and "-inf". Never raises for a full or
-        failing disk.
+        NaN and infinities become the strings "nan", "inf" and "-inf".
+
+        kind: one of KINDS. tokens: trained on so far. values: JSON and NumPy values by name.
         """
         assert kind in KINDS, kind
         if self._file is None:
@@ -160,7 +161,7 @@ class MetricsLogger:
             self._count_lost(METRICS, error)
 
     def progress(self, **values: Any) -> None:
-        """Update the status by a step's values, at most once per STATUS_SECONDS."""
+        """Update the status with a step's values, at most once per STATUS_SECONDS."""
         self._status |= values
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status()

@@ -21,7 +21,7 @@ from megatoken.system.atomic_write import NO_PATH, local_path
 RETRY_SECONDS = (1.0, 5.0)
 THREADS = 8  # files that are read or written at once
 READ_BYTES = 16 << 20  # at once, to hash an object
-# Not retried. Names, because botocore may not be installed.
+# Errors that are not retried; by name, because botocore may not be installed.
 FINAL_ERRORS = {
     *("PermissionError", "NotADirectoryError", "FileExistsError"),
     *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"),

@@ -73,7 +73,7 @@ class Child:
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the end of the process and its output. Return the exit code, None if it runs."""
+        """Wait for the end of the process and its output. Return the exit code, None if it still runs."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
             for reader in self._readers:
@@ -118,7 +118,7 @@ def run_child(
 
 
 def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
-    """Return a call by which a process asks Linux for a signal when its parent dies."""
+    """Return a call with which a process asks Linux for a signal when its parent dies."""
     return partial(_PRCTL, PR_SET_PDEATHSIG, number) if _PRCTL else None
 
 

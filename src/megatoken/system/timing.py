@@ -1,4 +1,4 @@
-"""Time calls in rounds A B C A B C, so that all see the same noise of the machine."""
+"""Time calls in rounds A B C A B C, so that the machine's noise affects all alike."""
 
 import math
 import statistics
@@ -77,8 +77,8 @@ def time_calls(
 ) -> dict[str, Timing]:
     """Return seconds per call, warm and interleaved. Short calls are repeated within a measurement.
 
-    longest: seconds after which there are fewer than `repeats` rounds, but at least `fewest`.
-    is_warm: each was called before, so a long call's first measurement is its first round.
+    longest: if `repeats` rounds would take more seconds, there are fewer, but at least `fewest`.
+    is_warm: whether each was called before; the first time of a long call then counts as a round.
     """
     counts: dict[str, int] = {}
     first: dict[str, tuple[float, ...]] = {}

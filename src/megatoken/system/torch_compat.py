@@ -1,7 +1,7 @@
 """All private or undocumented names of torch that megatoken uses.
 
-Those of the dry run are looked up when first used, so that a name that a newer torch has moved
-breaks only the dry run, with a one-line error.
+Names that only the dry run needs are looked up when first used, so that one that a newer torch has
+moved breaks only the dry run, with a one-line error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def fused_adamw_step(
 def scaler_found_inf(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
-    """Return the flags of `scaler.unscale_`, one per device: > 0 if one is not finite."""
+    """Return the flags of `scaler.unscale_`, one per device: > 0 if a gradient is not finite."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
