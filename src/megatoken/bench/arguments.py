@@ -1,4 +1,4 @@
-"""Arguments of `megatoken bench NAME`. Imports no torch, so that help and typos are fast."""
+"""Arguments of `megatoken bench NAME`. Does not import torch, so that help appears fast."""
 
 import argparse
 from collections.abc import Callable

@@ -32,7 +32,7 @@ from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.timing import Timing, time_calls
 
 LONGEST_SECONDS = 20.0  # per size; sizes that take longer get fewer repeats, at least 3
-LARGEST_CPU_TOKENS = 8192  # products are not faster beyond, and a step takes a minute
+LARGEST_CPU_TOKENS = 8192  # larger matmuls are not faster, and a step would take a minute
 MOST_SEQS = 1 << 14
 COLUMNS = {
     "name": "step",
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def measure(
     workload: Workload, device: Device, largest: int, repeats: int, console: Console
 ) -> tuple[list[dict[str, Any]], str]:
-    """Time steps of 1, 2, 4 ... `largest` sequences. Return their rows and why it ended there."""
+    """Time steps of 1, 2, 4 ... `largest` sequences. Return their rows, and why the sweep ended."""
     config = workload.model_config
     calls: dict[str, Callable[[], object]] = {}
     memory: list[dict[str, int | None]] = []
@@ -115,7 +115,7 @@ def measure(
 
 
 def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> dict[str, Any]:
-    """Return the record's row of one micro-batch size."""
+    """Return the record's row for one micro-batch size."""
     config = workload.model_config
     tokens = seqs * config.seq_len
     return {

@@ -1,6 +1,7 @@
-"""`bench knob`: the training step with each value of a machine setting, interleaved with the first.
+"""`bench knob`: time the training step with each value of a machine setting.
 
-The model, batch and device of the step are also those of the benchmarks against other programs.
+Rounds of each value alternate with rounds of the first. The benchmarks against other programs also
+use `open_step` and `describe_step`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from megatoken.errors import ConfigError, PeerError
 from megatoken.system.device import Device, open_device, with_peak
 
 TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}
-# Settings of the device or process, and those that split a model over several.
+# Settings of the device or the process, and those that shard a model over several devices.
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 
@@ -57,13 +58,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> dict[str, Any]:
-    """Return the model and batch of a step, as a record has them."""
+    """Return the model and batch of a step for the record."""
     sizes = {name: getattr(spec.model_config, name) for name in SIZES}
     return {"preset": options.preset, "batch_seqs": spec.batch_seqs, **sizes}
 
 
 def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec, Device]:
-    """Return the step that the options describe, and its device. The MLP scales with the width."""
+    """Return the step that the options describe, and its device. d_ff follows a given d_model."""
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name)}
     config = replace(PRESETS[options.preset], **sizes)
     if "d_model" in sizes:
@@ -83,7 +84,8 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
 
 
 def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Return the setting and its values by text: those in `text`, or all named values."""
+    """Return the setting's name, and its values by the text that names them: those in `text`, or
+    all choices of a Literal."""
     key = f"machine.{name.removeprefix('machine.')}"
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:

@@ -1,9 +1,9 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
-Each rung is a worker process, interleaved with the rung it builds on. Its gain is the ratio in the
-same rounds; its speedup is the ratio of its tokens/s to the first rung's. A switch that makes the
-step slower is reported and left out of later rungs. Losses show that only the speed changes: all
-rungs train on the same ids from the same weights.
+Each rung runs in a worker process whose rounds alternate with those of the rung that it builds on.
+Its gain is the ratio of the two speeds in these rounds; its speedup is the ratio of its tokens/s to
+the first rung's. A switch that makes the step slower is reported and left out of later rungs. All
+rungs train on the same ids from the same weights, so equal losses show that only the speed changes.
 """
 
 import argparse
@@ -68,9 +68,10 @@ FOOTNOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One switch. machine: the machine settings it changes; fields: other fields of the spec.
+    """One switch. machine: the machine settings that it changes.
 
-    missing: why this hardware lacks it, or "".
+    fields: other fields of the WorkerSpec that it changes. missing: why it cannot run here, "" if
+    it can.
     """
 
     name: str
@@ -86,7 +87,10 @@ class Rung:
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure the rungs. Raises ConfigError for an unknown rung or a partial sequence."""
+    """Measure the rungs.
+
+    Raises ConfigError if a rung is unknown or the batch is not a multiple of the context.
+    """
     device = with_peak(open_device(MachineConfig(device=options.device)))
     model_config = PRESETS[options.preset]
     tokens = options.batch_tokens or max(BATCH_TOKENS[device.type], model_config.seq_len)
@@ -130,10 +134,10 @@ TUNED = dict.fromkeys(("gemm_backend", "attention", "master_weights", "fused", "
 
 
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
-    """Return all rungs in order, with `missing` set for those that this hardware lacks.
+    """Return all rungs in order, with `missing` set for those that cannot run here.
 
-    The last ones are 2, 4, 8 ... processes, up to the number of GPUs or cores, each with the batch
-    that one process had.
+    The last ones run 2, 4, 8 ... processes, up to the number of GPUs or cores. Each process trains
+    on `batch_seqs` sequences.
     """
     on_cpu = device.type == "cpu"
     low_precision = device.precision != "fp32"
@@ -198,7 +202,7 @@ def list_process_rungs(device: Device, batch_seqs: int) -> list[Rung]:
 
 
 def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
-    """Return the first rung and those with the listed numbers (from 1); all if `numbers` is ""."""
+    """Return the first rung and those listed in `numbers`, counted from 1; "" selects all."""
     if not numbers:
         return rungs
     words = {"1", *numbers.replace(" ", "").split(",")}
@@ -214,7 +218,7 @@ def measure_rungs(
 ) -> Iterator[dict[str, Any]]:
     """Measure each rung against the last one that was kept, and yield its row.
 
-    Raises PeerError if the first rung fails, or the one that a rung is compared to.
+    Raises PeerError if the first rung fails, or a rung that another is being compared to.
     """
     below: Worker | None = None
     spec = first
@@ -254,10 +258,10 @@ def measure_rungs(
 def describe_rung(
     rung: Rung, worker: Worker, gains: Sequence[float], first_rate: float, device: Device
 ) -> dict[str, Any]:
-    """Return a record's row.
+    """Return the record's row for a rung. A rung is kept unless it is slower than the one below.
 
-    gains: speed relative to the rung below, by round. first_rate: tokens/s of the first rung, 0 for
-    itself. A rung is kept unless it is slower than the one below.
+    gains: speed relative to the rung below, one value per round. first_rate: tokens/s of the first
+    rung; 0 if this is the first.
     """
     row = worker.describe(device)
     rate = row["tokens_per_second"]

@@ -1,8 +1,8 @@
 """`bench parts`: where the time of a training step goes, measured by torch.profiler.
 
-Each operation belongs to a group by its name, or else to its caller's group; additions, copies and
-Python are "other". On CUDA the times are of kernels and the remainder is idle time; elsewhere they
-include the profiler's overhead.
+An operation is grouped by its name; if no group matches, it joins its caller's group. Additions,
+copies and Python code are "other". On CUDA the times are those of kernels, and the rest of the step
+is idle time; elsewhere the times include the profiler's overhead.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, with_peak
 from megatoken.system.timing import Timing, time_once
 
-GROUPS = {  # names of operations, forward or backward; the first match counts
+GROUPS = {  # names of forward and backward operations; the first match counts
     "matrix products": re.compile(
         r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
         r"|mkldnn.*linear|Addmm|MmBackward0"
@@ -49,7 +49,10 @@ LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Profile the step of a preset. Raises ConfigError if the batch is not full sequences."""
+    """Profile a training step of a preset.
+
+    Raises ConfigError if the batch is not a multiple of the context.
+    """
     preset = PRESETS[options.preset]
     seq_len = options.seq_len or min(preset.seq_len, options.batch_tokens)
     model_config = replace(preset, seq_len=seq_len)
@@ -74,7 +77,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def measure(
     workload: Workload, device: Device, repeats: int, console: Console, trace: Path | None = None
 ) -> dict[str, Any]:
-    """Interleave profiled and plain steps; return the parts and totals as a record has them.
+    """Run plain and profiled steps in turn; return the parts and totals for the record.
 
     trace: file for a Chrome trace of the last profiled step.
     """
@@ -127,12 +130,15 @@ def describe_part(
 
 
 def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
-    """Return torch's host FunctionEvents of one step. Raises StorageError if the trace fails."""
+    """Return torch's CPU-side FunctionEvents of one step.
+
+    Raises StorageError if the trace cannot be written.
+    """
     activities = [ProfilerActivity.CPU]
     if workload.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with record_native_kernels(), profile(activities=activities) as profiler:
-        with record_function("step"):  # its own time is Python's
+        with record_function("step"):  # time in it but in no operation is Python's
             workload.step()
         workload.device.synchronize()
     if trace:
@@ -169,7 +175,7 @@ def find_group(event: Any) -> str:
 
 
 def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
-    """Return the seconds of each group, summing every event's time without its children."""
+    """Return the seconds of each group: the sum of its events' times without their children."""
     seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
     for event in events:
         micros = event.self_device_time_total if on_cuda else event.self_cpu_time_total

@@ -1,6 +1,6 @@
 """Records of benchmarks as JSON files, and their rows as Markdown tables.
 
-A figure is a dict with the median, low and high quartile and number of repeats of a measurement.
+A figure is a measurement as a dict: median, low and high quartile, and number of repeats.
 """
 
 import datetime
@@ -89,8 +89,10 @@ def _format_seconds(seconds: float) -> str:
 
 
 def format_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of an aligned Markdown table. columns: headings by key; empty ones are left
-    out. A last column shows why a row was skipped."""
+    """Return the lines of an aligned Markdown table; its last column says why a row was skipped.
+
+    columns: headings by key; columns without values are left out.
+    """
     table = [
         [heading, *(format_cell(key, row.get(key)) for row in rows)]
         for key, heading in columns.items()
@@ -116,7 +118,7 @@ def show_rows(
 
 
 def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console) -> None:
-    """Call `draw(pyplot, path)`; if it fails, such as without matplotlib, print the reason."""
+    """Call `draw(pyplot, path)`; if that fails, e.g. for lack of matplotlib, print the reason."""
     try:
         console.print(f"picture: {draw(load_pyplot(), path)}")
     except MegatokenError as error:

@@ -1,8 +1,9 @@
 """Run worker processes in interleaved rounds, so that all see the same state of the machine.
 
-Each worker is a process with its own allocator, threads and compiler; one computes at a time. On a
-CPU a matrix product is timed between rounds. It measures what the processor delivers at that moment
-(neighbors, power limits); a round next to a slow one counts as disturbed.
+Each worker is a process with its own allocator, threads and compiler; only one computes at a time.
+On a CPU, a matrix product is timed between rounds as a probe of what the processor delivers at that
+moment, which depends on other programs and power limits. A round next to a slow probe counts as
+disturbed.
 """
 
 import multiprocessing
@@ -59,7 +60,7 @@ class Worker:
     _log: Path = Path()
 
     def warm_up(self) -> float | None:
-        """Start the process and run the untimed steps. Return the last one's seconds, or None."""
+        """Start the process and run untimed steps. Return the last step's seconds, None on failure."""
         self._start()
         built = self._receive()
         if built is None:
@@ -96,10 +97,10 @@ class Worker:
         return tuple(value for value, probe in rounds if probe >= limit)
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """Return the measurements as a record's row, with None for what was not measured.
+        """Return the measurements as a row of the record, with None for what was not measured.
 
-        mfu is relative to the device's peak, mfu_probe to the probes. undisturbed: the rate of
-        undisturbed rounds.
+        mfu is relative to the device's peak, mfu_probe to the median probe. undisturbed: tokens/s
+        in undisturbed rounds.
         """
         rates = ("tokens_per_second", "best", "mfu", "mfu_causal", "seconds")
         row: dict[str, Any] = dict.fromkeys((*rates, "undisturbed", "probe_flops", "mfu_probe"))
@@ -156,13 +157,13 @@ class Worker:
 
     def _request_steps(self, steps: int) -> dict[str, Any] | None:
         for connection in self._connections:
-            with suppress(OSError):  # it died, and will not answer
+            with suppress(OSError):  # the process has died; `_receive` reports it
                 connection.send(steps)
         self.steps += steps
         return self._receive()
 
     def _receive(self) -> dict[str, Any] | None:
-        """Return rank 0's answer, or None after a failure of any rank."""
+        """Return rank 0's answer, or None if any rank failed."""
         answers: list[dict[str, Any]] = []
         for process, connection in zip(self.processes, self._connections, strict=True):
             try:
@@ -218,16 +219,16 @@ def _probe(device: Device) -> float:
 
 
 def share_fastest_probe(workers: Sequence[Worker]) -> None:
-    """Set `fastest_probe` of all workers, which decides which rounds are disturbed."""
+    """Set each worker's `fastest_probe`, which decides which of its rounds are disturbed."""
     fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
     for worker in workers:
         worker.fastest_probe = fastest
 
 
 def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console) -> list[Worker]:
-    """Measure every spec, interleaved with the first one that runs (the reference).
+    """Measure each spec in rounds that alternate with the first spec that runs, the reference.
 
-    The reference runs in every pair; its loss is the one after as many steps as the others'.
+    The reference trains longer than the others; its loss is taken after as many steps as theirs.
     """
     workers = [Worker(spec=spec) for spec in specs]
     reference: Worker | None = None

@@ -1,4 +1,4 @@
-"""The training step that a worker runs: that of `megatoken train` on this machine."""
+"""The training step that a worker runs, the same as in `megatoken train` on this machine."""
 
 import time
 from collections.abc import Callable
@@ -24,8 +24,9 @@ from megatoken.train.step import train_step
 class Training:
     """A model in training.
 
-    step: trains on a batch and returns the mean loss in nats. peak_memory_bytes: of all ranks.
-    tuning_seconds: measuring and compiling before the first step.
+    step: trains on a batch and returns the mean loss in nats. peak_memory_bytes: returns the peak
+    of this GPU, or on a CPU the sum over ranks. tuning_seconds: time to build, tune and compile
+    before the first step.
     """
 
     spec: WorkerSpec
@@ -37,7 +38,7 @@ class Training:
     steps: int = 0
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Train on the next batches, and time each step without drawing its batch."""
+        """Train on the next `steps` batches, and time each step, excluding drawing its batch."""
         spec = self.spec
         seconds: list[float] = []
         loss = 0.0
@@ -62,7 +63,10 @@ class Training:
 
 
 def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
-    """Build a default run's step, with precision, kernels and micro-batch tuned on this machine."""
+    """Build the step as a training run would, with kernels and micro-batch tuned on this machine.
+
+    spec.machine overrides the default settings.
+    """
     start = time.perf_counter()
     machine = replace(MachineConfig(device=spec.device), **spec.machine)
     rank_seqs = spec.batch_seqs // spec.nproc

@@ -1,6 +1,6 @@
 """A benchmark's worker process: build one training step, then run steps on request.
 
-Process settings must be made before torch is imported, so this module imports neither torch nor
+Process settings must be applied before torch is imported, so this module imports neither torch nor
 numpy.
 """
 
@@ -22,8 +22,8 @@ class WorkerSpec:
 
     builder: "module:function" that takes this spec and an ExitStack and returns a `Training`.
     options: extra arguments of the builder. machine: fields of `MachineConfig`. micro_batch: 0 to
-    tune it. prepare_process: apply the process settings of `megatoken train`. nproc: processes that
-    share the batch.
+    tune it. prepare_process: whether to apply the process settings of `megatoken train`. nproc:
+    processes that share the batch.
     """
 
     model_config: ModelConfig
@@ -50,8 +50,8 @@ def serve(
 ) -> None:
     """Build the training of `spec`, then run as many steps as each request asks for.
 
-    Answers are dicts; {"failed": reason} is the last one. Prints go to the file `log`. The process
-    ends when the connection closes.
+    Answers are dicts; after a failure, the last one is {"failed": reason}. Output goes to the file
+    `log`. The process ends when the connection closes.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -1,4 +1,4 @@
-"""The real training step on random ids, and its speed and memory as a record reports them.
+"""The real training step on random ids, and its speed and memory for the record.
 
 Ids follow Zipf's law, so that losses fall and the embedding's gradient is as sparse as on text.
 """
@@ -36,7 +36,7 @@ SPEED = {
     "peak_memory_bytes": "peak memory",
 }
 STEPS = 1000  # length of the schedule; no benchmark finishes it
-SHARE = 0.8  # of free memory that a benchmark uses
+SHARE = 0.8  # share of the free memory that a benchmark may use
 ONE_PROCESS = DistEnv()
 
 
@@ -53,7 +53,7 @@ class Workload:
     def step(self) -> StepMetrics:
         """Train on batch number `state.step`.
 
-        After an out-of-memory error no gradients are left.
+        If memory runs out, the gradients are freed before the error is raised.
         """
         seqs = self.step_config.batch_tokens // self.model_config.seq_len
         try:
@@ -65,7 +65,7 @@ class Workload:
             raise
 
     def resize(self, micro_batch: int) -> "Workload":
-        """Return this workload with a batch of one micro-batch of another size."""
+        """Return this workload with a batch of one micro-batch of `micro_batch` sequences."""
         tokens = micro_batch * self.model_config.seq_len
         step_config = replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch)
         return replace(self, step_config=step_config)
@@ -148,7 +148,7 @@ def count_seqs(tokens: int, seq_len: int) -> int:
 def describe_mfu(
     tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
 ) -> dict[str, Any]:
-    """Return MFU counting full and causal attention, None if the peak is unknown.
+    """Return the MFU counting full and causal attention, both None if the peak is unknown.
 
     n_peaks: number of devices.
     """
@@ -162,7 +162,7 @@ def describe_mfu(
 
 
 def describe_peak(device: Device) -> dict[str, Any]:
-    """Return the device and its peak, as a record has them."""
+    """Return the device and its peak for the record."""
     return {
         "device": device.name,
         "precision": device.precision,
@@ -189,9 +189,9 @@ def find_allowed_bytes(device: Device) -> float:
 
 
 def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
-    """Estimate the peak memory of an fp32 step on a micro-batch of `tokens`, on the high side.
+    """Return a high estimate of the peak memory of an fp32 step on a micro-batch of `tokens`.
 
-    Includes causal attention weights, which fused attention does not store.
+    It includes causal attention weights, which fused attention does not store.
     """
     memory = estimate_memory(
         model_config,
@@ -206,7 +206,7 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
 
 
 def reset_peak_memory(device: Device) -> None:
-    """Reset the peak memory on CUDA. Elsewhere it is the process's, which only grows."""
+    """Reset the peak memory on CUDA. Elsewhere it is the process's peak, which cannot be reset."""
     if device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
         torch.cuda.empty_cache()

@@ -1,1 +1,1 @@
-"""Loads and exports models of other programs, and translates their recipes."""
+"""Load and export models of other programs, and translate their recipes."""

@@ -1,7 +1,8 @@
 """Read and write llm.c's GPT-2 checkpoints of versions 3 (fp32) and 5 (bf16).
 
-A header of 256 int32, then each tensor of all layers together. Source: write_model in llm.c's
-train_gpt2.py, gpt2_write_to_checkpoint in its train_gpt2.cu.
+A file holds a header of 256 int32, then the parameters; each block parameter is stored for all
+layers in a row. Source: write_model in llm.c's train_gpt2.py, gpt2_write_to_checkpoint in its
+train_gpt2.cu.
 """
 
 import json
@@ -117,7 +118,10 @@ def _view_params(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file llm.c decodes samples with: per id its length in one byte, then its bytes."""
+    """Write the file from which llm.c decodes samples.
+
+    For each id, it holds the token's length in one byte, then the token's bytes.
+    """
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocab = json.loads(tokenizer.to_json())["model"]["vocab"]
     tokens = {id: token for token, id in vocab.items()}

@@ -62,7 +62,7 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
 
 
 def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> ModelConfig:
-    """Return the architecture of a model that `load_pretrained` loads. Raises as it does."""
+    """Return the architecture of a model that `load_pretrained` loads. Raises the same errors."""
     kind, path = find_format(name, warn)
     if kind == "llmc":
         return read_header(path)[0]
@@ -75,7 +75,7 @@ def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.w
 
 
 def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:
-    """Return run, hf, llmc or nanogpt, and the model's local path (for an address, of a copy)."""
+    """Return the format (run, hf, llmc or nanogpt) and the local path. Fetches an address."""
     path = fetch_model(str(name), warn) if is_address(name) else Path(name)
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir

@@ -37,7 +37,7 @@ PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows have no token
 CONFIG_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (SimpleNamespace, f"{module}.GPTConfig") for module in ("__main__", "model", "train_gpt2")
 ]
-# Names allowed in a pickle: containers and tensors. torch also allows bytearray(2**40).
+# Names allowed in a pickle: containers and tensors. torch would also allow bytearray(2**40).
 ALLOWED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage"
     r"|torch (Size|device)|torch (b?float|u?int)\d+|_codecs encode"
@@ -98,7 +98,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError for damaged entries, and for pickles that name anything but tensors."""
+    """Raise ValueError for damaged entries, and for pickles with names that are not ALLOWED."""
     entries = archive.infolist()
     if any(entry.file_size != entry.compress_size for entry in entries) or archive.testzip():
         raise ValueError("damaged archive")
@@ -107,5 +107,5 @@ def _check_archive(archive: zipfile.ZipFile) -> None:
             continue
         for opcode, argument, _ in pickletools.genops(archive.read(entry)):
             is_name = opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL")
-            if is_name and not ALLOWED.fullmatch(str(argument)):  # STACK_GLOBAL has None
+            if is_name and not ALLOWED.fullmatch(str(argument)):  # None for STACK_GLOBAL
                 raise ValueError(f"it calls {argument!s:.80}")

@@ -1,1 +1,1 @@
-"""Hugging Face's model folders, in both directions."""
+"""Load and write Hugging Face model folders."""

@@ -1,4 +1,4 @@
-"""Write an exported chat model's README on serving it, and ollama's Modelfile."""
+"""Write a README on how to serve an exported chat model, and a Modelfile for ollama."""
 
 from megatoken.data.chat_template import ChatTemplate
 
@@ -14,7 +14,7 @@ TRAINING_TEMPLATE = "chat_template_training.jinja"
 
 
 def drop_marks(template: ChatTemplate) -> str:
-    """Return the template without the marks of assistant masks, which plain jinja2 rejects."""
+    """Return the template without the assistant-mask tags, which plain jinja2 rejects."""
     return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 

@@ -17,7 +17,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT, INIT_STD
 
-TOLERANCE = 2e-5  # of the largest logit, for fp32 sums in a different order
+TOLERANCE = 2e-5  # as a share of the largest logit; the order of fp32 sums differs
 CHECK_SEQS = 2
 CHECK_TOKENS = 64
 CHECK_CHAT = tuple(
@@ -98,7 +98,7 @@ def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:
 def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | None:
     """Return the largest difference between transformers' fp32 logits and ours.
 
-    It is a share of the largest logit, or None if transformers is not installed. Raises
+    The difference is a share of the largest logit; None if transformers is not installed. Raises
     CheckpointError if transformers cannot load the folder, the difference exceeds TOLERANCE, or the
     tokenizers differ.
     """

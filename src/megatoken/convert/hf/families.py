@@ -32,13 +32,13 @@ FIX = "use a GPT-2, LLaMA or Qwen3 model"
 class Family:
     """A model type of transformers.
 
-    modules: its module names to ours, with `{}` for the layer and /q, /k, /v for the rows of our
-        fused query/key/value matrix.
+    modules: maps its module names to ours, with `{}` for the layer and /q, /k, /v for the rows of
+        our fused query/key/value matrix.
     prefix: of every tensor except the output layer's; files of the bare model omit it.
     buffers: tensors that old versions saved in addition to weights.
-    conv1d: modules whose weights are (in, out).
-    switches: our fields that are the same for all its models.
-    fields: our field to its config.json key. defaults: values of absent keys.
+    conv1d: last names of modules whose weights are stored as (in, out).
+    switches: our fields that have the same value for all its models.
+    fields: maps our fields to config.json keys. defaults: values of absent keys.
     activation: the config.json key of the MLP's activation.
     choices: supported values by config.json key, transformers' default first.
     write: returns the other config.json keys.
@@ -116,7 +116,7 @@ def build_config(
 ) -> ModelConfig:
     """Return an architecture from another program's values.
 
-    names: our field to the key of `values`. Raises CheckpointError naming `where` for a value that
+    names: maps our fields to keys of `values`. Raises CheckpointError naming `where` for a value that
     is missing or wrong.
     """
     fields = dict(switches)

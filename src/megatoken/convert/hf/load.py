@@ -81,7 +81,7 @@ def find_folder(name_or_folder: str) -> Path:
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise CheckpointError for a name that is not an address, a path or a hub name."""
+    """Raise CheckpointError unless the name is an address, an existing path or a hub name."""
     path = Path(name)
     is_local = path.parent.name == "runs" or (path.parent.name and path.parent.is_dir())
     if is_address(name) or path.exists() or (HUB_NAME.fullmatch(name) and not is_local):
@@ -92,8 +92,8 @@ def refuse_missing_path(name: str) -> None:
 def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield each tensor's name and the open file that holds it.
 
-    The index selects tensors; without one, all of model.safetensors are read. Raises
-    CheckpointError for missing or damaged files.
+    The index lists the tensors of each file; without an index, all tensors of model.safetensors are
+    read. Raises CheckpointError for missing or damaged files.
     """
     names: dict[Path, set[str]] = {}
     try:

@@ -18,7 +18,7 @@ from megatoken.errors import ConfigError
 
 MPT = ("mosaic_gpt", "mpt_causal_lm")
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
-# Spellings of one key: wrapper sections, and lists of one entry.
+# Other spellings of a key (wrapper sections, lists of one entry), and what replaces them.
 RENAMED = (
     (r"^model\.(gpt2\.)?(model_config|config_overrides)\.", "model."),
     (r"^(optimizer|scheduler)s?\.(0\.)?", r"\1."),
@@ -29,7 +29,7 @@ LONGEST_VALUE = 1000  # characters
 
 
 def duration(text: str, default_unit: str = "", units: str = "ba|ep|tok|dur") -> str:
-    """Return our form of a length of training, e.g. 100ba. Raises ValueError."""
+    """Return our form of a training length such as 100ba. Raises ValueError."""
     if text.isdecimal():
         text += default_unit
     match = re.fullmatch(f"([\\d._e+-]+)({units})", text)
@@ -39,7 +39,7 @@ def duration(text: str, default_unit: str = "", units: str = "ba|ep|tok|dur") ->
 
 
 def schedule(name: str) -> str:
-    """Return our name of a schedule, e.g. of cosine_decay_with_warmup. Raises ValueError."""
+    """Return our name of a schedule such as cosine_decay_with_warmup. Raises ValueError."""
     match = re.fullmatch("(cosine|linear|constant)(_decay)?(_with_warmup)?", name)
     if not match:
         raise ValueError

@@ -26,8 +26,8 @@ PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 def translate_llmc(command: str, processes: int = 1) -> Translation:
     """Translate a train_gpt2cu command, with or without the program and mpirun.
 
-    processes: their number, unless the command sets it; llm.c's validation and default batch are
-    per process. Raises ConfigError for what cannot be translated.
+    processes: number of processes if the command does not set it; llm.c's validation and default
+    batch grow with it. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
     table = load_table("llmc")
@@ -39,7 +39,7 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
     _set_data(translation)
     named = launched or get("-pn")
     _set_budget(translation, named if named > 1 else processes)
-    if get("-k") == "constant":  # without warm-up in llm.c
+    if get("-k") == "constant":  # llm.c then has no warm-up
         translation.set("optim.warmup", "0steps", "-k")
     if get("-k") == "wsd":
         translation.set("optim.decay", "0.2dur", "-k")
@@ -56,7 +56,7 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
 
 
 def _read_command(command: str) -> tuple[list[Assignment], int]:
-    """Return the flags, and the number of processes of the launcher, or 0."""
+    """Return the flags, and the launcher's number of processes, 0 if it names none."""
     words = split_words(command, "--llmc")
     launcher, words = split_program(words, *PROGRAMS)
     if len(words) % 2:

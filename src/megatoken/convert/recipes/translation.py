@@ -1,8 +1,8 @@
 """Translate recipes of other programs by tables of settings, our fields and conversions.
 
-Each program has a table NAME.yaml. Its `settings` map all names of a setting to a Row, `fixed`
-holds values of our fields that the program hard-codes, `ignored` lists patterns of settings that do
-not affect training. Nothing is executed. A setting that is in neither is an error.
+Each program has a table, NAME.yaml: `settings` maps the names of a setting to a Row, `fixed` holds
+values of our fields that the program hard-codes, and `ignored` lists patterns of settings that do
+not affect training. Any other setting is an error. Recipes are never executed.
 """
 
 import math
@@ -30,7 +30,7 @@ class Row:
     type: name of the value's type, by default that of `default`.
     fields: our fields, separated by spaces; empty if the translator reads the value itself or only
         checks it.
-    convert: our value by theirs, the list of values to accept, or the name of a function.
+    convert: a mapping of their values to ours, a list of accepted values, or a function's name.
     """
 
     default: Any = None
@@ -86,7 +86,7 @@ class Translation:
         settings: Sequence[Assignment],
         functions: Functions | None = None,
     ) -> None:
-        """Translate `settings`; the last one of a key counts, and `get` takes a row's first name.
+        """Translate `settings`. If they repeat a key, its last setting counts.
 
         table: from `load_table`. functions: conversions by name, in addition to `steps`. Raises
         ConfigError for a setting that cannot be translated.
@@ -113,7 +113,7 @@ class Translation:
             self.notes.append(f"ignored (data, hardware, display, storage): {', '.join(sections)}")
 
     def _translate(self, key: str, row: Row, written: Sequence[Assignment]) -> None:
-        """Set the value and the fields of one row from its settings."""
+        """Set the value and the fields of one row from the settings that the recipe has for it."""
         origin = f"{self.program} {key} {row.default} (default)"
         value = row.default
         for setting in written:
@@ -139,7 +139,10 @@ class Translation:
         return ConfigError(what, setting.where, fix)
 
     def get(self, key: str) -> Any:
-        """Return the value of a setting, or the program's default, or None."""
+        """Return a setting's value, else the program's default, else None.
+
+        key: the first name in the setting's row.
+        """
         return self._values.get(key)
 
     def where(self, *keys: str) -> str:
@@ -152,12 +155,12 @@ class Translation:
         self.assignments[field] = Assignment(field, str(value), origin)
 
     def resolve(self, overrides: list[str]) -> ResolvedConfig:
-        """Return the checked recipe. Raises ConfigError naming the origin of a wrong value."""
+        """Return the checked recipe. Raises ConfigError saying where a wrong value was set."""
         return resolve_assignments(self.name, list(self.assignments.values()), overrides)
 
 
 def split_words(command: str, where: str) -> list[str]:
-    """Split a shell command, possibly of several lines. Raises ConfigError for an open quote."""
+    """Split a shell command, which may span several lines. Raises ConfigError for an open quote."""
     try:
         return shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
@@ -165,7 +168,10 @@ def split_words(command: str, where: str) -> list[str]:
 
 
 def split_program(words: list[str], *names: str) -> tuple[list[str], list[str]]:
-    """Return the words before and after the program of one of these names."""
+    """Return the words before and after the program, which has one of these names.
+
+    Without the program, all words count as after it.
+    """
     for index, word in enumerate(words):
         if Path(word).name in names:
             return words[:index], words[index + 1 :]
