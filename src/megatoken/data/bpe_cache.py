@@ -2,11 +2,12 @@
 
 GPT-2 splits text into words before any merge (`'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|
 ?[^\\s\\p{L}\\p{N}]+| \\s+(?!\\S)|\\s+`, Radford et al. 2019, encoder.py), so the ids of a text are
-those of its words.
+the ids of its words in order.
 
 Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. So a word is split
-off only if it and the next character are ASCII. Otherwise all text up to the next white space goes
-to the tokenizer, which is also exact: words never cross white space, except the space before them.
+off only if it and the next character are ASCII. Otherwise all text up to the next white space is
+encoded by the tokenizer. This is also exact: no word contains white space, except one leading
+space.
 """
 
 import re
@@ -36,11 +37,11 @@ _WORD = re.compile(
 )
 
 CACHE_WORDS = 1 << 17  # about 30 MB
-LONGEST_WORD = 64  # longer ones are rare
+LONGEST_WORD = 64  # characters; longer words are rare and not cached
 
 
 class BpeCache(dict[str, bytes]):
-    """Map a word to its ids (native uint32), encoded at its first use."""
+    """Maps a word to the bytes of its ids (native uint32). A word is encoded at its first use."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class BpeCache(dict[str, bytes]):
         self._spell = dict(enumerate(byte_characters()))
 
     def __missing__(self, word: str) -> bytes:
-        if word.isascii():  # one word: the model alone takes a third of the time
+        if word.isascii():  # one word: skipping the pre-tokenizer takes a third of the time
             numbers = [token.id for token in self._model.tokenize(word.translate(self._spell))]
         else:
             numbers = self._inner.encode(word, add_special_tokens=False).ids

@@ -1,6 +1,6 @@
 """Build and train byte-level BPEs with Hugging Face's `tokenizers`.
 
-Ids: the 256 bytes, then one per merge, <|endoftext|> last.
+Ids are the 256 bytes, then one per merge, then <|endoftext|>.
 """
 
 import json
@@ -10,15 +10,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 EOT = "<|endoftext|>"
-LONGEST_TRAINED_WORD = 1024  # bytes: training time is quadratic in the length of a word, as in DNA
+LONGEST_TRAINED_WORD = 1024  # bytes; training time is quadratic in a word's length, e.g. of DNA
 
 Merges = list[tuple[str, str]]
 
 
 def byte_characters() -> list[str]:
-    """Return GPT-2's printable character for each of the 256 bytes; sorted, they are ids 0 to 255.
+    """Return GPT-2's printable character for each of the 256 bytes.
 
-    Printable Latin-1 bytes stand for themselves, the others are U+0100 and up.
+    Printable Latin-1 bytes stand for themselves, the others for U+0100 and up. The sorted
+    characters have ids 0 to 255.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -26,12 +27,12 @@ def byte_characters() -> list[str]:
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Return the vocabulary of plain bytes: id = byte, and <|endoftext|>."""
+    """Return the vocabulary of plain bytes: each byte is its id, and <|endoftext|> is 256."""
     return {character: byte for byte, character in enumerate(byte_characters())} | {EOT: 256}
 
 
 def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
-    """Return the BPE with GPT-2's id order."""
+    """Return the BPE of these merges, with ids in GPT-2's order."""
     vocabulary = {character: id for id, character in enumerate(sorted(byte_characters()))}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))
@@ -40,7 +41,7 @@ def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def assemble(vocabulary: dict[str, int], merges: Merges) -> tokenizers.Tokenizer:
-    """Return the byte-level BPE of a vocabulary and its merges, best first."""
+    """Return the byte-level BPE of a vocabulary and its merges, which are listed best first."""
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -51,7 +52,7 @@ def assemble(vocabulary: dict[str, int], merges: Merges) -> tokenizers.Tokenizer
 def train_bpe(vocab_size: int, texts: Iterator[str]) -> tokenizers.Tokenizer:
     """Train a BPE. Ties are broken by id, so the result does not depend on the number of threads.
 
-    A corpus with too few merges gives a smaller vocabulary.
+    If the corpus yields too few merges, the vocabulary is smaller than `vocab_size`.
     """
     inner = tokenizers.Tokenizer(models.BPE())
     long_words = pre_tokenizers.Split(tokenizers.Regex(f".{{{LONGEST_TRAINED_WORD}}}"), "isolated")

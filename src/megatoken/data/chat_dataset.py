@@ -1,12 +1,12 @@
-"""Read datasets of conversations: rows of equal length, with a byte of marks per token.
+"""Read datasets of conversations: rows of equal length, and a byte of marks for each token.
 
-A row has one token more than the context it was made for. The manifest's `source` records the kind,
-the context, and a hash of each file next to the shards.
+A row is one token longer than the context that the dataset was prepared for. The manifest's
+`source` records the kind, the context, and a hash of each file next to the shards.
 
 | kind | a row | files next to the shards |
 |---|---|---|
 | chat | complete conversations, as many as fit | `train_000000.marks`, ... |
-| preference | one conversation; chosen and rejected alternate | the same |
+| preference | one conversation; chosen and rejected rows alternate | the same |
 | prompt | one prompt with the header of the answer | also `train_answers.jsonl`, the input rows |
 """
 
@@ -23,7 +23,7 @@ from megatoken.data.dataset import Dataset, Tokens
 from megatoken.data.shard_format import RESTORE, Manifest, read_errors
 from megatoken.errors import DataError
 
-# Bits of a token's byte: it is trained; a conversation starts here; it pads the row.
+# Bits of a token's mark: it is trained on; a conversation starts here; it pads the row.
 TRAINED = 1
 START = 2
 PADDING = 4
@@ -48,7 +48,7 @@ Marks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ChatRows:
-    """The rows of one split. marks (tokens,): a byte per token."""
+    """The rows of one split. marks (tokens,): the byte of each token."""
 
     tokens: Tokens
     marks: Marks
@@ -58,22 +58,22 @@ class ChatRows:
         return len(self.marks) // (self.seq_len + 1)
 
     def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Marks]:
-        """Return ids and marks of rows, both (n, seq_len + 1).
+        """Return the ids and the marks of rows, both (n, seq_len + 1).
 
-        Raises DataError as `Tokens.gather`.
+        Raises DataError as `Tokens.gather` does.
         """
         length = self.seq_len + 1
         return self.tokens.gather(rows * length, length), self.marks.reshape(-1, length)[rows]
 
     def sequence(self, row: int) -> tuple[list[int], list[bool]]:
-        """Return the ids of a row without padding, and whether each is trained."""
+        """Return the ids of a row without padding, and whether each is trained on."""
         ids, marks = self.read(np.array([row]))
         is_real = marks[0] & PADDING == 0
         return ids[0][is_real].tolist(), (marks[0][is_real] & TRAINED > 0).tolist()
 
 
 def find_kind(manifest: Manifest) -> str:
-    """Return text, chat, preference or prompt."""
+    """Return the kind of a dataset: text, chat, preference or prompt."""
     return str(manifest.source.get("kind", "text"))
 
 
@@ -83,7 +83,7 @@ def require_data_for(objective: str, dataset: Dataset) -> None:
 
 
 def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:
-    """Raise DataError unless the dataset has this kind. needed_by: for the error."""
+    """Raise DataError unless the dataset has this kind. needed_by: what needs it, for the error."""
     actual = find_kind(dataset.manifest)
     if actual != kind:
         what = f"{needed_by} needs {KINDS[kind]}, this dataset holds {KINDS.get(actual, actual)}"
@@ -105,7 +105,10 @@ def open_rows(dataset: Dataset, split: str) -> ChatRows:
 
 
 def read_answers(dataset: Dataset, split: str) -> list[dict[str, Any]]:
-    """Return the input row of each prompt, with its `answer`. Raises DataError as `open_rows`."""
+    """Return the input row of each prompt, which holds its `answer`.
+
+    Raises DataError as `open_rows` does.
+    """
     name = answers_name(split)
     if name not in dataset.manifest.source["files_beside"]:  # an empty split
         return []

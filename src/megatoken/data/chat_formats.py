@@ -9,8 +9,8 @@
 | prompt, chosen, rejected | preference | trl |
 | prompt, answer | prompt with its answer | GSM8K, verl |
 
-Prompts and answers are text or a list of messages. The first format whose keys a row has counts,
-from preferences down to alpaca.
+Prompts and answers are text or a list of messages. If a row has the keys of several formats, the
+first match in FORMATS wins.
 """
 
 import json
@@ -35,7 +35,8 @@ class Example:
     """A parsed row.
 
     where: file:line. prompt: the messages before the first answer. answers: full conversations: one
-    of a chat, chosen and rejected of a preference, none of a prompt. row: the row of a prompt.
+    for a chat, chosen and rejected for a preference, none for a prompt. row: the input row, for
+    prompts only.
     """
 
     where: str
@@ -54,7 +55,10 @@ class Format(NamedTuple):
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
-    """Return the format of a corpus by its first row; None for text, which `text_key` can hold."""
+    """Return the format of a corpus, judged by its first row, or None for text.
+
+    text_key: the key that holds text in rows of text.
+    """
     if source.files[0].format in ROW_FORMATS.values():
         for _, line in read_rows(source):
             try:
@@ -80,8 +84,8 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         row_format = _match_format(row)
         if expected not in (None, row_format):
             raise ValueError(f"{row_format.name} after rows of {expected.name}")
-        label = row.get("label", row.get("kto_tag"))  # of trl, of LLaMA-Factory
-        if str(label).lower() in ("true", "false", "0", "1"):  # CSV has text only
+        label = row.get("label", row.get("kto_tag"))  # trl's key, LLaMA-Factory's key
+        if str(label).lower() in ("true", "false", "0", "1"):  # values in CSV are text
             raise ValueError("a row for KTO, which is not supported")
         return row_format, row_format.read(row, where)
     except MALFORMED as error:
@@ -90,7 +94,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
 
 
 def _match_format(row: dict[str, Any]) -> Format:
-    """Return the format of a row. Raises ValueError for an unknown one."""
+    """Return the format of a row. Raises ValueError if no format has its keys."""
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
             return row_format
@@ -99,7 +103,7 @@ def _match_format(row: dict[str, Any]) -> Format:
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
-    """Return text as one message of `role`, and a list of messages as it is."""
+    """Return text as one message of `role`, or a list of messages unchanged."""
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
@@ -146,7 +150,7 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
     answers = []
     for key in ("chosen", "rejected"):
         rows = _to_rows(row[key], "assistant")
-        rows = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl has both
+        rows = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl allows both
         messages = parse_messages(rows, f"{where}, {key}")
         if messages[-1].role != "assistant":
             raise ValueError(f"{key} does not end with an answer")

@@ -1,8 +1,8 @@
 """Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
 A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Control tokens come
-from the template only. It is rendered with a placeholder for each message; the contents are encoded
-as plain text, whatever they spell.
+from the template only: it is rendered with a placeholder for each message, and the contents are
+encoded as plain text, even if they spell a control token.
 """
 
 import json
@@ -23,8 +23,8 @@ from megatoken.system.atomic_write import MALFORMED
 ROLES = ("system", "user", "assistant")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-# Control tokens of chat models. A tokenizer with one of them needs the template it was trained
-# with.
+# Control tokens of other chat models. A tokenizer with one of them needs the template that it was
+# trained with.
 OTHER_CHATS = {
     *("[INST]", "<start_of_turn>", "<|header_start|>", "<|start_of_role|>", "<|user|>"),
     *("<|START_OF_TURN_TOKEN|>", "<|start|>", "<｜User｜>"),
@@ -70,7 +70,7 @@ class ChatTemplate:
     """Encodes conversations for one tokenizer.
 
     name: chatml, llama-3, or own-HASH for the tokenizer's own. stop_ids: tokens that end an answer;
-    the first one is trained. jinja: the template, with the tags of transformers' assistant masks.
+    the first one is trained on. jinja: the template, with transformers' tags for assistant masks.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer, jinja: str) -> None:
@@ -91,12 +91,12 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], *, reply: bool = False, where: str = ""
     ) -> tuple[list[int], list[bool]]:
-        """Return a conversation's ids and whether each is trained: answers and their stop tokens.
+        """Return a conversation's ids, and whether each is trained on.
 
-        reply: append the assistant's header, for the model to continue. A token that starts in a
-        header and ends in a content, as with some tokenizers' white space, counts as content.
-        where: place of the conversation, for errors.
-        Raises DataError if the template rejects the conversation or changes a content.
+        Answers and their stop tokens are trained on. A token that starts in a header and ends in a
+        message's content, as white space does with some tokenizers, counts as content. reply:
+        append the assistant's header, for the model to continue. where: place of the conversation,
+        for errors. Raises DataError if the template rejects the conversation or changes a content.
         """
         ids: list[int] = []
         trained: list[bool] = []
@@ -129,7 +129,7 @@ class ChatTemplate:
     def _list_parts(
         self, messages: Sequence[Message], reply: bool, where: str
     ) -> Iterator[tuple[str, str, bool]]:
-        """Yield the template's text before each content, the content, and whether it is trained."""
+        """Yield (text before a message's content, the content, whether it is trained on)."""
         placeholders = [_PLACEHOLDER.format(number) for number in range(len(messages))]
         split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where))
         contents = []
@@ -201,7 +201,7 @@ def _raise_exception(message: str) -> None:
 
 
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return a tokenizer's chat template: by its control tokens, or the one saved with it.
+    """Return the chat template that fits a tokenizer's control tokens, or else the saved one.
 
     Raises ConfigError if it has none, or one that cannot be used.
     """
@@ -224,7 +224,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a generation: the model's own, or end of text and end of turn."""
+    """Return the ids that end a generation: the model's own, else end of text and end of turn."""
     if tokenizer.end_ids:
         return tokenizer.end_ids
     template = template_of(tokenizer)
@@ -232,7 +232,7 @@ def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer if it is one of a chat model, else a copy with ChatML's tokens.
+    """Return a chat model's tokenizer as it is, any other as a copy with ChatML's control tokens.
 
     Raises ConfigError as `find_template` does, DataError as `Tokenizer.add_special_tokens` does.
     """
@@ -246,9 +246,9 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
 def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Message]:
     """Return the messages of rows {"role": ..., "content": ..., "weight": 0 or 1 (optional)}.
 
-    reply: for a model to answer, so the last one must be the user's; otherwise the assistant must
-    have one to train on. where: place of the rows, for errors. Raises DataError if they are not a
-    conversation.
+    reply: whether a model will answer, so that the last message must be the user's; otherwise the
+    conversation must have an answer to train on. where: place of the rows, for errors. Raises
+    DataError if they are not a conversation.
     """
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')

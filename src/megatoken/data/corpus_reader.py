@@ -32,7 +32,7 @@ class ReadPosition(NamedTuple):
     file: int = 0  # in the list of files
     offset: int = 0  # bytes (uncompressed) or rows in that file
     line: int = 1
-    split: str = ""  # split of the long document that continues there; "" between documents
+    split: str = ""  # split of the long document that is continued there; "" between documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Chunk:
 
     segments: list[Segment]
     next: ReadPosition  # of the next chunk
-    done_bytes: int  # of the files on disk, up to the end of this chunk
+    done_bytes: int  # bytes of the files on disk up to the end of this chunk
     counts: dict[str, int]  # binary_files, skipped, seams
 
 
-_Step = tuple[Segment, ReadPosition, int]  # the position after it, the bytes of the file read
+_Step = tuple[Segment, ReadPosition, int]  # segment, position after it, bytes of the file read
 
 
 def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) -> Iterator[Chunk]:
@@ -71,7 +71,7 @@ def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) ->
 
 
 def sample_texts(source: Source, options: PrepareOptions, limit_bytes: int) -> Iterator[str]:
-    """Yield about `limit_bytes` of text: the beginnings of files, spread evenly over the corpus.
+    """Yield about `limit_bytes` of text: beginnings of files that are spread over the corpus.
 
     Skips bad rows; `prepare` reports them later.
     """
@@ -135,7 +135,7 @@ def _read_segments(
 
 
 def _read_line(stream: BinaryIO, buffer: bytes, ended: bool, where: str) -> tuple[bytes, bool]:
-    """Extend `buffer` until it holds the end of a line, or the stream ends."""
+    """Extend `buffer` until it holds the end of a line. Return it, and whether the stream ended."""
     size = CHUNK_BYTES
     while not ended and b"\n" not in buffer:
         size *= 2
@@ -149,8 +149,11 @@ def _read_line(stream: BinaryIO, buffer: bytes, ended: bool, where: str) -> tupl
 def _find_end(
     buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions
 ) -> tuple[int, int, bool, bool]:
-    """Return where a segment ends: its length, the bytes to skip after it, if its last document
-    ends there, and if the split cannot change ids."""
+    """Return where the segment at the start of `buffer` ends.
+
+    That is its length, the bytes to skip after it, whether its last document ends there, and
+    whether ending it there cannot change ids.
+    """
     if ended:
         gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0
         return len(buffer) - gap, gap, True, True
@@ -164,7 +167,7 @@ def _find_end(
 
 
 def _skip_bytes(stream: BinaryIO, offset: int) -> None:
-    """Move from the start to `offset`, counted in uncompressed bytes."""
+    """Move from the start of the stream to `offset`, counted in uncompressed bytes."""
     if stream.seekable():
         stream.seek(offset)
         return

@@ -3,7 +3,7 @@
 A run's data position is therefore its step number and the batches it has skipped. Sequence i of
 step s is entry s * batch_size + i of an endless list of windows (window_order.py). Ranks take
 consecutive slices of a batch, and micro-batches consecutive slices of a rank's rows, so the order
-does not depend on either.
+of the data depends on neither.
 """
 
 from bisect import bisect_right
@@ -34,10 +34,10 @@ from megatoken.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One process's share of a global batch, a sequence a row: what a training step reads.
+    """One process's share of a global batch, which a training step reads. A row is a sequence.
 
-    targets_BT: values below 0 are ignored. starts_BT: where rows hold several conversations, the
-    position in the row where each token's conversation begins; None: every row is one sequence.
+    targets_BT: values below 0 are ignored. starts_BT: if rows hold several conversations, the
+    position in the row where each token's conversation begins; None if every row is one sequence.
     Subclasses add tensors (B, ...) for an objective.
     """
 
@@ -49,13 +49,13 @@ class Batch:
         return len(self.inputs_BT)
 
     def split(self, size: int) -> list[Self]:
-        """Return micro-batches of `size` rows, as `take`."""
+        """Return micro-batches of `size` rows, made by `take`."""
         return [self.take(slice(first, first + size)) for first in range(0, len(self), size)]
 
     def take(self, rows: slice | Tensor) -> Self:
         """Return some of the rows.
 
-        On a CPU, `starts_BT` is dropped where every row is one sequence.
+        On a CPU, `starts_BT` is dropped if each of these rows is one sequence.
         """
         batch = self._map(lambda tensor: tensor[rows])
         starts = batch.starts_BT
@@ -78,12 +78,12 @@ class Batch:
 class DataLoader:
     """Batches of one split for one data-parallel rank.
 
-    `tokens` is cut into windows of seq_len + 1 at stride seq_len. batch_size: windows per step,
-    over all ranks. ramp: smaller batches at first. order: sequential cuts each shard into batches
-    and drops the rest, as build-nanogpt and llm.c do; one-batch repeats the first. sources:
-    (tokens, weight) of each source in `tokens`, which are shuffled separately. marks: of rows of
-    conversations (chat_dataset.py), which share no token. document_start: the id that begins a
-    document; documents do not see each other.
+    `tokens` is cut into windows of seq_len + 1 tokens at stride seq_len. batch_size: windows per
+    step over all ranks. ramp: smaller batches at first. order: sequential cuts each shard into
+    batches and drops the rest, as build-nanogpt and llm.c do; one-batch repeats the first batch.
+    sources: (tokens, weight) of each source in `tokens`; each is shuffled separately. marks: set
+    for rows of conversations (chat_dataset.py), which share no tokens. document_start: the id that
+    begins a document, so that documents do not attend to each other.
 
     Raises ConfigError if a batch does not divide among the ranks, DataError if the split has fewer
     windows than a batch, or a source has none.
@@ -103,7 +103,7 @@ class DataLoader:
 
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.sources] or [len(self.tokens)]
-        unit = 1  # number of windows to be a multiple of
+        unit = 1  # the number of windows must be a multiple of it
         if self.order == "sequential":
             lengths = self.tokens.shard_tokens
             unit = self.batch_size
@@ -140,18 +140,19 @@ class DataLoader:
         return self.marks is not None
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """Return the windows (batch_size,) of a step over all ranks."""
+        """Return the numbers (batch_size,) of a step's windows, over all ranks."""
         return self._order.windows(*self._entries(step))
 
     def rows(self, step: int) -> Ids:
         """Return this rank's windows (sequences, seq_len + 1) of a step, in the shards' dtype.
 
-        Any step, any number of times, from any thread. Raises DataError as `Tokens.gather`.
+        Steps may be requested in any order, repeatedly and from any thread. Raises DataError as
+        `Tokens.gather` does.
         """
         return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
 
     def full_batch(self, step: int) -> Batch:
-        """Return the batch of a training step, on the CPU. Raises as `rows`."""
+        """Return the batch of a training step, on the CPU. Raises DataError as `rows` does."""
         if self.marks is not None:
             marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
             return make_batch(self.rows(step), marks)
@@ -161,7 +162,10 @@ class DataLoader:
         return separate_documents(batch, self.document_start)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
+        """Return (inputs, targets) of a step, each int64 (sequences, seq_len).
+
+        Raises DataError as `rows` does.
+        """
         rows = self.rows(step)
         # Not with torch, which would start a second thread pool next to the training step's.
         inputs = rows[:, :-1].astype(np.int64)
@@ -178,7 +182,7 @@ class DataLoader:
         return starts
 
     def _entries(self, step: int) -> tuple[int, int]:
-        """Return the first entry of a step in the endless list, and their number."""
+        """Return the number of a step's first entry in the endless list, and how many it has."""
         assert step >= 0
         if self.order == "one-batch":
             step = 0
@@ -212,7 +216,10 @@ def _latest_start(is_start: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:
-    """Return the batch of a step: batches in order, without `skipped` (ascending)."""
+    """Return the batch number of a step: batches are taken in order, except those in `skipped`.
+
+    skipped: ascending batch numbers.
+    """
     batch = step
     previous = -1
     while batch != previous:
@@ -223,7 +230,7 @@ def batch_of_step(step: int, skipped: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationWindows:
-    """`count` windows, spread evenly over a split: the same for every rank, batch size and run."""
+    """`count` windows spread evenly over a split, the same for every rank, batch size and run."""
 
     tokens: Tokens
     seq_len: int
@@ -238,7 +245,7 @@ class EvaluationWindows:
         return self.count * self.seq_len
 
     def rows(self, first: int, count: int) -> Ids:
-        """Return windows [first, first + count), at most to the last, as (rows, seq_len + 1)."""
+        """Return those of the windows [first, first + count) that exist, (rows, seq_len + 1)."""
         return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
@@ -249,7 +256,7 @@ class EvaluationWindows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """`count` rows of conversations, as `EvaluationWindows`."""
+    """`count` rows of conversations, spread evenly like `EvaluationWindows`."""
 
     source: ChatRows
     count: int
@@ -258,26 +265,29 @@ class EvaluationRows:
         return self.count
 
     def rows(self, first: int, count: int) -> Batch:
-        """Return rows [first, first + count), at most to the last."""
+        """Return those of the rows [first, first + count) that exist."""
         return make_batch(*self.source.read(_spread(first, count, self.count, len(self.source))))
 
 
 def _spread(first: int, count: int, n_chosen: int, n_items: int) -> NDArray[np.int64]:
-    """Return choices [first, first + count) of the middles of `n_chosen` equal parts of a range."""
+    """Return the middles of parts [first, first + count) of a range of `n_items` items.
+
+    The range is divided into `n_chosen` equal parts.
+    """
     index = np.arange(first, max(first, min(first + count, n_chosen)), dtype=np.int64)
     return (2 * index + 1) * n_items // max(1, 2 * n_chosen)
 
 
 def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
-    """Return rows of at most limit_tokens in all, but at least one if there is one."""
+    """Return rows of at most limit_tokens in total, but at least one row if the split has any."""
     return EvaluationRows(source, min(len(source), max(1, limit_tokens // source.seq_len)))
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
-    """Return windows of at most limit_tokens targets in all.
+    """Return windows of at most limit_tokens targets in total.
 
-    A split (or limit) shorter than one window gives one shorter window, a split of less than two
-    tokens gives none.
+    If the split or the limit is shorter than one window, there is one shorter window; if the split
+    has fewer than two tokens, there is none.
     """
     n_targets = max(0, min(len(tokens) - 1, limit_tokens))
     length = min(seq_len, n_targets)
@@ -285,7 +295,7 @@ def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> Ev
 
 
 class Prefetcher:
-    """Makes the next step's batch in a thread while this step's is used."""
+    """Makes the next step's batch in a thread while this step's batch is in use."""
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
         self._loader = loader
@@ -295,7 +305,7 @@ class Prefetcher:
         self.metrics: dict[str, float] = {}  # always empty: windows of text have none
 
     def get(self, step: int) -> Batch:
-        """Return the batch of any step, on the device, and start on the next one.
+        """Return the batch of any step, on the device, and start to make the next step's.
 
         Raises DataError as the loader does.
         """
@@ -317,10 +327,13 @@ class Prefetcher:
 
     def _select_device(self) -> None:
         if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # or pinning opens a context on device 0
+            torch.cuda.set_device(self._device)  # otherwise pinning opens a context on device 0
 
     def _make(self, step: int) -> Batch | Tensor:
-        """Return the batch; of text for a GPU, its narrow ids: a quarter of the bytes to copy."""
+        """Return the batch, or plain text for a GPU as pinned ids in their stored 16 or 32 bits.
+
+        `get` widens them on the GPU, so fewer bytes are copied.
+        """
         loader = self._loader
         is_text = not loader.has_marks and loader.document_start is None
         if self._device.type != "cuda" or not is_text:
@@ -332,5 +345,8 @@ class Prefetcher:
 
 
 def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:
-    """Return ids as int64 from the same bits as int16 or int32, which every device can convert."""
+    """Return unsigned ids as int64. rows: their bits as int16 or int32; dtype: their real type.
+
+    Not every device can convert unsigned integers.
+    """
     return rows.to(torch.int64) & (0xFFFF if dtype.itemsize == 2 else 0xFFFFFFFF)

@@ -1,7 +1,7 @@
 """Open a dataset: a prepared folder, or token shards of other programs (external_shards.py).
 
-Sizes and headers are checked when it is opened, block hashes and token ids when a block is first
-read, or all at once by `verify_dataset`.
+Sizes and headers are checked when a dataset is opened; a block's hash and token ids are checked
+when it is first read. `verify_dataset` checks everything at once.
 """
 
 import os
@@ -34,14 +34,14 @@ from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_token
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
 
-_SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
+_SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
 
 
 class ShardFile:
     """An open shard, read by position.
 
-    Not mapped: a truncated file or failing disk would end the process (SIGBUS). It stays readable
-    when the file is removed or replaced by a rename.
+    Not memory-mapped, because a truncated file or a failing disk would kill the process (SIGBUS).
+    The shard stays readable if its file is removed or replaced.
     """
 
     def __init__(self, shard: Shard, path: Path, dtype: str, offset: int) -> None:
@@ -56,7 +56,7 @@ class ShardFile:
 
     @property
     def size(self) -> int:
-        """Bytes that the file must have."""
+        """The size in bytes that the file must have."""
         return self.offset + self.shard.tokens * self.dtype.itemsize
 
     def read(self, start: int, out: Ids) -> None:
@@ -73,7 +73,7 @@ class ShardFile:
             position += count
 
     def read_block(self, number: int) -> Ids:
-        """Return the ids of block `number`, the unit of hashing. Raises as `read`."""
+        """Return the ids of block `number`; blocks are hashed. Raises DataError as `read` does."""
         per_block = BLOCK_BYTES // self.dtype.itemsize
         ids = np.empty(min(per_block, self.shard.tokens - number * per_block), self.dtype)
         self.read(number * per_block, ids)
@@ -93,7 +93,7 @@ class ShardFile:
 class Tokens:
     """Token ids of one split: its shards end to end. Each block is verified when first read.
 
-    A shard that was written to since is verified again.
+    If a shard is written to afterwards, its blocks are verified again.
     """
 
     def __init__(self, shards: list[ShardFile], dtype: str, vocab_size: int) -> None:
@@ -120,7 +120,7 @@ class Tokens:
         self._verified[:] = False
 
     def read(self, start: int, count: int) -> Ids:
-        """Return a copy of tokens [start, start + count). Raises DataError as `gather`."""
+        """Return a copy of tokens [start, start + count). Raises DataError as `gather` does."""
         return self.gather(np.array([start]), count).reshape(count)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Ids:
@@ -140,7 +140,7 @@ class Tokens:
             self._verify_windows(starts, length)
             for row, index, start in zip(out, first.tolist(), local.tolist(), strict=True):
                 self._copy(index, start, row)
-            # After copying, to catch writes between verifying and copying.
+            # Check after copying, to catch writes between verifying and copying.
             if not self._distrust_changed():
                 return out
 
@@ -163,7 +163,7 @@ class Tokens:
             start = 0
 
     def _distrust_changed(self) -> bool:
-        """Return whether any shard was written to. Its blocks will be verified again."""
+        """Return whether any shard was written to, and mark its blocks as unverified."""
         changed = [index for index, shard in enumerate(self._shards) if shard.has_changed()]
         for index in changed:
             self._verified[self._first_block[index] : self._first_block[index + 1]] = False
@@ -177,7 +177,7 @@ class Tokens:
         return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
 
     def _verify_windows(self, starts: NDArray[np.int64], length: int) -> None:
-        """Verify the unverified blocks under windows. Safe in several threads at once."""
+        """Verify the blocks that windows touch and that are not verified yet. Thread-safe."""
         first = self._find_blocks(starts)
         last = self._find_blocks(starts + length - 1)
         for step in range(int((last - first).max()) + 1):
@@ -227,7 +227,7 @@ class Dataset:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the shards: the saved one, or `external_tokenizer`.
 
-        Raises DataError if it is missing, damaged or another one.
+        Raises DataError if it is missing, damaged or not the one that the manifest records.
         """
         saved = self.path / "tokenizer"
         if saved.is_dir():
@@ -247,10 +247,10 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3_128 hex that identifies the dataset.
+        """The xxh3_128 hex that identifies the dataset.
 
-        Prepared: over the manifest, hence every token. External: over names, sizes, headers and up
-        to 18 blocks (256 KiB each) of every shard.
+        For a prepared dataset it covers the manifest, and thus every token; for external shards
+        their names, sizes, headers and up to 18 blocks (256 KiB each) of every shard.
         """
         if all(file.shard.blocks for file in self.shards if file.shard.tokens):
             return self.manifest.fingerprint
@@ -272,9 +272,9 @@ def load_dataset(
     """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy
     shards. An address such as s3://bucket/data is fetched first.
 
-    external_tokenizer: the tokenizer of shards that do not record one. report: called with a line
-    while data is fetched. Raises DataError, naming the file, if one is missing, damaged or not a
-    token shard, and StorageError if it cannot be fetched.
+    external_tokenizer: the tokenizer of shards that do not record one. report: called with lines
+    of progress while data is fetched. Raises DataError, naming the file, if one is missing, damaged
+    or not a token shard, and StorageError if the data cannot be fetched.
     """
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)
@@ -296,7 +296,7 @@ def verify_dataset(
 ) -> Iterator[MegatokenError]:
     """Verify every byte of a dataset; yield one MegatokenError for each defect.
 
-    External shards record no hashes: their headers, sizes and ids are checked.
+    External shards record no hashes, so only their headers, sizes and ids are checked.
     """
     try:
         manifest, files = _list_shards(Path(path), external_tokenizer)
@@ -313,7 +313,7 @@ def verify_dataset(
 
 
 def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
-    """Return the manifest, read or derived, and the file of each of its rows."""
+    """Return the manifest, read from the folder or derived from shards, and each row's file."""
     with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)

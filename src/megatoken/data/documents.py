@@ -1,4 +1,4 @@
-"""Split file segments into documents and encode them. This is the work that runs in parallel."""
+"""Split file segments into documents and encode them. This part of `prepare` runs in parallel."""
 
 import json
 import re
@@ -20,11 +20,11 @@ Ids = NDArray[np.uint16] | NDArray[np.uint32]
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories
-CHUNK_BYTES = 1 << 20  # longest text encoded at once; it takes 200 times its size in memory
+CHUNK_BYTES = 1 << 20  # longest text encoded at once, which takes 200 times its size in memory
 SPLIT_BYTES = 4096  # hashed to choose a document's split, so duplicates share a split
 
-# A visible character before white space, which no word of GPT-2 reaches across. The upper bytes are
-# those in which no Unicode white space ends (U+0085, U+00A0, U+1680, U+2000..200A, U+2028, U+2029,
+# A visible character before white space: no word of GPT-2 spans both. The upper bytes are those
+# that no Unicode white space ends with (U+0085, U+00A0, U+1680, U+2000..200A, U+2028, U+2029,
 # U+202F, U+205F, U+3000).
 _LAST_WORD_END = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[\t\n\r ])", re.DOTALL)
 FIX_ROW = "fix it, or skip bad rows and documents with --invalid skip"
@@ -35,20 +35,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class PrepareOptions:
     """How bytes become documents, and how documents are split into train and val."""
 
-    invalid: Invalid = "replace"  # policy for bytes that are not UTF-8
-    text_key: str = "text"  # key or column of the text in rows
+    invalid: Invalid = "replace"  # what to do with bytes that are not UTF-8
+    text_key: str = "text"  # key or column that holds the text of rows
     val_fraction: float = 0.0
-    split_points: SplitPoints = "nowhere"  # of the tokenizer
+    split_points: SplitPoints = "nowhere"  # the tokenizer's
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Documents of a file, or a part of a long one."""
+    """Documents of a file, or a part of a long document."""
 
     file: str  # for messages
     line: int  # number of its first line or row, from 1
     format: TextFormat
-    split: str  # split of the long document that it continues; "" if it starts with a new document
+    split: str  # split of the long document that it continues, "" if it starts a document
     ends: bool  # its last document ends here
     data: bytes
 
@@ -69,7 +69,7 @@ class Encoded:
 def encode_segments(
     segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer
 ) -> Encoded:
-    """Return the ids of the documents of `segments`, by split. Raises as `read_documents`."""
+    """Return the ids of the documents of `segments`, by split. Raises as `read_documents` does."""
     dtype = token_dtype(tokenizer.vocab_size)
     counts: Counter[str] = Counter()
     eot = np.array([tokenizer.eot], dtype)
@@ -102,10 +102,11 @@ def choose_split(text: str, val_fraction: float) -> str:
 def read_documents(
     segment: Segment, options: PrepareOptions, counts: Counter[str]
 ) -> Iterator[str]:
-    """Yield the texts of `segment` in order. White space alone is dropped and counted as empty.
+    """Yield the texts of `segment` in order. Blank texts are dropped and counted as empty.
 
-    Raises DataError, naming file and line, for invalid UTF-8 under the policy "fail" and for rows
-    without text. "skip" counts these instead, and replaces invalid bytes of a part of a document.
+    Raises DataError, naming file and line, for invalid UTF-8 if the policy is "fail", and for rows
+    without text. With "skip", such documents are counted and dropped; if only a part of a document
+    is here, its invalid bytes are replaced.
     """
     is_lines = segment.format in ("lines", "rows")
     pieces = [segment.data]
@@ -142,10 +143,10 @@ def read_documents(
 
 
 def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]:
-    """Return where to split a long text that begins with `data`, and whether ids cannot change.
+    """Return where to split a long text that begins with `data`, and whether this keeps its ids.
 
-    Splits before white space, which GPT-2's words never reach across. If there is none, splits
-    between two characters, and never inside a SEPARATOR.
+    Splits before white space, because no word of GPT-2 spans a visible character and the white
+    space after it. If there is none, splits between two characters, and never inside a SEPARATOR.
     """
     if split_points != "anywhere":
         for start in (max(0, len(data) - 4096), 0):
@@ -186,7 +187,10 @@ def _decode(data: bytes, policy: Invalid) -> tuple[str, bool]:
 
 
 def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]:
-    """Return a row's text, and whether invalid bytes were replaced. Raises ValueError if none."""
+    """Return a row's text, and whether invalid bytes were replaced.
+
+    Raises ValueError if the row has no text.
+    """
     content, replaced = _decode(line, policy)
     row = json.loads(content)
     if not isinstance(row, dict) or not isinstance(row.get(text_key), str):

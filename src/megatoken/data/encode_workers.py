@@ -26,7 +26,7 @@ _worker: tuple[PrepareOptions, Tokenizer]  # set once in each worker process
 def encode_chunks(
     chunks: Iterator[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Yield each chunk with its ids, in order. One worker means this process.
+    """Yield each chunk with its ids, in order. A single worker is this process.
 
     Holds at most two chunks per worker in memory. Raises DataError as `encode_segments` does and
     PeerError if a worker dies. Closing the generator stops the workers.
@@ -36,7 +36,7 @@ def encode_chunks(
             yield chunk, encode_segments(chunk.segments, options, tokenizer)
         return
     with safe_import_path(), TemporaryDirectory(prefix="megatoken-") as folder:
-        # A file, because a worker that dies while it starts would block a longer argument forever.
+        # Passed as a file: if a worker died while starting, sending a long argument would hang.
         file = Path(folder) / "tokenizer.json"
         file.write_text(tokenizer.to_json(), encoding="utf-8")
         pool = ProcessPoolExecutor(
@@ -68,7 +68,7 @@ def encode_chunks(
 def _start_worker(options: PrepareOptions, file: Path, name: str, eot: int) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # read by the Rust side
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # the Rust code reads it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker = options, Tokenizer(file.read_text(encoding="utf-8"), name, eot)
 

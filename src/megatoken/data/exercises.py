@@ -1,7 +1,8 @@
 """Generate exercises in sums and spelling: conversations, prompts with answers, held-out prompts.
 
-Hashes decide the order, the wordings and what is held out, so the bytes are the same everywhere. A
-sum and its reverse, and all wordings of a problem, are on the same side of the split.
+Hashes decide the order, the wordings and what is held out, so the bytes are the same everywhere.
+All wordings of a problem, and a sum and its reverse (a + b and b + a), are on the same side of the
+split.
 """
 
 import itertools
@@ -13,7 +14,7 @@ import xxhash
 
 HELD_OUT = 0.1  # share of the problems that are only in `exercises-test`
 SUMS_BELOW = 100
-WORDS = 10_000  # draws; some are equal
+WORDS = 10_000  # number of draws; some give the same word
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 SUM_WORDINGS = ("What is {a} + {b}?", "{a} + {b}", "{a}+{b}=?", "Add {a} and {b}.")
 SPELLING_WORDINGS = ("Spell {word}.", "How do you spell {word}?", "spell {word}")
@@ -69,12 +70,12 @@ def write_conversations() -> bytes:
 
 
 def write_prompts(*, held_out: bool) -> bytes:
-    """Return rows with `prompt` and `answer`, of one side of the split."""
+    """Return rows with `prompt` and `answer` for one side of the split."""
     exercises = list_exercises(held_out=held_out)
     return _to_lines([{"prompt": it.question, "answer": it.answer} for it in exercises])
 
 
-# By source name, for sources.py.
+# Writers by the corpus name that sources.py knows.
 EXERCISES: dict[str, Callable[[], bytes]] = {
     "exercises": write_conversations,
     "exercises-prompts": lambda: write_prompts(held_out=False),

@@ -1,6 +1,6 @@
 """Find token shards of other programs: .bin of llm.c or nanoGPT, .npy of build-nanogpt.
 
-They have no manifest: one is derived from their headers.
+They have no manifest; it is derived from their headers.
 """
 
 import glob
@@ -23,20 +23,21 @@ from megatoken.data.shard_format import (
 from megatoken.errors import DataError
 
 SUFFIXES = (".bin", ".npy")
-# (vocabulary size, id between documents) of tokenizers whose shards are published; llm.c's LLaMA-3
-# writer puts begin-of-text there. Ids of others are checked once `set_vocab_size` is called.
+# (vocabulary size, id between documents) of tokenizers whose shards are published. For LLaMA-3 the
+# latter is begin-of-text, as llm.c writes it. Ids of other tokenizers are checked once
+# `set_vocab_size` is called.
 _PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
 _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files of uint16 ids
-_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name
-# Negative ids read as ids outside any vocabulary.
+_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # as a word in a shard's name
+# Read as uint32, negative ids are outside any vocabulary.
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
 
 
 def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     """Return a manifest derived from the headers of the shards, and the file of each of its rows.
 
-    path: a folder, file or glob pattern. tokenizer: name of the one that made the shards. Raises
-    DataError if there are no shards, or shards of two formats.
+    path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
+    Raises DataError if there are no shards, or shards of several formats.
     """
     files = _find_files(path)
     headers = [read_layout(file)[0] for file in files]
@@ -51,7 +52,7 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
             raise DataError("ids of a vocabulary in meta.pkl, which is not loaded", file, fix)
     dtype = headers[0].dtype
     if files[0].suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
-        tokenizer = "llama-3"  # llm.c's version 7; GPT-2's ids never need 32 bits
+        tokenizer = "llama-3"  # only llm.c's LLaMA-3 shards have 32 bits
     unknown = (1 << 16 if dtype == "uint16" else 1 << 31, -1)
     vocab_size, eot = _PUBLISHED_TOKENIZERS.get(tokenizer, unknown)
     shards = tuple(

@@ -1,6 +1,6 @@
 """Find GPT-2's 50,000 merges on this machine, or download them once.
 
-They are not in this package.
+This package does not include them.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _ALTERNATIVE = ", or prepare with --tokenizer bpe:4096"
 
 
 def find_gpt2_merges() -> Merges:
-    """Return GPT-2's merges. Raises DataError if they are not here and cannot be downloaded."""
+    """Return GPT-2's merges. Raises DataError if they are missing and cannot be downloaded."""
     merges = find_local_merges()
     if merges is None:
         path = megatoken_cache() / "vocab.bpe"

@@ -1,4 +1,4 @@
-"""Open the data of a run: one dataset, or several of one tokenizer with a share of every batch."""
+"""Open a run's data: one dataset, or several with the same tokenizer and a share of each batch."""
 
 import re
 from dataclasses import dataclass
@@ -25,25 +25,25 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Its path."""
+        """The path of the dataset."""
         return str(self.dataset.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Datasets of one tokenizer. train: the training tokens of all parts, end to end."""
+    """Datasets with the same tokenizer. train: the training tokens of all parts, end to end."""
 
     parts: tuple[Part, ...]
     train: Tokens
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all parts. Raises DataError as `Dataset.tokenizer`."""
+        """The tokenizer of all parts. Raises DataError as `Dataset.tokenizer` does."""
         return self.parts[0].dataset.tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the dataset; of several, a hash of theirs and their shares."""
+        """The dataset's fingerprint, or for several a hash of their fingerprints and shares."""
         if len(self.parts) == 1:
             return self.parts[0].dataset.fingerprint
         text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)
@@ -71,8 +71,8 @@ def load_mixture(
 ) -> Mixture:
     """Open the datasets of `spec`: a path, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for an unusable spec,
-    DataError as `load_dataset` does and for datasets of different tokenizers.
+    external_tokenizer, report: as in `load_dataset`. Raises ConfigError for an unusable spec,
+    DataError as `load_dataset` does and for datasets with different tokenizers.
     """
     if not spec:
         fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
@@ -114,13 +114,13 @@ def _parse_spec(spec: str) -> dict[str, float]:
 
 
 def _identify(part: Part) -> tuple[str, str]:
-    """Return what identifies the tokenizer: one tokenizer can have two names."""
+    """Return what identifies the tokenizer, because one tokenizer can have two names."""
     manifest = part.dataset.manifest
     return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
 
 
 def count_rows(dataset: Mixture, objective: str) -> int:
-    """Return the pairs or prompts to train on. Raises ConfigError for several datasets."""
+    """Count the pairs or prompts to train on. Raises ConfigError if there are several datasets."""
     if len(dataset.parts) > 1:
         what = f"objective.name={objective} reads one dataset"
         raise ConfigError(what, "data.path", "prepare the rows together")

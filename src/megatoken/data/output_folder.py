@@ -1,7 +1,7 @@
 """The output folder of a preparation: its lock, its progress, and the finished dataset.
 
-`progress.json` records what is durable, so a killed preparation resumes. The manifest is written
-last, then `progress.json` is removed.
+`progress.json` records what is durable, so that a killed preparation can resume. The manifest is
+written last; then `progress.json` is removed.
 """
 
 import json
@@ -40,11 +40,11 @@ class PrepareResult:
     tokens: int  # train and val
     documents: int
     shards: int
-    seconds: float  # of this call
+    seconds: float  # spent in this call
     train_tokens: int
     val_tokens: int
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
-    counts: dict[str, int]  # of the manifest, such as empty, replaced and skipped documents
+    counts: dict[str, int]  # from the manifest: empty, replaced and skipped documents, ...
     skipped_files: dict[str, int]  # in the source, by extension or reason
     resumed: bool  # an earlier call was interrupted
     unchanged: bool  # the dataset existed already
@@ -91,7 +91,7 @@ def hold_lock(out: Path) -> Iterator[None]:
 def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
     """Return the manifest of a finished dataset, or None if there is none.
 
-    Raises DataError if it has another recipe or its inputs have changed.
+    Raises DataError if the dataset was made by another recipe or its inputs have changed.
     """
     if not (out / MANIFEST_NAME).exists():
         return None
@@ -102,16 +102,16 @@ def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest
         if listing != source.digest(times=True):
             raise DataError("an input changed after it was prepared", out, _ANOTHER_OUT)
     load_dataset(out)  # checks headers and sizes of the shards
-    for name in (PROGRESS_NAME, LOCK, OWNER):  # left by a kill after the manifest was written
+    for name in (PROGRESS_NAME, LOCK, OWNER):  # left if killed after writing the manifest
         with suppress(OSError):
             (out / name).unlink()
     return manifest
 
 
 def start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
-    """Return the state to start from, and whether it is that of an interrupted preparation.
+    """Return the state to start from, and whether it resumes an interrupted preparation.
 
-    Raises DataError if `out` holds tokens of another recipe, or other data.
+    Raises DataError if `out` holds tokens made by another recipe, or other data.
     """
     saved = _load_state(out)
     if saved and any(saved.tokens.values()):

@@ -1,6 +1,6 @@
 """A stateless shuffle: a keyed permutation, computed index by index, the same on every platform.
 
-It needs no table, so a position in the data order is one integer.
+It needs no table, so one integer is enough to record a position in the data order.
 """
 
 import numpy as np
@@ -19,9 +19,9 @@ def make_key(seed: int, epoch: int) -> int:
 def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     """Return the images of `index` (any shape) under the permutation `key` of [0, n).
 
-    A Feistel network over the smallest power of two >= n, applied again to images outside (cycle
-    walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), with the finalizer
-    of splitmix64 (Steele, Lea and Flood, 2014) as its round function.
+    This is a Feistel network over the smallest power of two >= n, with the finalizer of splitmix64
+    (Steele, Lea and Flood, 2014) as its round function. It is applied again to images >= n (cycle
+    walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     assert n >= 1
     if n == 1:
@@ -40,7 +40,10 @@ def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[n
 
 
 def _scramble(value: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    """Run the Feistel network over `bits` bits. Halves can differ by a bit, so they do not swap."""
+    """Run the Feistel network over `bits` bits.
+
+    The halves can differ in length by one bit, so they are not swapped.
+    """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)

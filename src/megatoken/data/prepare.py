@@ -1,4 +1,4 @@
-"""Prepare a dataset folder from text. The bytes do not depend on the number of workers or kills."""
+"""Prepare a dataset folder from text. Workers and interruptions do not change its bytes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,16 +32,16 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, storage_errors
 from megatoken.system.machine import cpu_count
 
-SAMPLE_BYTES = 64 << 20  # of the corpus, to train a BPE on
+SAMPLE_BYTES = 64 << 20  # of the corpus that a BPE is trained on
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
 WORKER_BYTES = 4 << 20  # of input per worker, at least
-MIN_VAL_TOKENS = 1025  # one window of GPT-2 and its last target
+MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a preparation. Bytes are those of the files on disk; tokens of both splits."""
+    """Progress of a preparation. Bytes are of the files on disk, tokens of both splits."""
 
     stage: Literal["vocabulary", "tokens"]
     tokens: int
@@ -70,9 +70,10 @@ def prepare(
 
     source: file, folder, pattern or named corpus (sources.py). root: a local copy of a named
         corpus.
-    tokenizer: gpt2, bytes, bpe:N or a file. workers: processes, 0 for one per core; more than one
-    need a script to call this under `if __name__ == "__main__"`. val_fraction: share of documents
-    held out. invalid: policy for documents that are not UTF-8; "skip" also skips bad rows.
+    tokenizer: gpt2, bytes, bpe:N or a file. workers: number of processes, 0 for one per core; with
+    several, a script must call this under `if __name__ == "__main__"`. val_fraction: share of
+    documents held out. invalid: policy for documents that are not UTF-8; "skip" also skips bad
+    rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, PeerError if a worker dies.
@@ -112,7 +113,10 @@ def prepare(
 def _save_tokenizer(
     folder: Path, loaded: Tokenizer | None, spec: str, sample: Iterator[str]
 ) -> Tokenizer:
-    """Return the dataset's tokenizer: trained on `sample` unless it is loaded, or saved already."""
+    """Return the dataset's tokenizer and save it: `loaded`, an earlier call's, or a new one.
+
+    A new one is trained on `sample`.
+    """
     if (folder / DESCRIPTION_NAME).exists():
         return load_saved_tokenizer(folder)
     tokenizer = loaded or load_tokenizer(spec, lambda: sample)
@@ -147,7 +151,7 @@ def _sample(
 
 @dataclass
 class _Writer:
-    """Writes both splits and the manifest of a dataset, from where `state` ends."""
+    """Writes both splits and the manifest of a dataset, starting where `state` ends."""
 
     out: Path
     state: ResumeState
@@ -168,7 +172,7 @@ class _Writer:
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
         """Encode the rest of the corpus.
 
-        Raises as `read_chunks` and `encode_chunks`, StorageError.
+        Raises the errors of `read_chunks` and `encode_chunks`, and StorageError.
         """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
@@ -180,7 +184,7 @@ class _Writer:
                 with storage_errors(self.out):
                     for split, writer in self.splits.items():
                         added = getattr(ids, split)
-                        # <|endoftext|> is between documents, so not before the first.
+                        # <|endoftext|> stands between documents, so not before the first.
                         writer.append(added if writer.tokens else added[1:])
                     self.state.counts.update(chunk.counts)
                     self.state.counts.update(ids.counts)
@@ -193,8 +197,8 @@ class _Writer:
     def balance_splits(self, val_fraction: float) -> None:
         """Move val to train if train is empty, then the end of train to val if val is too small.
 
-        Val gets at least MIN_VAL_TOKENS or half of all tokens. Raises DataError if there is no
-        text.
+        Val is too small below MIN_VAL_TOKENS, or below half of all tokens if that is less. Raises
+        DataError if there is no text.
         """
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
@@ -235,14 +239,15 @@ class _Writer:
             writer.close()
 
     def _move(self, source: ShardWriter, start: int, target: ShardWriter) -> None:
-        """Move the tokens of `source` from number `start` on to the end of `target`."""
+        """Append the tokens of `source` from index `start` on to `target`, and truncate `source`
+        there."""
         for ids in source.read_from(start):
             target.append(ids)
         self._save({source.split: start})
         source.truncate(start)
 
     def _save(self, truncated: dict[str, int] | None = None) -> None:
-        """Make all tokens and the state durable. truncated: splits that will get shorter."""
+        """Make all tokens and the state durable. truncated: new lengths of splits to be cut."""
         for writer in self.splits.values():
             writer.sync()
         tokens = {split: writer.tokens for split, writer in self.splits.items()}

@@ -40,7 +40,7 @@ TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (
 
 
 class Row(NamedTuple):
-    """A row of the input and its sequences: one conversation, chosen and rejected, or a prompt."""
+    """A row of the input, and its sequences: a conversation, chosen and rejected, or a prompt."""
 
     example: Example
     sequences: list[TokenRow]
@@ -59,9 +59,9 @@ def prepare_chats(
 ) -> PrepareResult:
     """Prepare the dataset `out` from rows (chat_formats.py), all held in memory.
 
-    tokenizer: of the model; gets control tokens if it has no chat template. seq_len: context of the
-    model. invalid: "skip" skips unusable rows. long: policy for rows longer than the context. Equal
-    prompts are in the same split.
+    tokenizer: the model's; if it has no chat template, control tokens are added. seq_len: the
+    model's context. invalid: "skip" skips unusable rows. long: policy for rows longer than the
+    context. Equal prompts are in the same split.
 
     Raises ConfigError for an unusable template or a bad setting, DataError for unusable rows or an
     `out` that holds something else, StorageError if the disk fails.
@@ -132,7 +132,7 @@ def _write_splits(
 def _encode_rows(
     source: Source, template: ChatTemplate, invalid: Invalid
 ) -> tuple[list[Row], Format, int]:
-    """Return the rows, their format, and how many were skipped."""
+    """Return the encoded rows, their format, and how many were skipped."""
     rows: list[Row] = []
     n_skipped = 0
     row_format: Format | None = None
@@ -154,7 +154,7 @@ def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenR
         encoded = [template.encode(example.prompt, reply=True, where=example.where)]
     elif kind == "chat":
         encoded = [template.encode(messages, where=example.where) for messages in example.answers]
-    else:  # train on what follows the prompt, which can hold earlier answers
+    else:  # train only on what follows the prompt, not on earlier answers in it
         context = [replace(message, weight=0) for message in example.prompt]
         n_prompt = len(context)
         encoded = [
@@ -189,9 +189,9 @@ def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
 
 
 def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
-    """Return the rows of each split, by the hash of their prompts.
+    """Split rows into train and val by a hash of their prompts.
 
-    If that leaves a split empty, the row with the nearest hash is moved to it.
+    If that leaves a split empty, it gets the row whose hash is nearest to it.
     """
     hashes = []
     for row in rows:
@@ -210,10 +210,10 @@ def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
 
 
 def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
-    """Pack sequences into rows of at most `length` tokens: best fit, longest first."""
+    """Pack sequences, longest first, into rows of at most `length` tokens, by best fit."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
-    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)  # by tokens left
+    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)  # row numbers by tokens left
     rooms: list[int] = []  # the keys of `rows_by_room` that have rows, ascending
     for number in order:
         needed = len(sequences[number][0])
@@ -239,7 +239,10 @@ def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
 def _write_split(
     writer: ShardWriter, rows: list[Row], length: int, filler: int, kind: Kind
 ) -> dict[str, bytes]:
-    """Append rows of `length` tokens, padded with `filler`. Return the split's other files."""
+    """Append rows of `length` tokens, padded with `filler`.
+
+    Return the contents of the split's other files by name.
+    """
     flat = [sequence for row in rows for sequence in row.sequences]
     marks = []
     for packed in _pack(flat, length) if kind == "chat" else [[sequence] for sequence in flat]:

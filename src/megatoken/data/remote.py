@@ -1,8 +1,8 @@
 """Fetch datasets at an address such as s3://bucket/data into the cache, and upload prepared ones.
 
 A batch draws windows from all shards, so all are fetched before the first step. The folder in the
-cache is named by the address and a hash of the manifest (or of the listing of external shards). One
-process per machine fetches, the others wait.
+cache is named after the address and a hash of the manifest (or of the listing of external shards).
+One process per machine fetches while the others wait.
 """
 
 import re
@@ -51,23 +51,23 @@ from megatoken.system.object_store import (
 )
 
 REPORT_SECONDS = 10.0
-LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it names are there
+LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it lists are there
 SUFFIXES = (".bin", ".npy")
-READ_BLOCKS = 64  # at once
+READ_BLOCKS = 64  # blocks read at once
 
 Report = Callable[[str], None]
 
 
 def no_report(line: str) -> None:
-    """Ignore the line."""
+    """Ignore a line of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDataset:
     """A dataset at an address.
 
-    files: bytes of each file to fetch, by name. shards: those with hashes. mark: the file that is
-    written to the cache last, with `content`.
+    files: sizes in bytes of the files to fetch, by name. shards: the shards that have hashes. mark:
+    the file that is written to the cache last, with `content`.
     """
 
     store: ObjectStore
@@ -79,7 +79,7 @@ class RemoteDataset:
 
 
 def local_dataset(path: str | Path, report: Report = no_report) -> Path:
-    """Return `path`, or for an address the folder in the cache that it is fetched into."""
+    """Return `path`; if it is an address, fetch it and return its folder in the cache."""
     path = strip_file_scheme(str(path))
     return fetch_dataset(path, report) if is_address(path) else local_path(path)
 
@@ -87,9 +87,9 @@ def local_dataset(path: str | Path, report: Report = no_report) -> Path:
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
     """Fetch the dataset or external shards at an address. Return their folder in the cache.
 
-    Shards are verified by the manifest's hashes; files of an earlier call are reused. report:
+    Shards are verified against the manifest's hashes; files of an earlier call are reused. report:
     called with a line when a download starts and every REPORT_SECONDS. Raises DataError if there is
-    no dataset or a shard is damaged there, StorageError if it cannot be fetched.
+    no dataset or a shard is damaged at the address, StorageError if it cannot be fetched.
     """
     remote = list_remote(address)
     folder = cache_folder("datasets", address, remote.content)
@@ -190,9 +190,9 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
 
 
 def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Return how a shard differs from its row of the manifest, or "".
+    """Return how a shard differs from its row of the manifest, or "" if it does not.
 
-    read: its bytes [start, end).
+    read: returns the shard's bytes [start, end).
     """
     actual = hash_block(read(0, HEADER_BYTES))
     if actual != shard.header:
@@ -211,7 +211,7 @@ def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes
 def begin_upload(address: str) -> Path:
     """Mark an address as unfinished. Return the local folder to prepare its dataset in.
 
-    Raises StorageError if nothing can be written there, before hours of work.
+    Raises StorageError if the address is not writable, so that this is known before hours of work.
     """
     store = ObjectStore(address)
     if store.size(MANIFEST_NAME) is None:
@@ -222,7 +222,7 @@ def begin_upload(address: str) -> Path:
 def upload_dataset(folder: Path, address: str, report: Report = no_report) -> None:
     """Upload a prepared folder: shards and tokenizer, each verified, then the manifest.
 
-    Raises DataError if another dataset is at the address, StorageError as the store does.
+    Raises DataError if another dataset is at the address, StorageError if the store fails.
     """
     store = ObjectStore(address)
     content = (folder / MANIFEST_NAME).read_bytes()
@@ -244,7 +244,7 @@ def upload_dataset(folder: Path, address: str, report: Report = no_report) -> No
 
 
 def cache_folder(kind: str, address: str, content: bytes) -> Path:
-    """Return the folder in the cache for this content of an address."""
+    """Return the folder in the cache for an address whose current content is `content`."""
     address = address.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(address.encode() + b"\n" + content)
     name = re.sub(r"[^\w.-]", "-", address.rpartition("/")[2])
@@ -252,7 +252,7 @@ def cache_folder(kind: str, address: str, content: bytes) -> Path:
 
 
 def _fetch(remote: RemoteDataset, name: str, path: Path) -> None:
-    """Fetch a file, again if the transfer damaged it. Raises DataError if the object is damaged."""
+    """Fetch a file; retry if the transfer damages it. Raises DataError for a damaged object."""
     part = path.with_name(f"{path.name}.part")
     shard = remote.shards.get(name)
     path.parent.mkdir(parents=True, exist_ok=True)

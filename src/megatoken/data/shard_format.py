@@ -1,9 +1,10 @@
 """The dataset format: shard headers and `manifest.json`.
 
 A folder holds `manifest.json`, `tokenizer/`, `inputs.xxh3` and shards `train_000000.bin`, ...,
-`val_000000.bin`, .... `inputs.xxh3` hashes the times of the text files, so it is the only file that
-differs between equal preparations. A shard has llm.c's layout: 256 little-endian int32 of header,
-then the tokens. Header bytes 32..63 are the tokenizer's sha256, which other programs ignore.
+`val_000000.bin`, .... `inputs.xxh3` covers the modification times of the text files, so it is the only
+file that can differ between equal preparations. A shard has llm.c's layout: a header of 256
+little-endian int32, then the tokens. Header bytes 32..63 are the tokenizer's sha256, which other
+programs ignore.
 """
 
 import json
@@ -22,7 +23,7 @@ from megatoken.system.atomic_write import MALFORMED, read_small_file, replace_fi
 from megatoken.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
-BLOCK_BYTES = 1 << 18  # of tokens, without the header: the unit of hashing
+BLOCK_BYTES = 1 << 18  # bytes of tokens per hash; the header is hashed separately
 MANIFEST_NAME = "manifest.json"
 PROGRESS_NAME = "progress.json"  # of an unfinished preparation
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text files, with their times
@@ -51,12 +52,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tokenizer, token type, documents, shards in reading order, and how they were made."""
+    """The tokenizer, token type, documents and shards of a dataset, and how they were made."""
 
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" if external)
     dtype: str  # "uint16" | "uint32"
     documents: dict[str, int]  # per split
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # in reading order
     source: dict[str, Any]  # settings and counts, without times, workers and paths
 
     def tokens(self, split: str) -> int:
@@ -65,7 +66,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """xxh3_128 hex of the content, hence of every token."""
+        """The xxh3_128 hex of the manifest, which covers every token."""
         return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
 
 
@@ -146,7 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
-    """Return the manifest in the bytes of `manifest.json`. Raises as `read_manifest`."""
+    """Return the manifest in the bytes of `manifest.json`. Raises as `read_manifest` does."""
     try:
         content = parse_sealed(data)
     except ValueError as error:
@@ -155,12 +156,12 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON without its end, a shard per line, with sorted keys."""
+    """Return the manifest as JSON with sorted keys and a shard per line, without its end."""
 
     def dump(value: Any) -> str:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
 
-    # Hashes as one string, 16 digits per block: a third of the size.
+    # The hashes are one string, 16 digits per block, which takes a third of the size.
     shards = ",\n".join(
         dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards
     )

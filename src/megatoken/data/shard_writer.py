@@ -18,7 +18,7 @@ _READ_TOKENS = 1 << 20
 
 @dataclass
 class ShardWriter:
-    """Appends tokens to a split, after the first `tokens` tokens in its files.
+    """Appends tokens to a split whose files already hold `tokens` tokens.
 
     Raises OSError, and DataError if a file is too short.
     """
@@ -54,7 +54,7 @@ class ShardWriter:
         if tokens % self.shard_tokens:
             self._file = FileIO(path, "r+")
             self._file.truncate(size)
-            _write_all(self._file, bytes(HEADER_BYTES))  # an unfinished shard is not readable
+            _write_all(self._file, bytes(HEADER_BYTES))  # an unfinished shard has zeros
             self._file.seek(size)
 
     def append(self, ids: NDArray[Any]) -> None:
@@ -73,7 +73,7 @@ class ShardWriter:
                 self._close_shard()
 
     def sync(self) -> None:
-        """Force everything written to the disk."""
+        """Force everything written so far to the disk."""
         if self._file:
             os.fsync(self._file.fileno())
 
@@ -101,7 +101,7 @@ class ShardWriter:
             self._file = None
 
     def read_from(self, start: int) -> Iterator[NDArray[Any]]:
-        """Yield the tokens from number `start` on, in arrays of at most 1 Mi."""
+        """Yield the tokens from index `start` on, in arrays of at most 2**20 tokens."""
         while start < self.tokens:
             index, at = divmod(start, self.shard_tokens)
             count = min(_READ_TOKENS, self.tokens - start, self.shard_tokens - at)
@@ -113,7 +113,7 @@ class ShardWriter:
         return self.folder / f"{self.split}_{index:06d}.bin"
 
     def _shard_sizes(self) -> list[int]:
-        """Return the tokens of each shard."""
+        """Return the number of tokens of each shard."""
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 

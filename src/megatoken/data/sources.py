@@ -25,8 +25,8 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
-# separated: documents between <|endoftext|>; whole: one document; the others: rows with named
-# fields.
+# separated: documents with <|endoftext|> between them; whole: one document; the others: rows with
+# named fields.
 Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
 Compression = Literal["", "gz", "zst"]
 
@@ -40,8 +40,8 @@ ROW_FORMATS: dict[str, Format] = {
 }
 FORMATS: dict[str, Format] = {".txt": "separated", **ROW_FORMATS}  # any other suffix is "whole"
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
-IN_FOLDERS = (*FORMATS, ".md")  # read from a folder; other files must be named
-# Descriptions of a dataset, which are skipped in folders.
+IN_FOLDERS = (*FORMATS, ".md")  # read from folders; other files are read only if named
+# Files that describe a dataset; they are skipped in folders.
 _CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
 
 SHAKESPEARE_URL = (
@@ -49,7 +49,7 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-# name -> dataset repository on the Hugging Face hub, its files
+# name -> (dataset repository on the Hugging Face hub, its files)
 HUB = {
     "tinystories": ("roneneldan/TinyStories", "data/train-*.parquet"),
     "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
@@ -64,8 +64,8 @@ HUB = {
 _TIMEOUT_SECONDS = 10
 NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
-# Not in the corpus "python": tests, installed packages, demos, and tables, which are files with at
-# least _TABLE_SHARE of their bytes in lines that begin with a string or a number (not a docstring).
+# The corpus "python" excludes tests, installed packages, demos and tables. A table is a file with
+# at least _TABLE_SHARE of its bytes in lines that begin with a number or a string, not a docstring.
 _NOT_PYTHON = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages"),
     *("idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
@@ -76,7 +76,7 @@ _TABLE_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An input file. name: relative, for the listing; changed: mtime in ns, 0 if unknown."""
+    """An input file. name: relative path, for the listing; changed: mtime in ns, 0 if unknown."""
 
     name: str
     path: str
@@ -87,13 +87,13 @@ class File:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the text is longer than the file."""
+        """Whether the file is compressed, so that its text is longer."""
         return bool(self.compression) or self.format == "parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files in reading order. skipped: how many were not listed, by extension or name."""
+    """Files in reading order. skipped: numbers of files left out, by extension or name."""
 
     name: str
     files: tuple[File, ...]
@@ -106,7 +106,7 @@ class Source:
         return sum(file.size for file in self.files)
 
     def digest(self, *, times: bool) -> str:
-        """Return the xxh3_128 of all names and sizes, with `times` also of modification times."""
+        """Return the xxh3_128 of all names and sizes. times: include modification times."""
         rows = (
             f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files
         )
@@ -114,11 +114,11 @@ class Source:
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
-    """Return the files of `spec`, sorted by name: one of NAMES, a file, a folder or a pattern.
+    """Return the files of `spec` (one of NAMES, a file, a folder or a pattern), sorted by name.
 
-    root: a local copy of a named corpus. exclude: the output folder, which is skipped, as are other
-    datasets and runs. Raises DataError if there is no text file, ConfigError if `spec` is the name
-    of both a corpus and a local path.
+    root: a local copy of a named corpus. exclude: the output folder; it is skipped, as are other
+    datasets and runs. Raises DataError if there is no text file, ConfigError if `spec` names both a
+    corpus and a local path.
     """
     if spec in NAMES and root is None and Path(spec).exists():
         fix = f"write ./{spec} for the local one"
@@ -222,7 +222,7 @@ def _describe(name: str, path: Path) -> File:
 
 
 def classify(name: str) -> tuple[Format, Compression]:
-    """Return format and compression of a file by its name; an unknown suffix means text."""
+    """Return the format and compression that a file's name implies: by default, text."""
     suffix, compression = _split_suffix(name)
     return FORMATS.get(suffix, "whole"), compression
 
@@ -275,9 +275,9 @@ def _is_output(folder: Path, out: Path | None) -> bool:
 
 
 def download(url: str, target: Path, sha256: str, alternative: str = "") -> bytes:
-    """Return the bytes at `url`, cached in `target`. Raises DataError if they cannot be had.
+    """Return the bytes at `url`, cached in `target`.
 
-    alternative: what else the user can do.
+    alternative: what else the user can do, for the error. Raises DataError if the download fails.
     """
     with suppress(OSError):
         cached = target.read_bytes()

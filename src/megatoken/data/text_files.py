@@ -1,4 +1,4 @@
-"""Open the files of a corpus as text. JSON arrays, CSV and parquet become JSON, a row per line."""
+"""Open the files of a corpus as text. JSON arrays, CSV and parquet become lines of JSON rows."""
 
 import codecs
 import csv
@@ -14,14 +14,14 @@ from megatoken.errors import DataError, MegatokenError
 
 HEAD_BYTES = 8192  # read to detect the content of a file
 LARGEST_ROW = 64 << 20  # bytes
-PARQUET_ROWS = 8  # read at once; with a dictionary each can be as long as the file
+PARQUET_ROWS = 8  # read at once; with dictionary encoding, each can be as long as the file
 
 # lines: JSON, a row per line. rows: the same, converted from an array, CSV, TSV or parquet.
 TextFormat = Literal["separated", "whole", "lines", "rows"]
 
 
 class TextFile(NamedTuple):
-    """An open file. tell: returns the bytes of the file on disk that were read."""
+    """An open file. tell: returns how many bytes of the file on disk were read."""
 
     stream: BinaryIO
     format: TextFormat
@@ -30,7 +30,7 @@ class TextFile(NamedTuple):
 
 
 class _RowStream:
-    """The part of BinaryIO that readers need, for rows that become a line of JSON each."""
+    """A stream of rows as lines of JSON, with the part of BinaryIO that readers need."""
 
     def __init__(self, rows: Iterator[Any]) -> None:
         self._lines = (json.dumps(row, default=_to_text).encode() + b"\n" for row in rows)
@@ -42,7 +42,7 @@ class _RowStream:
         return False
 
     def read(self, size: int) -> bytes:
-        """Return lines of at least `size` bytes, fewer at the end."""
+        """Return lines of at least `size` bytes in total, fewer at the end."""
         lines = []
         for line in self._lines:
             lines.append(line)
@@ -53,7 +53,7 @@ class _RowStream:
 
 
 def _to_text(value: Any) -> str:
-    """Return a value that JSON does not have, such as a date, as text."""
+    """Return as text a value that JSON cannot hold, such as a date."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
@@ -61,8 +61,9 @@ def _to_text(value: Any) -> str:
 def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFile]:
     """Open a file for reading from its start.
 
-    text_key: the only column to read of a parquet file. Raises DataError, naming the file, for
-    every exception inside the `with` block: gzip, zstd, parquet and the network have their own.
+    text_key: the only column to read from a parquet file. Every exception inside the `with` block
+    is raised as a DataError that names the file, because gzip, zstd, parquet and the network have
+    their own types.
     """
     try:
         with source.open(file) as raw:
@@ -98,7 +99,7 @@ def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield the place (file:line) and the JSON of every row. Raises as `open_text`."""
+    """Yield each row's place (file:line) and JSON. Raises DataError as `open_text` does."""
     for file in source.files:
         with open_text(source, file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
@@ -129,7 +130,7 @@ def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 
 
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
-    """Yield rows as objects. One with too many fields becomes a list, which readers reject."""
+    """Yield rows as objects. A row with too many fields becomes a list, which readers reject."""
     csv.field_size_limit(LARGEST_ROW)
     lines = codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")
     for row in csv.DictReader(lines, delimiter=delimiter, strict=True):

@@ -34,7 +34,7 @@ from megatoken.system.atomic_write import (
 
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
-LARGEST_VOCABULARY = 1 << 24  # ids; tables have a row for each
+LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
 LARGEST_TRAINED = 1_000_000  # ids; the trainer holds all of them in memory
 
@@ -46,8 +46,8 @@ class Tokenizer:
     """A vocabulary and its rules, identified by `fingerprint`.
 
     vocab_size: highest id + 1. eot: id of the token between documents. end_ids: ids that end a
-    generation, if the model's files name them. chat_template: jinja text, "" if it has none of its
-    own. split_points: where a long text can be split without changing an id.
+    generation, if the model's files name them. chat_template: jinja text, "" if none was saved with
+    it. split_points: where a long text can be split without changing an id.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 hex of everything that decides ids and text, for any version of `tokenizers`."""
+        """The sha256 hex of all that decides ids and text, for any version of `tokenizers`."""
         keys = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
         decisive: dict[str, Any] = {key: self._content.get(key) for key in keys}
         model = decisive["model"]
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def drops_unknown(self) -> bool:
-        """Whether text outside the vocabulary is lost: a BPE without unk and without all bytes."""
+        """Whether text outside the vocabulary is lost, as in a BPE without unk and all bytes."""
         model = self._content["model"]
         if model["type"] != "BPE" or model.get("unk_token"):
             return False
@@ -117,26 +117,26 @@ class Tokenizer:
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
     def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
-        """Return the bytes of text in the targets >= 0. Special tokens are not text."""
+        """Return the bytes of text in the targets >= 0. Special tokens do not count as text."""
         if self._byte_lengths is not None:
             return int(self._byte_lengths[targets_BT[targets_BT >= 0]].sum())
         total = 0
         for inputs, targets in zip(inputs_BT, targets_BT, strict=True):
-            ids = np.append(inputs[:1], targets[targets >= 0])  # text depends on the id before it
+            ids = np.append(inputs[:1], targets[targets >= 0])  # text depends on the previous id
             documents = np.split(ids, np.flatnonzero(ids == self.eot))
             total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
         return total
 
     def measure_tokens(self, text: str) -> NDArray[np.int64]:
-        """Return the number of bytes of `text` (n,) per id."""
+        """Return the number of bytes of `text` that each of its ids (n,) stands for."""
         sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
         starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
-        # Several ids of one character: the last gets its bytes.
+        # If several ids form one character, the last gets its bytes.
         return np.diff(sizes[[0, *starts[1:], -1]] if starts else [])
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of text (vocab_size,) per id if each character of a token is a byte, else None."""
+        """Bytes of text per id (vocab_size,); None unless each character of a token is a byte."""
         if "ByteLevel" not in json.dumps(self._content["decoder"]):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
@@ -163,14 +163,14 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of special tokens, which no text is encoded to."""
+        """Ids of special tokens, to which no text is encoded."""
         added = self._content["added_tokens"]
         return {token["content"]: token["id"] for token in added if token["special"]}
 
     def add_special_tokens(self, tokens: Sequence[str], name: str) -> "Tokenizer":
-        """Return a copy called `name` in which `tokens` are special. New ones get the next ids.
+        """Return a copy called `name` in which `tokens` are special. New tokens get the next ids.
 
-        Raises DataError if one of them is an ordinary token, or the vocabulary has gaps.
+        Raises DataError if one of them is an ordinary token or the vocabulary has gaps.
         """
         inner = tokenizers.Tokenizer.from_str(self.to_json())
         missing = [token for token in tokens if token not in self.special_ids]
@@ -193,7 +193,7 @@ class Tokenizer:
         return self._encode(text).astype(np.int64)  # torch cannot index with unsigned integers
 
     def encode_control(self, text: str) -> list[int]:
-        """Return the ids of `text`, with special tokens recognized. Not for text of users."""
+        """Return the ids of `text`, with special tokens recognized. Unsafe for users' text."""
         self._inner.encode_special_tokens = False
         try:
             return list(self._inner.encode(text, add_special_tokens=False).ids)
@@ -201,11 +201,14 @@ class Tokenizer:
             self._inner.encode_special_tokens = True
 
     def start_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the ids to generate from: begin-of-text and the prompt; end-of-text if empty."""
+        """Return begin-of-text (if any) and the prompt, or end-of-text if both are empty."""
         return [*self.bos_ids, *prompt_ids] or [self.eot]
 
     def decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text that `ids` add to `context`; some decoders drop a leading space."""
+        """Return the text that `ids` add to `context`.
+
+        Decoding `ids` by themselves would differ: some decoders drop a leading space.
+        """
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -214,11 +217,11 @@ class Tokenizer:
             return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
-        """Return the content of its tokenizer.json."""
+        """Return the content of a tokenizer.json."""
         return str(self._inner.to_str())
 
     def describe(self) -> dict[str, Any]:
-        """Return its entry in the manifest, which is also saved in megatoken_tokenizer.json."""
+        """Return the manifest's entry for it, which is also saved in megatoken_tokenizer.json."""
         return {
             "name": self.name,
             "vocab_size": self.vocab_size,
@@ -227,7 +230,7 @@ class Tokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, its chat template, then megatoken_tokenizer.json, durably.
+        """Durably write tokenizer.json, the chat template, then megatoken_tokenizer.json.
 
         Raises StorageError if the folder cannot be written.
         """
@@ -243,7 +246,7 @@ class Tokenizer:
     def _encode_text(self, text: str) -> Ids:
         what = f"the tokenizer cannot encode {text[:40]!r}"
         with _data_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
-            # The batch call keeps no offsets: half the time, three quarters of the memory.
+            # The batch call keeps no offsets, so it takes half the time, 3/4 of the memory.
             encoding = self._inner.encode_batch_fast([text], add_special_tokens=False)[0]
             return np.array(encoding.ids, dtype=np.uint32)
 
@@ -255,8 +258,8 @@ def _encode_bytes(text: str) -> Ids:
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
     """Return the tokenizer `spec`: gpt2, bytes, bpe:N, a tokenizer.json, or a folder with one.
 
-    texts: text to train bpe:N on. Raises ConfigError for an unknown spec, DataError for a file that
-    is missing or cannot be used.
+    texts: returns the text to train bpe:N on. Raises ConfigError for an unknown spec, DataError for
+    a file that is missing or cannot be used.
     """
     if spec == "gpt2":
         return Tokenizer(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2", 50_256)
@@ -274,7 +277,7 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
         raise ConfigError(f"no tokenizer {spec}", "tokenizer", "use gpt2, bytes, bpe:N or a file")
     if (path / DESCRIPTION_NAME).exists():
         return load_saved_tokenizer(path)
-    if (path / "tokenizer").is_dir():  # of a dataset or run
+    if (path / "tokenizer").is_dir():  # a dataset or run
         return load_tokenizer(str(path / "tokenizer"))
     if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
         return _load_vocabulary(path)
@@ -332,7 +335,7 @@ def _load_file(path: Path, name: str) -> Tokenizer:
 
 
 def _read_chat_template(folder: Path) -> str:
-    """Return a folder's chat template, in which bos_token and eos_token are set; "" if none."""
+    """Return a folder's chat template with bos_token and eos_token filled in, "" if it has none."""
     config = read_object(folder / "tokenizer_config.json")
     template = config.get("chat_template")
     path = folder / CHAT_TEMPLATE_NAME
@@ -350,7 +353,7 @@ def _read_chat_template(folder: Path) -> str:
 
 
 def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that end a generation, by a folder's config files."""
+    """Return the ids below `vocab_size` that a folder's config files name as ends of generation."""
     ends: list[Any] = []
     for name in ("config.json", "generation_config.json"):
         value = read_object(folder / name).get("eos_token_id")
@@ -365,7 +368,7 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _data_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
-    """Raise DataError for what `tokenizers` raises: bare Exceptions, and panics (BaseException)."""
+    """Turn what `tokenizers` raises (Exceptions, and panics as BaseException) into DataError."""
     try:
         yield
     except MegatokenError:
@@ -377,7 +380,7 @@ def _data_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
 
 
 def _drop_defaults(value: Any) -> Any:
-    """Remove nulls and falses, which some versions of `tokenizers` write and others omit."""
+    """Remove null and false values, which only some versions of `tokenizers` write."""
     if isinstance(value, dict):
         items = value.items()
         return {key: _drop_defaults(item) for key, item in items if item not in (None, False)}
@@ -385,7 +388,7 @@ def _drop_defaults(value: Any) -> Any:
 
 
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:
-    """Return whether the ids of a text are the ids of GPT-2's words."""
+    """Return whether the ids of a text are the ids of its words as GPT-2 splits them."""
     model = content["model"]
     splitter = content["pre_tokenizer"] or {}
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

@@ -1,4 +1,4 @@
-"""Endless lists of windows to cut batches from. Entry i is a function of i alone."""
+"""Endless lists of windows, from which batches are cut. Entry i depends only on i."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
 
-_CHUNK_WINDOWS = 4096  # computed at once, to amortize numpy's overhead
+_CHUNK_WINDOWS = 4096  # windows computed at once, to amortize numpy's overhead
 _FIRST_SOURCE_KEY = 2**32  # above the keys of epochs
-_ONE = 2**64  # the interval [0, 1) in integers
+_ONE = 2**64  # 1.0 in units of 2**-64
 
 
 class WindowOrder(Protocol):
@@ -52,12 +52,12 @@ class ShuffledOrder:
 
 
 class MixedOrder:
-    """Windows of several sources in proportion to their weights, each shuffled separately.
+    """Windows of several sources in proportion to their weights; each source is shuffled.
 
-    Entry i is from the source whose share of [0, 1) contains frac(i x golden ratio + a key) (Weyl
-    1916). These points are so even that each source has its share of any stretch to within a few
-    entries. The number of entries of a source before i is a sum of floors, computed as fast as
-    Euclid's algorithm.
+    Entry i comes from the source whose interval in [0, 1) contains frac(i x golden ratio + key)
+    (Weyl 1916). These points are so evenly spread that in any stretch of entries, each source's
+    share is right to within a few entries. How many entries before i come from a source is a sum of
+    floors, computed in as few steps as Euclid's algorithm.
     """
 
     def __init__(self, n_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -83,16 +83,16 @@ class MixedOrder:
         return out
 
     def _count_below(self, count: int, end: int) -> int:
-        """Return how many of the first `count` points, in units of 2**-64, are below `end`.
+        """Return how many of the first `count` points are below `end`, in units of 2**-64.
 
-        x mod 2**64 < end is floor(x / 2**64) - floor((x - end) / 2**64).
+        Uses (x mod 2**64 < end) = floor(x / 2**64) - floor((x - end) / 2**64).
         """
         above = floor_sum(count, _ONE, GOLDEN, self._key + _ONE - end)
         return floor_sum(count, _ONE, GOLDEN, self._key) - above + count
 
 
 class CachedOrder:
-    """Another order, with its latest chunk cached."""
+    """Caches the latest chunk of another order."""
 
     def __init__(self, order: WindowOrder, chunk: int) -> None:
         self._order = order

@@ -146,7 +146,7 @@ class Translation:
         return self._values.get(key)
 
     def where(self, *keys: str) -> str:
-        """Return the origins of these settings."""
+        """Return where these settings come from, for messages: e.g. file:line, or the default."""
         return ", ".join(self._origins[key] for key in keys)
 
     def set(self, field: str, value: Any, *keys: str) -> None:
