@@ -1,1 +1,1 @@
-"""Validation loss, multiple-choice tasks, lm-evaluation-harness."""
+"""Validation loss, multiple-choice tasks, scored answers, and lm-evaluation-harness."""

@@ -1,4 +1,4 @@
-"""Score a chat model's own answers to held-out prompts: reward, pass@k, stop rate, length."""
+"""Score a chat model's answers to held-out prompts: reward, pass@k, stop rate, length."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 
 DEFAULT_TOKENS = 256
-RIGHT = 1.0  # smallest reward of a right answer
+RIGHT = 1.0  # an answer is right if its reward is at least this
 NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 
 
@@ -37,16 +37,17 @@ class Question:
 
 
 def read_questions(source: str, limit: int) -> list[Question]:
-    """Return the first `limit` (0: all) prompts with answers, or conversations with first answers.
+    """Return the questions in the first `limit` rows (0: all) of prompts or conversations.
 
-    source: a source of `prepare`, or a dataset of prompts, to read its held-out split. Raises
-    DataError for rows without a right answer.
+    The right answer to a conversation is its first answer. source: anything that `prepare` reads,
+    or a dataset of prompts, whose held-out split is read. Raises DataError for rows without a right
+    answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))
         require_kind(dataset, "prompt", "--chat")
         split = "val" if len(dataset.val) else "train"
-        read_answers(dataset, split)  # checks their hash
+        read_answers(dataset, split)  # checks the hash of its file
         source = str(Path(source) / answers_name(split))
     questions: list[Question] = []
     for file_format, example in read_examples(find_source(source)):
@@ -68,7 +69,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
 class AnswerSettings:
     """How answers are sampled and scored.
 
-    samples: answers per question for pass@k, with `sampling`; 0 for greedy answers only.
+    samples: sampled answers per question, for pass@k; 0 for the greedy answer only.
     """
 
     reward: Reward = reward_exact
@@ -90,10 +91,10 @@ def evaluate_answers(
     """Return means over the questions, with their standard errors under `stderr`.
 
     `score`: reward of the greedy answer; `stops`: share of greedy answers that end with a stop
-    token; `tokens`: their length. With `samples`, `pass_at`: for k = 1, 2, 4, ..., the probability
-    that one of k sampled answers has a reward of 1. comm: ranks that share the questions; all
-    return the same. Raises DataError for a prompt that fills the context, ConfigError for a failing
-    reward.
+    token; `tokens`: their length; `pass_at`, if there are `samples`: for k = 1, 2, 4, ..., the
+    probability that at least one of k sampled answers has a reward of 1. comm: ranks that share the
+    questions; all return the same. Raises DataError for a prompt that fills the context,
+    ConfigError if the reward function fails.
     """
     rank, size = (comm.dist_env.rank, comm.dist_env.world_size) if comm else (0, 1)
     local = list(enumerate(questions))[rank::size]
@@ -176,7 +177,7 @@ def _make_request(
 
 
 def estimate_pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate from c right answers of n samples (Chen et al. 2021)."""
+    """Return the unbiased estimate of pass@k if c of n samples are right (Chen et al. 2021)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

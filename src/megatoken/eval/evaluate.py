@@ -45,16 +45,16 @@ def evaluate(
     split: str | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """Score a model on `tasks`, or without tasks measure its loss on `data`, as `megatoken eval`.
+    """Score a model on `tasks`; without tasks, measure its loss on `data`. Like `megatoken eval`.
 
     tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data:
-    with tasks, a file for one or a folder with a file for each (default: the Hugging Face hub);
-    otherwise token shards, also at an address, or text that `prepare` reads. limit: first examples
-    of each task, or targets spread evenly over the data; 0 for all. split: of shards. device: None
-    for where the weights are, in their dtype.
+    with tasks, the file of a single task or a folder with a file for each (default: the Hugging
+    Face hub); without, token shards, their address, or text that `prepare` reads. limit: use only
+    the first examples of each task, or so many targets spread evenly over the data; 0 for all.
+    split: split of the shards. device: None to compute where the weights are and in their dtype.
 
-    Return what `evaluate_tasks` or `evaluate_loss` returns. Raises ConfigError for an unknown task,
-    DataError for missing or malformed examples, and as those functions do.
+    Return what `evaluate_tasks` or `evaluate_loss` returns. Raises the errors of those functions,
+    ConfigError for an unknown task, and DataError for missing or malformed examples.
     """
     comm = Comm(DistEnv())
     if device is None:
@@ -81,8 +81,9 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Return {"tasks": {name: acc, acc_norm, acc_token_mean, stderr, n, seconds}}.
 
-    tasks: examples by name. token_mean: compute acc_token_mean; per_example: add predictions. All
-    ranks share the work and return the same. Raises NumericsError for scores that are not finite.
+    tasks: examples by task name. token_mean: whether to compute acc_token_mean. per_example:
+    whether to add the predictions. All ranks share the work and return the same. Raises
+    NumericsError for scores that are not finite.
     """
     metrics = {}
     for name, examples in tasks.items():
@@ -108,10 +109,11 @@ def evaluate_loss(
     limit: int = 0,
     split: str | None = None,
 ) -> dict[str, Any]:
-    """Return `loss_metrics` of shards or text, with split and data, in windows of the context.
+    """Return `loss_metrics` over windows of shards or text, with `split` and `data`.
 
-    Every token but the first is a target; with a limit, full windows spread evenly over the data.
-    bits_per_byte is None without text. All ranks share the work and return the same. Raises as
+    Windows have the length of the context. Every token but the first is a target; with a limit,
+    only those in full windows that are spread evenly over the data. bits_per_byte is None if the
+    targets hold no text. All ranks share the work and return the same. Raises the errors of
     `open_tokens`, DataError for too few tokens, NumericsError for a loss that is not finite.
     """
     folder = local_dataset(data)
@@ -156,9 +158,10 @@ def evaluate_loss(
 def open_tokens(
     data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm
 ) -> Iterator[tuple[Tokens, str]]:
-    """Open tokens: a split of shards (default val if not empty), or prepared text, "all".
+    """Yield tokens and the name of their split: a split of shards, or "all" of a text.
 
-    Raises DataError for shards of another tokenizer, ConfigError for a split of text.
+    split: by default val, or train if val is empty. Raises DataError for shards of another
+    tokenizer, ConfigError if a split of a text is requested.
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
         yield open_shards(data, tokenizer, split)
@@ -179,11 +182,11 @@ def open_tokens(
 
 
 def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[Tokens, str]:
-    """Return a split of token shards and its name. Raises as `open_tokens`."""
+    """Return a split of token shards and its name. Raises DataError as `open_tokens` does."""
     dataset = load_dataset(data)
     require_kind(dataset, "text", "the loss on shards")
     origin = dataset.manifest.tokenizer
-    # Shards of other programs record the size of the vocabulary only.
+    # Of their tokenizer, shards of other programs record only the vocabulary's size.
     is_same = origin["vocab_size"] == tokenizer.vocab_size
     if origin["fingerprint"] and (data / "tokenizer").is_dir():
         is_same = dataset.tokenizer.shares_ids(tokenizer)
@@ -196,9 +199,9 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
 
 
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the number of bytes of text up to the end of each token that `prepare` would write."""
+    """Return the bytes of text up to the end of each token that `prepare` would write."""
     options = PrepareOptions()
-    # Encode sizes instead of ids.
+    # Its `encode` returns the bytes per token instead of ids.
     meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)
     chunks = read_chunks(find_source(source), options, ReadPosition())
     sizes = np.concatenate([encode_segments(c.segments, options, meter).train for c in chunks])

@@ -1,7 +1,7 @@
-"""Run lm-evaluation-harness on a loaded model: any of its tasks, without exporting the model.
+"""Run any task of lm-evaluation-harness on a loaded model, without exporting the model.
 
 Log-likelihoods come from eval/scorer.py, which encodes a context once for all its continuations.
-A model with a chat template gets its prompts, including few-shot examples, as a conversation.
+A model with a chat template gets prompts and few-shot examples as a conversation.
 """
 
 import importlib.metadata
@@ -40,13 +40,13 @@ except ImportError:
     TemplateLM = object
 
 NEW_TOKENS = 256  # the harness's default
-# Precedes each control token of a conversation as text. No text has this noncharacter.
+# Marks each control token in the text of a conversation. Ordinary text lacks this noncharacter.
 CONTROL = "\ufdd0"
 RESULTS = ("results", "groups", "versions", "n-samples", "samples")
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]
-    """A model behind the harness's interface. Every rank gets all requests, returns all results."""
+    """A model behind the harness's interface. Each rank gets all requests and returns all results."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     ) -> str:
         """Return the conversation as text that `tok_encode` turns into the template's ids.
 
-        Without add_generation_prompt the last message is the beginning of the answer.
+        Without add_generation_prompt, the last message is the beginning of the answer to complete.
         """
         assert self.template is not None
         messages = [
@@ -117,7 +117,11 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """requests: (texts, context ids, continuation ids), to be truncated from the left."""
+        """Return each continuation's log-likelihood, and whether it is the greedy continuation.
+
+        requests: (texts, context ids, continuation ids). Sequences that exceed the context are
+        truncated from the left.
+        """
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         sequences = []
         for number, (_, context, continuation) in enumerate(requests):
@@ -182,7 +186,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
 def run_harness(
     options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
 ) -> dict[str, Any]:
-    """Return the harness's results for `--tasks`: its own, or those in the folder `--include`.
+    """Return the harness's results for `--tasks`: tasks of its own or of the folder `--include`.
 
     Raises ConfigError if it is not installed or has no such task, DataError if it cannot read a
     task's data.

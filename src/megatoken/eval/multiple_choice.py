@@ -1,8 +1,9 @@
 """Multiple-choice scores: acc and acc_norm as in lm-evaluation-harness, acc_token_mean as in llm.c.
 
-acc and acc_norm tokenize context and choice together and take the largest log-likelihood, or the
-largest per character. acc_token_mean takes the largest mean per token, on the text and tokens of
-build-nanogpt and llm.c.
+acc and acc_norm tokenize context and choice together. acc predicts the choice with the largest
+log-likelihood, acc_norm the one with the largest log-likelihood per character. acc_token_mean
+predicts the one with the largest mean per token, with the text and tokens of build-nanogpt and
+llm.c.
 """
 
 import math
@@ -31,7 +32,7 @@ class EncodedExample:
     """An Example in token ids.
 
     raw_tree: for acc_token_mean, often the same object as `tree`; None to skip this score.
-    cut: a choice is longer than the context, so only its end is scored.
+    cut: whether a choice is longer than the context, so that only its end is scored.
     """
 
     tree: Tree
@@ -45,8 +46,8 @@ class EncodedExample:
 class ExampleResult:
     """The predicted choice under each score, or None for a score that the task does not have.
 
-    In a cloze, `pred` is 0 if greedy decoding gives the only choice, else -1; `loss` is its loss in
-    nats.
+    A cloze has only one choice: `pred` is 0 if greedy decoding gives it, else -1; `loss` is its
+    loss in nats.
     """
 
     pred: int
@@ -62,8 +63,8 @@ def read_tasks(
 ) -> dict[str, list[EncodedExample]]:
     """Return the encoded examples of every task of a config, by name.
 
-    A task with a `?` is skipped with a warning if its examples cannot be read. Raises ConfigError
-    for an unknown task, DataError for missing or malformed examples.
+    A task whose name ends with `?` is skipped with a warning if its examples cannot be read. Raises
+    ConfigError for an unknown task, DataError for missing or malformed examples.
     """
     data = Path(config.tasks_data) if config.tasks_data else None
     encoded = {}
@@ -85,8 +86,8 @@ def encode_examples(
 ) -> list[EncodedExample]:
     """Encode examples, truncated from the left to `seq_len` as in lm-eval.
 
-    token_mean: include acc_token_mean, whose different text doubles the cost of HellaSwag. Raises
-    DataError for a choice without tokens.
+    token_mean: include acc_token_mean. It uses another text, which doubles the cost of HellaSwag.
+    Raises DataError for a choice without tokens.
     """
 
     def encode(prompts: Sequence[Prompt], where: str, *, together: bool) -> tuple[Tree, bool]:
@@ -120,11 +121,12 @@ def encode_examples(
 def encode_prompt(
     prompt: Prompt, tokenizer: Tokenizer, seq_len: int, *, together: bool
 ) -> ScoredSequence:
-    """Return token ids after begin-of-text (if any), truncated from the left; n_targets is not.
+    """Return begin-of-text (if any) and the token ids of a prompt, truncated from the left.
 
-    together (lm-evaluation-harness): encode one text, so that a token may span context and
-    continuation; trailing spaces of the context belong to the continuation. Otherwise
-    (build-nanogpt, llm.c) encode them separately. An empty context becomes the end-of-text token.
+    n_targets still counts all targets. together: encode context and continuation as one text, as
+    lm-evaluation-harness does; a token may span both, and trailing spaces of the context belong to
+    the continuation. Otherwise encode them separately, as build-nanogpt and llm.c do. An empty
+    context becomes the end-of-text token.
     """
     context, continuation = prompt
     prefix = tokenizer.encode(context.rstrip() if together else context)
@@ -167,7 +169,10 @@ def score_examples(
 
 
 def _argmax_per_unit(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
-    """Return the first choice with the largest log-likelihood per size; never one of size 0."""
+    """Return the first choice with the largest log-likelihood per unit of size.
+
+    A choice of size 0 is never returned.
+    """
     sizes = np.asarray(sizes)
     return int(np.where(sizes > 0, log_p / np.maximum(sizes, 1), -np.inf).argmax())
 
@@ -175,7 +180,7 @@ def _argmax_per_unit(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
 def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
     """Return acc, acc_norm, acc_token_mean (None if the task lacks it), stderr, n, and perplexity.
 
-    n_cut, if any: examples with a choice longer than the context, scored on its end only.
+    n_cut, if not 0: number of examples with a choice of which only the end fits the context.
     """
     metrics: dict[str, Any] = dict.fromkeys(SCORES)
     stderr: dict[str, float | None] = dict.fromkeys(SCORES)
@@ -208,7 +213,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 
 
 def describe_cut(metrics: Mapping[str, Any]) -> str:
-    """Return a remark on examples that were cut, or an empty string."""
+    """Return a remark on examples with a choice that was cut, or "" if there are none."""
     if "n_cut" not in metrics:
         return ""
     return f", {metrics['n_cut']:,} with a choice longer than the context (only its end is scored)"

@@ -1,8 +1,9 @@
 """Score a model's answers by rule: a reward is a number for (prompt, answer, right answer).
 
-Rules have a name in REWARDS. A user's own function is named module:function, on the command line
-or from Python only, because a recipe must not run code. A rule must check the full answer:
-`right in answer` rewards a list of all numbers, and `answer in right` rewards an empty answer.
+Built-in rules are listed in REWARDS. A user's own function is named as module:function, but only on
+the command line or from Python, because a recipe must not run code. A rule must check the full
+answer: `right in answer` rewards a list of all numbers, and `answer in right` rewards an empty
+answer.
 """
 
 import importlib
@@ -28,7 +29,7 @@ def reward_exact(prompt: str, answer: str, right: str) -> float:
 
 
 def reward_number(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the last numbers of both answers are equal: 1,000.0 is 1000."""
+    """Return 1 if the last numbers of both answers are equal; 1,000.0 equals 1000."""
     number = last_number(answer)
     return float(number is not None and number == last_number(right))
 
@@ -59,14 +60,14 @@ REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "g
 
 
 def load_reward(name: str) -> Reward:
-    """Import a user's reward by module:function, also from the working folder.
+    """Import a user's reward, named module:function. The working folder is searched as well.
 
     Raises ConfigError if the import fails.
     """
     module, _, function = name.partition(":")
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # the file may be new
+    importlib.invalidate_caches()  # the file may have been written just now
     try:
         reward: Reward = getattr(importlib.import_module(module), function)
     except Exception as error:  # from the user's code

@@ -3,7 +3,7 @@
 The sequences of an example become a prefix tree: one row of a batch, with a tree-shaped attention
 mask. Equal choices get bit-equal scores, and scores do not depend on the number of ranks.
 
-Shapes: B trees of a batch, T nodes, S sequences, R targets, U nodes that predict a target,
+Shapes: B trees in a batch, T nodes, S sequences, R targets, U nodes that predict a target,
 C d_model, V vocabulary.
 """
 
@@ -29,7 +29,7 @@ from megatoken.system.torch_compat import uncompiled
 
 Ints = NDArray[np.int64]
 
-BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # per forward, including padding
+BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, including padding
 
 
 class ScoredSequence(NamedTuple):
@@ -57,7 +57,7 @@ class Tree:
 
 
 class TreeScores(NamedTuple):
-    """Per sequence (S,): log-likelihood of its targets in nats; whether each is the argmax."""
+    """For each sequence (S,): the log-likelihood of its targets in nats; whether all are argmax."""
 
     log_p: NDArray[np.float64]
     greedy: NDArray[np.bool_]
@@ -69,7 +69,7 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
     ends = np.empty(sum(len(sequence.ids) for sequence in sequences), np.int64)
     parents: list[list[int]] = [[] for _ in sequences]
     previous: list[int] = []  # inputs of the previous sequence
-    path: list[int] = []  # and their nodes
+    path: list[int] = []  # nodes of these inputs
     # In lexicographic order, sequences that share a prefix are adjacent.
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].ids[:-1]):
         inputs = sequences[i].ids[:-1]
@@ -94,7 +94,7 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
 
 
 def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, TreeMask]:
-    """Return ids (B, T), padded, and the mask by which a node attends to its path to the root."""
+    """Return padded ids (B, T), and the mask that lets a node attend to its path to the root."""
     T = max(len(tree.ids) for tree in trees)
     padded = np.zeros((3, len(trees), T), np.int64)
     padded[2] = np.arange(1, T + 1)  # padding attends to itself only
@@ -115,7 +115,7 @@ def score_trees(
     comm: Comm,
     on_batch: Callable[[], None] | None = None,
 ) -> list[TreeScores]:
-    """Return the scores of every tree, in order, on every rank, from an fp32 log-softmax.
+    """Return the scores of all trees, in order, on every rank. The log-softmax is in fp32.
 
     on_batch: called before each batch; all ranks have the same number of batches.
     Raises NumericsError for scores that are not finite.
@@ -130,7 +130,7 @@ def score_trees(
             if on_batch is not None:
                 on_batch()
             number = first + comm.dist_env.rank
-            # A rank without a batch repeats the last, because gathering sharded weights takes all.
+            # A rank without a batch repeats the last one: all ranks must gather sharded weights.
             batch = batches[min(number, len(batches) - 1)]
             scores_R2 = _score_batch(plain, [trees[i] for i in batch], device)
             if number < len(batches):
@@ -151,7 +151,7 @@ def score_trees(
 def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
     """Group tree numbers, largest tree first, into batches of at most `max_nodes` padded nodes.
 
-    A larger tree is a batch by itself. The batches do not depend on the number of ranks.
+    A tree with more nodes is a batch by itself. Batches do not depend on the number of ranks.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -162,7 +162,7 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
 
 
 def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[np.float64]:
-    """Return (R, 2): log-probability per target of the trees, and 1 if it is not the argmax."""
+    """Return (R, 2) for the targets of the trees: log-probability, and 1 if it is not the argmax."""
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
     T = ids_BT.shape[1]
     parents_R = np.concatenate([row * T + tree.parents for row, tree in enumerate(trees)])
@@ -177,7 +177,7 @@ def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[n
         for start in range(0, len(nodes_U), chunk):
             logits_UV = F.linear(hidden_UC[start : start + chunk], weight_VC)
             log_p_UV = cap_logits(logits_UV.float(), model.config.logit_softcap)
-            log_p_UV[:, model.config.vocab_size :] = -torch.inf  # padding ids
+            log_p_UV[:, model.config.vocab_size :] = -torch.inf  # ids that pad the vocabulary
             torch.log_softmax(log_p_UV, -1, out=log_p_UV)
             in_chunk = np.flatnonzero(index_R // chunk == start // chunk)
             rows = torch.from_numpy(index_R[in_chunk] - start).to(device.torch_device)

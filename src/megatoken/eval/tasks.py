@@ -1,4 +1,4 @@
-"""The built-in multiple-choice tasks: where their examples come from, and the prompts of a row.
+"""The built-in multiple-choice tasks: where their rows come from, and how a row becomes prompts.
 
 Prompts equal those of lm_eval/tasks 0.4.13: a choice follows its context after one space.
 """
@@ -20,7 +20,7 @@ from megatoken.system.atomic_write import MALFORMED
 Row = Mapping[str, Any]
 Prompt = tuple[str, str]  # context, continuation
 
-# Scores of a task: the shares of examples for which this attribute of the result is right.
+# Each score is the share of examples for which this attribute of the result is right.
 SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
@@ -42,7 +42,7 @@ class Example:
 
 
 def parse_hellaswag(row: Row) -> Example:
-    """Zellers et al. 2019. In a row without ctx_a, `ctx` is the harness's cleaned context."""
+    """Zellers et al. 2019. If a row has no ctx_a, its `ctx` is the harness's cleaned context."""
 
     def clean(text: str) -> str:
         """Remove WikiHow's markup."""
@@ -89,7 +89,7 @@ def parse_lambada(row: Row) -> Example:
 def _example(
     context: str, choices: list[str], gold: str | int, raw_prompts: tuple[Prompt, ...] = ()
 ) -> Example:
-    """gold: the index of a choice, a string in some files."""
+    """gold: the index of the correct choice, which some files store as a string."""
     if int(gold) not in range(len(choices)):
         raise ValueError(f"label {gold!r} of {len(choices)} choices")
     prompts = tuple((context, f" {choice}") for choice in choices)
@@ -145,8 +145,8 @@ def read_examples(
     """Return the first `limit` (0: all) examples of each task, by task name, in file order.
 
     data: the file of one task (.jsonl or .parquet), or a folder with a file named after each task;
-    None for the dataset on the Hugging Face hub. Raises ConfigError for one file and several
-    tasks, DataError with file and line for missing or malformed examples.
+    None for the dataset on the Hugging Face hub. Raises ConfigError if one file is given for
+    several tasks, DataError with file and line for missing or malformed examples.
     """
     if len(tasks) > 1 and data and data.is_file():
         fix = f"give a folder with {', '.join(f'{task.name}.jsonl' for task in tasks)}"

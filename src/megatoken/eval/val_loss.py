@@ -36,9 +36,9 @@ def validation_loss(
 ) -> dict[str, Any]:
     """Return `loss_metrics` over the windows of all ranks.
 
-    windows: this rank's arrays (B, T+1) of token ids, or batches; ranks that share a model (`dims`)
-    need the same number of them, some possibly empty. count_bytes: the tokenizer's. chunk,
-    softmax_cross_entropy: as in `cross_entropy`.
+    windows: this rank's arrays (B, T+1) of token ids, or batches. Ranks that share a sharded model
+    (`dims`) must pass equally many, of which some may be empty. count_bytes: the tokenizer's
+    method. chunk, softmax_cross_entropy: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -54,7 +54,7 @@ def validation_loss(
         starts = batch.starts_BT
         padded = targets
         if not dims.is_unsharded:
-            # A split model computes at least one row, of a length that its ranks divide.
+            # A sharded model needs at least one row, whose length its ranks can divide.
             pad = (0, -inputs.shape[1] % dims.tp_size, 0, max(0, 1 - len(inputs)))
             inputs = F.pad(inputs, pad)
             padded = F.pad(targets, pad, value=-1)  # no target
@@ -96,8 +96,8 @@ def perplexity(loss: float) -> float:
 def loss_metrics(nats: float, n_targets: float, text_bytes: float) -> dict[str, Any]:
     """Return loss (nats per target), perplexity, bits_per_byte, target_tokens and text_bytes.
 
-    bits_per_byte: all nats, including those of special tokens, over the bytes of text that the
-    targets decode to. It compares models of different tokenizers. NaN without text.
+    bits_per_byte: total loss in bits, including special tokens, per byte of text that the targets
+    decode to; NaN without text. It can compare models with different tokenizers.
     """
     loss = nats / max(n_targets, 1)
     return {

@@ -1,1 +1,1 @@
-"""DPO, reward models, GRPO and PPO: losses, batches, rewards. Nothing here knows the trainer."""
+"""DPO, reward models, GRPO and PPO: losses, batches, rewards. Does not depend on the trainer."""

@@ -1,6 +1,7 @@
 """Log-probabilities and values of answers, measured without gradients or inside a loss.
 
-A row is a prompt and an answer whose tokens are the targets; the inputs include its last token.
+A row is a prompt and an answer. The answer's tokens are the targets; the inputs include even its
+last token.
 """
 
 from collections.abc import Callable
@@ -14,13 +15,14 @@ from megatoken.model.gpt import GPT
 from megatoken.model.loss import token_log_probs
 from megatoken.system.device import Device
 
-MAX_SAVED_LOGITS = 1 << 24  # of a micro-batch; above, the backward recomputes them in chunks
+MAX_SAVED_LOGITS = 1 << 24  # of a micro-batch; if there are more, the backward recomputes them
 
 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
-    """Return how many of `rows` rows hold at most the tokens of `micro_batch` full contexts.
+    """Return how many of `rows` rows to compute at once.
 
-    That is `micro_batch`, doubled or halved as often as possible.
+    They hold at most the tokens of `micro_batch` full contexts. The result is `micro_batch`,
+    doubled or halved as often as possible.
     """
     size = micro_batch
     while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
@@ -58,7 +60,7 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 class AnswerScorer:
     """Measures rows with a full model, in micro-batches, without gradients or dropout.
 
-    micro_batch: full contexts that fit in memory.
+    micro_batch: number of sequences of the full context that fit in memory.
     """
 
     device: Device

@@ -18,9 +18,9 @@ from megatoken.sampling.batch import Completion
 def open_row_batches(
     learner: Learner, objective: Objective, reward: str | Reward | None
 ) -> PairBatches | RolloutBatches:
-    """Return the batches of dpo, reward, grpo or ppo, once the run is restored.
+    """Return the batches of dpo, reward, grpo or ppo. Call it after the run is restored.
 
-    reward: the user's function, or its module:function. Raises ConfigError, DataError and
+    reward: the user's function, or its name as module:function. Raises ConfigError, DataError and
     CheckpointError.
     """
     if learner.config.objective.name in ("dpo", "reward"):
@@ -35,7 +35,7 @@ def open_row_batches(
 def check_reward(name: str, reward: str | Reward | None) -> None:
     """Raise ConfigError if the reward can be neither imported nor found by name.
 
-    name: `objective.reward`: a rule of REWARDS or the run of a reward model.
+    name: the setting `objective.reward`, a rule of REWARDS or the run of a reward model.
     """
     if isinstance(reward, str):
         load_reward(reward)
@@ -62,7 +62,7 @@ def build_score(learner: Learner, reward: Reward | None) -> Score:
 def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool) -> Score:
     """Return a score that applies `rule` to the text of each answer.
 
-    needs_stop: answers that were cut off get 0.
+    needs_stop: whether answers without a stop token get 0.
     """
     decode: Callable[[Sequence[int]], str] = learner.dataset.tokenizer.decode
 

@@ -24,8 +24,9 @@ Poll = Callable[[], None]  # called between batches; raises StopRequested on all
 class RolloutBatch(Batch):
     """Sampled answers: the targets are their tokens.
 
-    Measured before the step, (B, T) each and 0 outside the answers: log-probabilities under the
-    sampling and the reference model, advantages, and PPO's values and returns.
+    The other tensors are measured before the step, (B, T) each, and 0 outside the answers:
+    log-probabilities under the sampling and the reference model, advantages, and PPO's values and
+    returns.
     """
 
     log_probs_BT: Tensor
@@ -37,16 +38,16 @@ class RolloutBatch(Batch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceBatch(Batch):
-    """Pairs of a chosen and a rejected answer: ids and targets are (B, 2, T).
+    """Pairs of a chosen and a rejected answer: ids and targets are (B, 2, T), chosen first.
 
-    reference_B2: summed log-probabilities of both answers under the reference model, for DPO.
+    reference_B2: for DPO, each answer's summed log-probability under the reference model.
     """
 
     reference_B2: Tensor | None = None
 
 
 class BatchSource(Protocol):
-    """Gives this process's share of each batch. metrics: values to log with the last batch."""
+    """Gives this process's share of each batch. metrics: values to log with the latest batch."""
 
     metrics: dict[str, float]
 
@@ -58,7 +59,7 @@ class BatchSource(Protocol):
 
 
 class Policy(Protocol):
-    """The model in training, as sampling and measuring see it."""
+    """The model in training, for sampling and measuring."""
 
     step: int
     comm: Comm
@@ -95,5 +96,5 @@ class Learner:
 
     @property
     def local_batch_size(self) -> int:
-        """Sequences of this data-parallel rank in a global batch."""
+        """Number of sequences of a global batch that this data-parallel rank trains on."""
         return self.config.batch_seqs // self.policy.dims.dp_size

@@ -17,7 +17,8 @@ VARIANCE_OFFSET = 1e-8
 def group_advantages(rewards_PG: Tensor) -> Tensor:
     """Return rewards (P, G) normalized within each group by its mean and standard deviation.
 
-    Exactly 0 in a group of equal rewards: adaptive optimizers would amplify rounding errors.
+    In a group of equal rewards they are exactly 0, because adaptive optimizers would amplify
+    rounding errors.
     """
     deviation = rewards_PG - rewards_PG.mean(1, keepdim=True)
     normalized = deviation / (rewards_PG.std(1, keepdim=True) + STD_OFFSET)
@@ -25,14 +26,14 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 
 
 def has_difference(rewards_PG: Tensor) -> Tensor:
-    """Return whether the rewards of each group differ (P, bool); equal ones give no gradient."""
+    """Return whether the rewards within each group differ (P,); equal rewards give no gradient."""
     return rewards_PG.amax(1) > rewards_PG.amin(1)
 
 
 def clipped_loss(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (B, T) -min(r A, clamp(r, 1 - clip, 1 + clip) A), and which were clipped.
+    """Return the losses -min(r A, clamp(r, 1 - clip, 1 + clip) A), and which were clipped (B, T).
 
     r is the ratio of a token's probability to its probability when sampled. Clipped tokens have no
     gradient.
@@ -54,8 +55,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates and returns (B, T), 0 outside the mask.
 
-    values: of the state in which a token is chosen. The answer's last token ends the episode; the
-    tokens of an answer are contiguous.
+    values: value of the state in which each token is chosen. An answer's tokens are contiguous, and
+    its last token ends the episode.
     """
     advantages = torch.zeros_like(rewards_BT)
     following = torch.zeros_like(rewards_BT[:, 0])
@@ -86,6 +87,6 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Return half the larger squared error (B, T) of the value and of its clipped version."""
+    """Return half the larger of the squared errors (B, T) of the value and its clipped version."""
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

@@ -17,9 +17,9 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, chosen rewards and rejected rewards (B,) from summed log-probabilities.
 
-    The sigmoid loss -log s(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log
-    p_reference) (Direct preference optimization, Rafailov et al. 2023, equation 7). ln 2 where the
-    model is its reference. Only the losses are differentiable.
+    The loss is -log sigmoid(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log
+    p_reference) (Direct preference optimization, Rafailov et al. 2023, equation 7). It is ln 2 if
+    the model equals its reference. Only the losses are differentiable.
     """
     chosen = beta * (chosen_B - reference_chosen_B)
     rejected = beta * (rejected_B - reference_rejected_B)
@@ -29,6 +29,6 @@ def dpo_loss(
 def pairwise_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
     """Return -log of the probability (B,) that the chosen answer wins (Bradley and Terry 1952).
 
-    With the scores of a reward model this is its training loss (Ouyang et al. 2022, equation 1).
+    For the scores of a reward model, this is its training loss (Ouyang et al. 2022, equation 1).
     """
     return -F.logsigmoid(chosen_B - rejected_B)

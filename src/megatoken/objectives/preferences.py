@@ -1,7 +1,8 @@
 """Batches of preferences: pairs of a chosen and a rejected answer to the same prompt.
 
-A pair counts as one sequence of the batch. For DPO each pair carries the log-probabilities of both
-answers under the reference, the model that the run starts from, computed once.
+A pair counts as one sequence of the batch. For DPO, each pair comes with the log-probabilities of
+both answers under the reference model, which is the model that the run starts from. They are
+computed once.
 
 Shapes: N pairs of the split, B pairs of this process, T tokens.
 """
@@ -22,7 +23,7 @@ from megatoken.objectives.batches import Learner, Poll, PreferenceBatch
 from megatoken.objectives.objective import Objective
 from megatoken.objectives.reference import load_reference
 
-MEASURED_PAIRS = 32  # in one forward of the validation and the reference
+MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
 
 class Row(NamedTuple):
@@ -43,7 +44,7 @@ def read_pairs(learner: Learner, split: str) -> list[Pair]:
 
 
 class PairBatches:
-    """Stateless batches of pairs: any number, any number of times."""
+    """Stateless batches of pairs: each can be requested in any order and repeatedly."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class PairBatches:
         pairs: Sequence[Pair],
         held_out: Sequence[Pair],
     ) -> None:
-        """Measure or load the reference. Raises DataError where the split is less than a batch."""
+        """Load or measure the reference. Raises DataError for fewer training pairs than a batch."""
         self.metrics: dict[str, float] = {}
         self._learner = learner
         self._objective = objective
@@ -77,7 +78,7 @@ class PairBatches:
 
     @torch.no_grad()
     def validate(self, poll: Poll) -> dict[str, float]:
-        """Return the means over the held-out pairs of `loss` and the objective's other values."""
+        """Return the mean `loss` and the objective's other values over the held-out pairs."""
         comm = self._learner.comm
         model = self._learner.policy.full_model(self._learner.device)
         was_training = model.training
@@ -120,7 +121,11 @@ class PairBatches:
         return pairs_batch.to(self._learner.device.torch_device)
 
     def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
-        """Return summed log-probabilities (N, 2) of both splits; each rank measures its share."""
+        """Return the summed log-probabilities (N, 2) of each pair's chosen and rejected answers, by
+        split.
+
+        Ranks divide the pairs; all get the full result.
+        """
         return {
             "train": self._sum_log_probs(model, self._pairs),
             "val": self._sum_log_probs(model, self._held_out),
@@ -143,7 +148,7 @@ class PairBatches:
 
 
 def build_pairs(pairs: Sequence[Pair], seq_len: int) -> Batch:
-    """Return ids and targets (B, 2, T) of pairs of rows with at most seq_len + 1 tokens."""
+    """Return ids and targets (B, 2, T) of pairs whose rows have at most seq_len + 1 tokens."""
     shape = len(pairs), 2, max(len(row.ids) for pair in pairs for row in pair)
     inputs = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Reference tensors of DPO and the KL penalty, made once from the weights that a run starts with.
 
-RUN/reference holds them with their hash and that of the weights. A resume loads them, or makes them
-again from `model.init` if they are lost and the weights of `model.init` are unchanged.
+RUN/reference holds the tensors, their hash and the hash of the weights. A resumed run loads them;
+if they are lost, it makes them again from `model.init`, provided that its weights are unchanged.
 """
 
 import copy
@@ -29,7 +29,7 @@ FACTS = "facts.json"
 def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the saved tensors on the CPU, or those that `make` returns for the initial model.
 
-    All ranks must call it; `make` runs on all of them or on none. Raises CheckpointError if the
+    All ranks must call this; `make` runs on all ranks or on none. Raises CheckpointError if the
     tensors are lost and `model.init` has changed, StorageError if they cannot be saved.
     """
     folder = learner.out / REFERENCE
@@ -39,7 +39,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
     if saved is not None:
         return saved
     facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    weights_hash = hash_tensors(policy.gather_weights())  # empty on other ranks than 0
+    weights_hash = hash_tensors(policy.gather_weights())  # of no tensors on ranks other than 0
     model = policy.full_model(learner.device)
     if policy.step:
         learner.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
@@ -65,7 +65,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the xxh3-128 of a model's tensors in order of name, without a value head."""
+    """Return the xxh3-128 of a model's tensors, sorted by name, without a value head."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         if not name.startswith("value_head."):

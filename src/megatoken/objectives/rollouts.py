@@ -1,11 +1,11 @@
 """Batches of GRPO and PPO: answers sampled from the current model, scored, and trained on.
 
-A rollout of n sequences is n / group prompts with `group` answers each: the batch of `updates`
-steps. An answer depends on (seed, rollout, place in it) and the weights alone, so a resume at the
-start of a rollout samples the same text. Log-probabilities are those of the sampled distribution,
-and the stop token is sampled and trained.
+A rollout of n sequences holds n / group prompts with `group` answers each, and is the batch of
+`updates` steps. An answer depends only on (seed, rollout, its index in the rollout) and the
+weights, so a run that resumes at the start of a rollout samples the same text. Log-probabilities
+are those of the sampled distribution. The stop token is sampled and trained on.
 
-Shapes: P prompts, G answers each; B rows of this process, one per answer; T tokens.
+Shapes: P prompts, G answers to each; B rows of this process, one per answer; T tokens.
 """
 
 import copy
@@ -29,8 +29,8 @@ from megatoken.sampling.batch import Completion, Request, generate_batch
 from megatoken.sampling.choose import Sampling
 
 DECODED_ROWS = 512  # at once
-HELD_OUT_PROMPTS = 512  # that a validation answers, at most
-QUIET_ROLLOUTS = 20  # in a row without a difference in any group, before a warning
+HELD_OUT_PROMPTS = 512  # most prompts that a validation answers
+QUIET_ROLLOUTS = 20  # consecutive rollouts without a difference in any group, before a warning
 
 
 class Prompt(NamedTuple):
@@ -45,7 +45,7 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
 def read_prompts(learner: Learner, split: str) -> list[Prompt]:
-    """Return the prompts of a split; their text is that of the last message."""
+    """Return the prompts of a split. A prompt's text is that of its last message."""
     dataset = learner.dataset.parts[0].dataset
     rows = open_rows(dataset, split)
     prompts = []
@@ -57,7 +57,10 @@ def read_prompts(learner: Learner, split: str) -> list[Prompt]:
 
 
 class RolloutBatches:
-    """Samples a rollout when its first batch is requested. metrics: of the last, over all ranks."""
+    """Samples a rollout when its first batch is requested.
+
+    metrics: metrics of the latest rollout, over all ranks.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class RolloutBatches:
         stop_ids: Sequence[int],
         score: Score,
     ) -> None:
-        """Raise ConfigError for prompts that do not fit the context, or groups not the batch."""
+        """Raise ConfigError if prompts do not fit the context, or groups do not divide the batch."""
         self.metrics: dict[str, float] = {}
         self._learner = learner
         self._objective = learner.config.objective
@@ -76,7 +79,9 @@ class RolloutBatches:
         self._stop_ids = stop_ids
         self._score = score
         self._quiet_rollouts = 0
-        self._last: tuple[int, RolloutBatch] | None = None  # the rollout in training
+        self._last: tuple[int, RolloutBatch] | None = (
+            None  # number and batch of the current rollout
+        )
         check_prompts(
             [*prompts, *self._held_out],
             self._objective.max_new_tokens,
@@ -96,8 +101,8 @@ class RolloutBatches:
     def get(self, number: int) -> RolloutBatch:
         """Return a batch; its rollout is sampled from the model at the rollout's first step.
 
-        `number - step` batches were skipped, each with the rest of its rollout. An exception of a
-        reward is raised on all ranks.
+        `number - step` batches have been skipped, each together with the rest of its rollout. If a
+        reward raises an exception, it is raised on all ranks.
         """
         step = self._learner.policy.step
         updates = self._objective.updates
@@ -131,7 +136,7 @@ class RolloutBatches:
     def _answer(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        """Return an answer to each prompt with its seed; equal neighbours share work."""
+        """Return an answer to each prompt, sampled with its seed; equal adjacent prompts share work."""
         requests = [
             Request(
                 prompt.ids,
@@ -150,7 +155,7 @@ class RolloutBatches:
     def _score_on_all(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[float]:
-        """Return the rewards of this process's answers. An error of one rank is raised by all."""
+        """Return the rewards of this process's answers. An error on one rank is raised on all."""
         rewards: list[float] = []
         error: MegatokenError | None = None
         try:
@@ -170,7 +175,7 @@ class RolloutBatches:
         rewards_PG: Tensor,
         width: int,
     ) -> RolloutBatch:
-        """Return the rows with what their objective needs, measured under the sampling model."""
+        """Return the rows and what their objective needs, measured with the sampling model."""
         learner = self._learner
         objective = self._objective
         device = learner.device.torch_device
@@ -186,7 +191,7 @@ class RolloutBatches:
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:
-            ends_B = mask_BT.cumsum(1).argmax(1)  # of each answer's last token
+            ends_B = mask_BT.cumsum(1).argmax(1)  # position of each answer's last token
             rewards_B1 = rewards_PG.flatten().float()[:, None]
             rewards_BT = torch.zeros_like(mask_BT).scatter_(1, ends_B[:, None], rewards_B1)
             if reference_BT is not None:
@@ -209,7 +214,7 @@ class RolloutBatches:
         return batch.to(device)
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
-        """Fill `metrics`; warn once when QUIET_ROLLOUTS in a row had no difference in any group."""
+        """Set `metrics`. Warn once if rewards are equal within all groups for QUIET_ROLLOUTS."""
         learner = self._learner
         stopped = [float(completion.finish_reason == "stop") for completion in completions]
         lengths = [float(count_tokens(completion)) for completion in completions]
@@ -236,10 +241,10 @@ class RolloutBatches:
             learner.log_event(what="no difference in rewards", share=1.0, message=what)
 
     def validate(self, poll: Poll) -> dict[str, float]:
-        """Answer each held-out prompt once, with the same seeds every time; ranks share them.
+        """Answer each held-out prompt once, with the same seeds every time. Ranks share the prompts.
 
-        Returns the mean `reward` and its standard error, the share of answers that stopped, their
-        mean tokens, the number of prompts, and the negated reward as `loss`.
+        Returns the mean `reward` and its standard error, the share of answers that stopped, the
+        mean number of tokens, the number of prompts, and the negated reward as `loss`.
         """
         learner = self._learner
         dist_env = learner.comm.dist_env
@@ -272,7 +277,7 @@ class RolloutBatches:
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError where there is no prompt, or an answer can outgrow the context."""
+    """Raise ConfigError if there are no prompts, or a prompt and its answer can exceed the context."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
         raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")
@@ -299,7 +304,7 @@ def build_rows(
 ) -> tuple[Batch, Tensor]:
     """Return rows of prompt and answer, and the log-probabilities (B, T) of the sampled tokens.
 
-    The sampled tokens are the targets; elsewhere log-probabilities are 0.
+    The sampled tokens are the targets. At other positions the log-probabilities are 0.
     """
     shape = len(prompts), width
     inputs = torch.zeros(shape, dtype=torch.int64)

@@ -1,12 +1,12 @@
 """Decode several sequences at once; each may join and leave at any step.
 
-A sequence's draws depend only on its seed and position. Its ids do not depend on the other
-sequences if the rows of a matrix product have the same bits for any number of rows; otherwise
-rounding differs, which in fp32 rarely changes a token.
+A sequence's random draws depend only on its seed and position. Its ids do not depend on the other
+sequences if each row of a matrix product has the same bits for any number of rows. Otherwise
+rounding differs, which rarely changes a token in fp32.
 
 The last new token is not fed to the model, so prompt and new tokens may exceed the context by one.
-Beyond the context, the window slides: when the context is full, the oldest quarter is dropped, and
-the keys and values of the rest, whose positions have changed, are recomputed.
+Longer sequences slide: when the context is full, the oldest quarter is dropped, and the keys and
+values of the rest are recomputed, because their positions have changed.
 
 Shapes: N sequences, V real vocabulary, T tokens.
 """
@@ -29,15 +29,15 @@ from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
 
 FinishReason = Literal["stop", "length"]
-PREFILL_TOKENS = 4096  # computed at once, of prompts of one length
+PREFILL_TOKENS = 4096  # most tokens to compute at once, in prompts of equal length
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt to continue; for an empty prompt, pass the end-of-text id.
 
-    logprobs: report log-probabilities at the sampling temperature, which must not be 0, as policy
-    gradients need them.
+    logprobs: report log-probabilities at the sampling temperature, as policy gradients need them.
+    The temperature must not be 0.
     """
 
     prompt_ids: Sequence[int]
@@ -60,7 +60,7 @@ class Request:
 
 
 class Token(NamedTuple):
-    """A row's new id. finish_reason: of its last id, `stop` if that is one of stop_ids.
+    """A row's new id. finish_reason: set for the row's last id; `stop` if it is in stop_ids.
 
     logprob: natural log of the id's probability before top_k and top_p.
     """
@@ -73,7 +73,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """A request's new ids without the one that stopped it, and the log-probabilities of both."""
+    """A request's new ids. ids excludes the stop id; logprobs includes it."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,15 +86,16 @@ class _Row:
     key: int
     request: Request
     draws: list[float]  # uniform numbers from [0, 1), one per new token
-    input_ids: list[int]  # prompt or window to compute when the row joins the batch
+    input_ids: list[int]  # prompt or window, computed when the row joins the batch
     ids: list[int] = field(default_factory=list)
 
 
 class BatchDecoder:
-    """Decode up to `rows` sequences, identified by the caller's keys, inside `with`.
+    """Decodes up to `rows` sequences, identified by the caller's keys. Use it inside `with`.
 
-    The model is in evaluation mode and computes in the device's precision (None: the weights').
-    capacity: the largest `Request.capacity` to expect (0: the context).
+    The model is then in evaluation mode and computes in the device's precision, or in that of the
+    weights if the device is None. capacity: the largest `Request.capacity` to expect; 0 for the
+    context.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class BatchDecoder:
         self._cache = self._build_cache(rows, self._capacity)
         self._cache.lengths = []
         self._rows: list[_Row] = []  # in the cache's order
-        self._waiting: list[_Row] = []  # for the next step
+        self._waiting: list[_Row] = []  # rows that join in the next step
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
         dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
@@ -141,10 +142,10 @@ class BatchDecoder:
         return self._max_rows - len(self._rows) - len(self._waiting)
 
     def add(self, key: int, request: Request) -> None:
-        """Start a sequence in the next step. Raises as `Request.check`."""
+        """Start a sequence in the next step. Raises as `Request.check` does."""
         request.check(self._model.config)
         assert self.free_rows > 0
-        # The CPU's generator on every device: the same ids everywhere.
+        # Every device uses the CPU's generator, so that the ids are the same everywhere.
         generator = torch.Generator().manual_seed(request.sampling.seed % 2**63)
         draws = torch.rand(request.sampling.max_new_tokens, generator=generator).tolist()
         self._waiting.append(_Row(key, request, draws, list(request.prompt_ids)[-self._context :]))
@@ -189,7 +190,7 @@ class BatchDecoder:
         return tokens
 
     def _slide_windows(self) -> None:
-        """Queue rows whose context is full to be recomputed without their oldest quarter."""
+        """Queue rows with a full context, to be recomputed without their oldest quarter."""
         lengths = list(self._cache.lengths)
         for row, length in zip(list(self._rows), lengths, strict=True):
             if length == self._context:
@@ -201,7 +202,8 @@ class BatchDecoder:
     def _prefill(self, prompts: list[list[_Row]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
-        prompts: lists of rows with equal `input_ids`, computed once per list; all of one length.
+        prompts: lists of rows with equal `input_ids`, which are computed once per list. All ids
+        have the same length.
         """
         ids = torch.tensor([rows[0].input_ids for rows in prompts], device=self._torch_device)
         cache = self._build_cache(*ids.shape)
@@ -254,7 +256,7 @@ class BatchDecoder:
 
 
 def decode(model: GPT, request: Request, device: Device | None = None) -> Iterator[Token]:
-    """Yield the tokens of one request as they are decoded. Raises as `BatchDecoder`."""
+    """Yield the tokens of one request as they are decoded. Raises as `BatchDecoder` does."""
     with BatchDecoder(model, rows=1, capacity=request.capacity, device=device) as decoder:
         decoder.add(0, request)
         while decoder.rows:
@@ -272,7 +274,7 @@ def generate_batch(
     """Decode all requests, at most `rows` at once, and return their completions in order.
 
     Adjacent requests with the same prompt share its computation. on_token: called with each token
-    that is not a stop token. Raises as `BatchDecoder`.
+    that is not a stop token. Raises as `BatchDecoder` does.
     """
     completions = [Completion() for _ in requests]
     if not requests:

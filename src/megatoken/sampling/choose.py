@@ -17,8 +17,9 @@ from megatoken.errors import ConfigError
 class Sampling:
     """How to continue a prompt. Raises ConfigError for a value out of range.
 
-    temperature: 0 is greedy. top_k, top_p: draw from the k likeliest ids (0: all), or from the
-    fewest ids whose probabilities sum to p (Holtzman et al. 2020). stop_ids: end the sequence.
+    temperature: 0 is greedy. top_k, top_p: draw from the k likeliest ids (0: all), and from the
+    fewest ids whose probabilities sum to p (Holtzman et al. 2020). stop_ids: ids that end the
+    sequence.
     """
 
     max_new_tokens: int = 128
@@ -42,7 +43,7 @@ class Sampling:
 def choose_ids(
     logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return ids (N,): where each row's draw from [0, 1) falls in its cumulative probability."""
+    """Return the ids (N,) where each row's draw from [0, 1) falls in its cumulative probability."""
     if temperature == 0:
         return logits_NV.argmax(-1)
     tiny = torch.finfo(logits_NV.dtype).tiny  # smaller numbers underflow to 0
@@ -57,7 +58,7 @@ def choose_ids(
     if top_p < 1:
         probs_NK = probs_NK.masked_fill(cumulative_sum(probs_NK) - probs_NK >= top_p, 0.0)
     cumulative_NK = cumulative_sum(probs_NK)
-    # The first index above the draw has a probability, because it raises the sum.
+    # The first index above the draw has a positive probability, because it raises the sum.
     thresholds_N1 = draws_N[:, None] * cumulative_NK[:, -1:]
     indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(
         max=probs_NK.shape[-1] - 1
@@ -66,7 +67,7 @@ def choose_ids(
 
 
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Return cumulative sums of rows, computed on the CPU if torch must be deterministic."""
+    """Return the rows' cumulative sums, computed on the CPU if torch must be deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
     return probs_NK.cumsum(-1)

@@ -1,4 +1,4 @@
-"""A chat with a model, truncated to the context."""
+"""A conversation with a model, truncated to the context."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ ANSWER_SHARE = 4  # reserve at most 1/4 of the context for the answer
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer. ids: without the stop token."""
+    """An answer. ids: its tokens without the stop token."""
 
     text: str
     ids: list[int]
@@ -27,9 +27,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation. Answer n is sampled with seed n above that of `sampling`.
+    """A conversation. Answer n is sampled with the seed of `sampling` plus n.
 
-    dropped: number of the oldest messages that no longer fit the context.
+    dropped: number of old messages that no longer fit the context.
     """
 
     model: GPT
@@ -40,7 +40,7 @@ class Conversation:
     dropped: int = 0
 
     def ask(self, text: str, on_text: Callable[[str], object]) -> Answer:
-        """Add the user's message and the model's answer, whose text `on_text` gets in pieces.
+        """Add the user's message and the model's answer. `on_text` gets the answer's text in pieces.
 
         A KeyboardInterrupt ends the answer. Raises ConfigError for a message that is too long.
         """
@@ -82,11 +82,11 @@ class Conversation:
 def fit_context(
     template: ChatTemplate, messages: Sequence[Message], context: int, new_tokens: int
 ) -> tuple[list[Message], list[int]]:
-    """Drop the oldest turns that do not fit; return the other messages and their ids.
+    """Drop the oldest turns if the messages do not fit; return the other messages and their ids.
 
-    The ids end with the assistant's header. The system's message stays. Room is reserved for an
-    answer of `new_tokens`, at most a quarter of the context. Raises ConfigError if the last message
-    does not fit.
+    The ids end with the assistant's header. The system's message stays. `new_tokens`, but at most a
+    quarter of the context, are reserved for an answer. Raises ConfigError if the last message does
+    not fit.
     """
     messages = list(messages)
     room = min(new_tokens, context // ANSWER_SHARE)

@@ -1,4 +1,4 @@
-"""Generate continuations of a prompt; the same for the same seed.
+"""Generate continuations of a prompt. The same seed gives the same text.
 
 The model's mode and torch's random state do not change.
 """
@@ -38,7 +38,7 @@ def generate(
     """Return the text that follows `prompt`, or a list of texts if `num_samples` is above 1.
 
     An empty prompt starts a new document. settings: max_new_tokens (default 128), temperature,
-    top_k, top_p and seed, as in `Sampling`; other arguments and errors are those of `generate_ids`.
+    top_k, top_p and seed, as in `Sampling`. For other arguments and errors see `generate_ids`.
     Warns if only the end of the prompt fits the context.
     """
     sampling = Sampling(**{"stop_ids": find_stop_ids(tokenizer)} | settings)
@@ -72,10 +72,10 @@ def generate_ids(
 ) -> list[list[int]]:
     """Return the new ids of `num_samples` continuations of one prompt, without stop ids.
 
-    Sample i equals the only sample of seed + i. device: compute in its precision instead of the
-    weights'. on_token: as in `generate_batch`. Pass an empty prompt as the end-of-text id. Raises
-    ConfigError for an empty prompt, DataError for ids outside the vocabulary, NumericsError for
-    logits that are not finite.
+    Sample i is the one that seed + i gives for a single sample. device: compute in its precision
+    instead of the weights'. on_token: as in `generate_batch`. To start a new document, pass the
+    end-of-text id. Raises ConfigError for an empty prompt, DataError for ids outside the
+    vocabulary, NumericsError for logits that are not finite.
     """
     requests = [
         Request(prompt_ids, replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)
@@ -89,10 +89,10 @@ def generate_ids(
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
     """Change the weights in place for a model that only generates, on a CPU.
 
-    bf16: round them, and use native kernels if available. fp32: store weights with more outputs
-    than inputs column-major, which makes products with one row faster. int8: hold the matrices in
-    8 bits (native/int8.py), for half the memory traffic of bf16 and slightly different logits.
-    Raises ConfigError if the native kernels for int8 are not available.
+    In bf16, they are rounded, and native kernels are used if available. In fp32, weights with more
+    outputs than inputs are stored column-major, which speeds up matmuls with a single row. int8:
+    hold the matrices in 8 bits (native/int8.py), which halves the memory traffic of bf16 and
+    changes logits slightly. Raises ConfigError if the native kernels for int8 are not available.
     """
     if int8:
         if device.type != "cpu" or not find_library():
@@ -136,16 +136,16 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
 
 
 class TextStream:
-    """Decode ids that follow a prompt one by one. Never splits a character."""
+    """Decodes the ids that follow a prompt one by one, without ever splitting a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # Context for the next ids: some decoders treat the first word of a text differently.
+        # Decoded together with the next ids: some decoders treat a text's first word differently.
         self._context = list(prompt_ids)
         self._pending: list[int] = []
 
     def push(self, id: int | None) -> str:
-        """Return the text that `id` completes; for None, the rest."""
+        """Return the text that `id` completes; None returns the rest."""
         if id is not None:
             self._pending.append(id)
         prefix = self._tokenizer.decode(self._context)

@@ -1,1 +1,4 @@
-"""Serve a model over HTTP: a batch for many clients, OpenAI's API, a chat page."""
+"""Serve a model over HTTP with an OpenAI-compatible API and a chat page.
+
+Requests of concurrent clients are decoded in one batch.
+"""

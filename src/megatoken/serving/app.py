@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's endpoints, /health, and a chat page.
 
-Any web page can make a visitor's browser send requests here. Therefore the Host header must name
-this server (DNS rebinding), and a body must be application/json, which browsers do not send to
-another site without its permission (CORS). Requests and answers are not logged.
+Any web page can make a visitor's browser send requests here. Against DNS rebinding, the Host header
+must therefore name this server. A body must be application/json, because browsers do not send that
+to another site without its permission (CORS). Requests and answers are not logged.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from megatoken.serving.protocol import (
 )
 
 MAX_BODY_BYTES = 4 << 20
-GRACE_SECONDS = 10  # to finish answers after the first signal
+GRACE_SECONDS = 10  # to finish running answers after the first signal
 MORE_CONNECTIONS = 64  # open connections without a job
 PAGE = Path(__file__).parent / "page.html"
 HEADERS = [
@@ -59,7 +59,7 @@ HEADERS = [
 def build_app(
     engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str = ""
 ) -> Starlette:
-    """Return the application. hosts: accepted Host headers, "*" for any; api_key: "" for none."""
+    """Return the application. hosts: accepted Host headers, "*" for any. api_key: "" for none."""
     endpoints = Endpoints(engine, model)
     routes = [
         Route("/models", endpoints.list_models),
@@ -89,7 +89,9 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         where = f"{host}, port {port}"
         raise ConfigError(f"cannot listen: {error}", where, "choose another --port") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    listener.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # accepted connections inherit it
     return listener
 
 
@@ -226,7 +228,7 @@ async def read_text(builder: ResponseBuilder, job: Job) -> AsyncIterator[str]:
 async def stream_events(
     parsed: ParsedRequest, builder: ResponseBuilder, job: Job
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: one per piece of text, then [DONE], or an error."""
+    """Yield server-sent events: one per piece of text, then a final one and [DONE], or an error."""
     try:
         if parsed.is_chat:
             yield format_event(builder.build_event({"role": "assistant", "content": ""}))

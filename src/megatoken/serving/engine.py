@@ -1,4 +1,4 @@
-"""Decode requests from asyncio clients in one batch, on one thread."""
+"""Decode requests from asyncio clients in one batch, on a thread of its own."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ class Stopped(ApiError):
 
 
 class Job:
-    """A submitted request, read in the event loop that submitted it."""
+    """A submitted request. Its tokens are read in the event loop that submitted it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -28,7 +28,7 @@ class Job:
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
 
     def put(self, token: Token | Exception) -> None:
-        """Add a token, or the error that ends the job."""
+        """Add a token, or an error that ends the job."""
         self._tokens.put_nowait(token)
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class Job:
         self.put(Stopped())
 
     async def read(self) -> Token:
-        """Wait for the next token. Raises the error that ended the job."""
+        """Wait for the next token and return it. Raises the error that ended the job."""
         token = await self._tokens.get()
         if isinstance(token, Exception):
             raise token
@@ -45,7 +45,10 @@ class Job:
 
 
 class Engine:
-    """A decoding thread, running inside `with`. rows: jobs in a batch; waiting: queue length."""
+    """A decoding thread, which runs inside `with`.
+
+    rows: most jobs in a batch. waiting: most jobs in the queue.
+    """
 
     def __init__(
         self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64
@@ -73,12 +76,13 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of running and waiting jobs."""
+        """The number of running jobs and of waiting jobs."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
     def submit(self, request: Request) -> Job:
-        """Queue a request. Raises as `Request.check`, ApiError for a full queue or after a stop."""
+        """Queue a request. Raises as `Request.check` does, and ApiError if the queue is full or the
+        engine has stopped."""
         request.check(self.model.config)
         job = Job(request)
         self._loop = asyncio.get_running_loop()
@@ -86,7 +90,7 @@ class Engine:
             if self._is_stopping:
                 raise Stopped
             self._drop_cancelled()
-            # Also count running jobs: a job for a free row waits for the next step.
+            # Running jobs count too, because a job for a free row waits until the next step.
             if len(self._running) + len(self._waiting) >= self.max_jobs:
                 raise ApiError(429, "too many requests; try again later", "queue_full")
             self._waiting.append(job)
@@ -134,7 +138,7 @@ class Engine:
                     del self._running[token.row]
 
     def _end_jobs(self, error: Exception) -> None:
-        """End running jobs; also waiting ones if the engine stops or cannot build a decoder."""
+        """End running jobs, and waiting ones if the engine stops or cannot build a decoder."""
         with self._changed:
             jobs = list(self._running.values())
             if not jobs or isinstance(error, Stopped):
@@ -144,12 +148,12 @@ class Engine:
             self._send([(job, error) for job in jobs])
 
     def _send(self, messages: Sequence[tuple[Job, Token | Exception]]) -> None:
-        """Put tokens or errors into jobs, in the event loop: one wakeup per step."""
+        """Put tokens or errors into jobs in the event loop, which is woken only once per step."""
 
         def put_all() -> None:
             for job, message in messages:
                 job.put(message)
 
         if messages:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # if the loop is closed
                 self._loop.call_soon_threadsafe(put_all)

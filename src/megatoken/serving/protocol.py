@@ -1,6 +1,6 @@
 """OpenAI's chat and completion requests, validated by pydantic, and the objects of the answers.
 
-A parameter that would change the answer and is not supported is an error.
+An unsupported parameter is an error if it would change the answer.
 """
 
 import math
@@ -24,7 +24,7 @@ from megatoken.sampling.generate import TextStream
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 # Parameters that do not change the answer.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
-# Values of unsupported parameters that describe what the server does.
+# Unsupported parameters, with the values that change nothing.
 NEUTRAL: dict[str, Any] = {
     "n": 1,
     "best_of": 1,
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 class ApiError(HTTPException):
-    """A refused request: HTTP status, a line for people, OpenAI's code, and the parameter."""
+    """A refused request: HTTP status, a message for people, OpenAI's code, and the parameter."""
 
     def __init__(self, status: int, message: str, code: str = "", param: str = "") -> None:
         super().__init__(status, message)
@@ -113,13 +113,13 @@ class TextPart(Schema):
 
 
 class ChatMessage(BaseModel):
-    """A message of a conversation. Keys such as `name` are ignored."""
+    """A message of a conversation. Other keys such as `name` are ignored."""
 
     role: str
     content: str | list[TextPart]
 
     def to_row(self) -> dict[str, str]:
-        """Return role and text, with text parts joined."""
+        """Return role and content, with text parts joined."""
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
@@ -147,8 +147,8 @@ class CompletionRequest(CommonRequest):
 class ServedModel:
     """The model as clients see it.
 
-    name: the name that requests give; context: in tokens; template: None for a model that cannot
-    chat, with the reason in `no_template`; created: seconds since 1970.
+    name: the name that requests give. context: in tokens. template: None if the model cannot chat;
+    `no_template` then says why. created: seconds since 1970.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return its entry in /v1/models."""
+        """Return the model's entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -172,7 +172,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request to decode. stops: texts that end the answer; dropped: messages that did not fit."""
+    """A request to decode.
+
+    stops: texts that end the answer. dropped: number of messages that did not fit.
+    """
 
     request: Request
     stops: Sequence[str]
@@ -219,7 +222,7 @@ def _build(
     stop_ids: Sequence[int],
     dropped: int = 0,
 ) -> ParsedRequest:
-    """max_tokens: None for the rest of the context."""
+    """Return the request. max_tokens: None for the rest of the context."""
     is_chat = isinstance(body, ChatRequest)
     room = model.context - len(ids)
     if room < (max_tokens or 1):
@@ -245,13 +248,13 @@ def _build(
 
 
 class ResponseBuilder:
-    """Turn an answer's tokens into text and OpenAI's objects."""
+    """Turns an answer's tokens into text and OpenAI's objects."""
 
     def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
         self.finish_reason: FinishReason | None = None
         self._parsed = parsed
         self._stream = TextStream(model.tokenizer, parsed.request.prompt_ids)
-        self._held = ""  # possibly the beginning of a stop text
+        self._held = ""  # text that may be the beginning of a stop text
         self._n_tokens = 0
         self._head = {
             "id": ("chatcmpl-" if parsed.is_chat else "cmpl-") + secrets.token_hex(12),
@@ -260,7 +263,7 @@ class ResponseBuilder:
         }
 
     def push(self, token: Token) -> str:
-        """Return the text that a token completes, up to a stop text."""
+        """Return the text that a token completes, up to the first stop text."""
         self._n_tokens += 1
         self.finish_reason = token.finish_reason
         text = self._held
@@ -271,7 +274,7 @@ class ResponseBuilder:
         return self._cut(text)
 
     def _cut(self, text: str) -> str:
-        """End at the first stop text; hold back what may be the beginning of one."""
+        """Cut at the first stop text; hold back what may be the beginning of one."""
         stops = self._parsed.stops
         ends = [text.index(stop) for stop in stops if stop in text]
         if ends:
@@ -285,7 +288,7 @@ class ResponseBuilder:
         return text[: len(text) - n_held]
 
     def build_full(self, text: str) -> dict[str, Any]:
-        """Return the object of an answer that is not streamed."""
+        """Return the object for an answer that is not streamed."""
         content: dict[str, Any] = {"text": text}
         if self._parsed.is_chat:
             content = {"message": {"role": "assistant", "content": text}}
@@ -293,14 +296,14 @@ class ResponseBuilder:
         return self._build(kind, content, self.finish_reason) | {"usage": self._count()}
 
     def build_event(self, delta: dict[str, str], *, is_last: bool = False) -> dict[str, Any]:
-        """Return an object of a stream. The last one reports why the answer ended."""
+        """Return an event of a stream. The last event says why the answer ended."""
         reason = self.finish_reason if is_last else None
         if self._parsed.is_chat:
             return self._build("chat.completion.chunk", {"delta": delta}, reason)
         return self._build("text_completion", {"text": delta.get("content", "")}, reason)
 
     def build_usage(self) -> dict[str, Any]:
-        """Return the object of a stream that reports token counts."""
+        """Return the event of a stream that reports token counts."""
         return self.build_event({}) | {"choices": [], "usage": self._count()}
 
     def _build(
