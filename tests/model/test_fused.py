@@ -27,7 +27,7 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
-@pytest.mark.parametrize("block", [softmax.BLOCK, 64])
+@pytest.mark.parametrize("warps", [softmax.WARPS, 1])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "padded"), [(1, 3, 3), (9, 97, 128), (5, 300, 384), (2, 1025, 1152)]
@@ -37,11 +37,11 @@ def test_loss(
     vocabulary: int,
     padded: int,
     softcap: float,
-    block: int,
+    warps: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(softmax, "BLOCK", block)
+    monkeypatch.setattr(softmax, "WARPS", warps)
     targets = torch.arange(rows, device=DEVICE) * 7 % vocabulary
     targets[rows // 2] = -1 if rows > 1 else 0
     results = []

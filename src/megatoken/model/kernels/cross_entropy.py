@@ -8,7 +8,7 @@ gradient of ignored rows.
 `softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
 and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
 same on a CPU. Without Triton this module can still be imported; TRITON_INTERPRET=1 runs the kernel
-on a CPU, as tests do.
+on a CPU, and tests/model/compile_kernels.py compiles it for GPUs without one.
 
 Shapes: N rows, V padded vocabulary.
 """
@@ -31,8 +31,8 @@ if HAS_TRITON:
 else:
     jit, tl = (lambda kernel: kernel), SimpleNamespace(constexpr=int)
 
-BLOCK = 1 << 13  # logits that a program holds at once
-WARPS = 32
+WARPS = 16  # per row
+LOAD_BYTES = 16  # of logits that a thread loads at once
 
 
 class CrossEntropyFn(Protocol):
@@ -85,8 +85,18 @@ def fused_softmax_cross_entropy(
     """Compute `softmax_cross_entropy` by one Triton kernel with a program per row."""
     N, V = logits_NV.shape
     loss_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
-    options = {"OVERWRITE": overwrite, "SOFTCAP": softcap, "BLOCK": BLOCK, "num_warps": WARPS}
-    _cross_entropy[(N,)](logits_NV, targets_N, loss_N, vocab_size, V, **options)
+    _cross_entropy[(N,)](
+        logits_NV,
+        targets_N,
+        loss_N,
+        vocab_size,
+        V,
+        OVERWRITE=overwrite,
+        SOFTCAP=float(softcap),
+        THREADS=32 * WARPS,
+        WIDTH=LOAD_BYTES // logits_NV.element_size(),
+        num_warps=WARPS,
+    )
     return loss_N
 
 
@@ -104,38 +114,49 @@ def _cross_entropy(
     V,
     OVERWRITE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
+    HAS_CAP: tl.constexpr = SOFTCAP > 0  # a float is not a condition
+    LOWEST: tl.constexpr = -3e38  # finite, so that a thread without logits adds 0, not NaN
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
-    columns = tl.arange(0, BLOCK)
+    # Each thread owns WIDTH neighboring columns and keeps its own maximum and sum, so the loop has
+    # no barriers. Loads are bounded by V, whose divisibility by 16 the compiler knows: bounded by
+    # vocab_size they would not be vectorized.
+    columns = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     target = tl.load(targets + row)
     is_target = target >= 0
     in_vocab = is_target & (target < vocab_size)  # padding has no probability
-    at_target = logits + tl.where(in_vocab, target, 0)
-    score = tl.load(at_target, mask=in_vocab, other=float("-inf")).to(tl.float32)
-    if SOFTCAP:
-        score = tl.where(in_vocab, _cap(score, SOFTCAP), float("-inf"))
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
+    score = tl.load(logits + tl.where(in_vocab, target, 0)).to(tl.float32)
+    if HAS_CAP:
+        score = _cap(score, SOFTCAP)
+    score = tl.where(in_vocab, score, float("-inf"))
+    tops = tl.full((THREADS,), LOWEST, tl.float32)
+    sums = tl.zeros((THREADS,), tl.float32)
     # Sum exp(x - top), rescaled whenever the maximum rises.
-    for first in range(0, vocab_size, BLOCK):
+    for first in range(0, V, THREADS * WIDTH):
         at = first + columns
-        x = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            x = tl.where(at < vocab_size, _cap(x, SOFTCAP), float("-inf"))
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
-        top = higher
+        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+        if HAS_CAP:
+            x = _cap(x, SOFTCAP)
+        x = tl.where(at < vocab_size, x, LOWEST)
+        higher = tl.maximum(tops, tl.max(x, 1))
+        terms = tl.where(at < vocab_size, tl.exp(x - higher[:, None]), 0.0)
+        sums = sums * tl.exp(tops - higher) + tl.sum(terms, 1)
+        tops = higher
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - top), 0)
     if OVERWRITE:
-        for first in range(0, V, BLOCK):
+        for first in range(0, V, THREADS * WIDTH):
             at = first + columns
-            x = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-            if SOFTCAP:
-                x = tl.where(at < vocab_size, _cap(x, SOFTCAP), float("-inf"))
+            x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+            if HAS_CAP:
+                x = _cap(x, SOFTCAP)
             d = tl.exp(x - top) / total - tl.where(at == target, 1.0, 0.0)
-            if SOFTCAP:
-                d *= tl.where(at < vocab_size, 1 - (x / SOFTCAP) * (x / SOFTCAP), 0.0)
+            if HAS_CAP:
+                d *= 1 - (x / SOFTCAP) * (x / SOFTCAP)
+            d = tl.where(at < vocab_size, d, 0.0)
             tl.store(logits + at, d.to(logits.dtype.element_ty), mask=at < V)
     tl.store(loss + row, tl.where(is_target, tl.log(total) + top - score, 0.0))
 

@@ -1,0 +1,115 @@
+"""Compile every Triton kernel for GPUs, without one, and report what ptxas makes of it.
+
+    python -m tests.model.compile_kernels
+
+Prints a JSON line per kernel, GPU architecture, dtype and mode: registers per thread, spilled
+bytes, the widths of global loads and stores in loops in bits, and barriers in loops.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from megatoken.model.kernels import cross_entropy as softmax
+
+ARCHITECTURES = (80, 90, 100)
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MODES = ((0.0, True), (15.0, True), (0.0, False))  # softcap, overwrite (False: validation)
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compile_all() -> Iterator[dict[str, Any]]:
+    """Yield a row per variant of the kernel that a training run or a validation launches."""
+    for arch, dtype, (softcap, overwrite) in itertools.product(ARCHITECTURES, ITEM_BYTES, MODES):
+        kernel = compile_cross_entropy(arch, dtype, softcap, overwrite)
+        yield {
+            "kernel": "cross_entropy",
+            "arch": f"sm_{arch}",
+            "dtype": dtype,
+            "softcap": softcap,
+            "overwrite": overwrite,
+            **describe_ptx(kernel.asm["ptx"], arch),
+        }
+
+
+def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool) -> Any:
+    """Compile the kernel as a launch with GPT-2's vocabulary would.
+
+    Pointers and the padded vocabulary are multiples of 16, the vocabulary is not.
+    """
+    signature = {"logits": f"*{dtype}", "targets": "*i64", "loss": "*fp32"}
+    signature |= {"vocab_size": "i32", "V": "i32"}
+    constants = {
+        "OVERWRITE": overwrite,
+        "SOFTCAP": softcap,
+        "THREADS": 32 * softmax.WARPS,
+        "WIDTH": softmax.LOAD_BYTES // ITEM_BYTES[dtype],
+    }
+    source = ASTSource(
+        fn=softmax._cross_entropy,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(index,): ALIGNED for index in (0, 1, 2, 4)},
+    )
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target=target, options={"num_warps": softmax.WARPS})
+
+
+def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
+    """Return registers and spilled bytes of ptxas, and memory accesses and barriers of the loops."""
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name={target[1]}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", output)
+    spills = re.search(r"(\d+) bytes spill stores", output)
+    assert registers is not None
+    assert spills is not None
+    loops = list_loops(ptx)
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": int(spills[1]),
+        "load_bits": sorted(width for loop in loops for width in list_widths(loop, "ld")),
+        "store_bits": sorted(width for loop in loops for width in list_widths(loop, "st")),
+        "barriers": sum(loop.count("bar.sync") for loop in loops),
+    }
+
+
+def list_loops(ptx: str) -> list[str]:
+    """Return the bodies of the loops: from a label to the branch back to it."""
+    loops = []
+    for match in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE):
+        end = re.search(rf"bra(?:\.uni)?\s+{re.escape(match[1])};", ptx[match.end() :])
+        if end:
+            loops.append(ptx[match.end() : match.end() + end.start()])
+    return loops
+
+
+def list_widths(loop: str, operation: str) -> list[int]:
+    """Return the bits per thread of each global load ("ld") or store ("st")."""
+    accesses = re.findall(rf"{operation}\.global(?:\.v(\d))?\.b(\d+)", loop)
+    return [int(count or 1) * int(bits) for count, bits in accesses]
+
+
+if __name__ == "__main__":
+    for row in compile_all():
+        print(json.dumps(row), flush=True)
