@@ -134,7 +134,7 @@ def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyP
         peak_flops=1.0,
         peak_source="",
     )
-    assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("on", "")
+    assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("blocks", "")
     assert wants_compile(MachineConfig(compile="auto"), cuda, 100) == ("off", "")
     assert wants_compile(MachineConfig(compile="auto"), CPU, 10_000) == ("off", "")
     assert wants_compile(MachineConfig(compile="off"), cuda, 10_000) == ("off", "")

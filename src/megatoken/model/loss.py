@@ -148,6 +148,8 @@ def torch_matmul(
     `out` may have a wider dtype.
     """
     if out is not None and out.dtype != a.dtype:
+        if a.is_cuda:  # the product adds to `out` in one pass
+            return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), out=out)
         return out.add_(a @ b) if accumulate else out.copy_(a @ b)
     if accumulate and out is not None:
         return torch.addmm(out, a, b, out=out)

@@ -110,6 +110,9 @@ def open_device(
     torch.set_num_threads(machine.threads or max(1, cpu_count() // local_world_size))
     if device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
+        # On Hopper torch prefers cuDNN's attention, which plans every new length: each decoded
+        # token. machine.attention=cudnn still selects it, and `auto` measures it.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision(
         "high" if _uses_tf32(device.torch_device, machine) else "highest"
     )
@@ -127,7 +130,9 @@ def choose_device(
     """
     device = _find_device(machine.device)
     if device.type == "cuda" and local_world_size > 1:
-        device = _find_device(f"cuda:{local_rank}")
+        # Slurm may show each process its own GPU only (--gpus-per-task=1), as cuda:0.
+        index = local_rank if torch.cuda.device_count() > 1 else 0
+        device = _find_device(f"cuda:{index}")
     precision = _choose_precision(device, machine.precision)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else find_processor_name()
     rates = PEAK_FLOPS.get(name, {})
@@ -321,8 +326,10 @@ def _choose_precision(device: torch.device, precision: str) -> str:
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
     """Return the compile mode, and why the requested one is impossible."""
     if machine.compile == "auto":
+        # Blocks compile faster than a full model, and their gradients arrive during the backward,
+        # to be reduced while it computes.
         pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
-        return ("on" if pays_off else "off"), ""
+        return ("blocks" if pays_off else "off"), ""
     if machine.compile == "graphs" and device.type != "cuda":
         return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
     if machine.compile != "off" and device.type == "cpu" and not find_compiler():

@@ -117,6 +117,12 @@ def flash_attention(
         rows_BKGD = q_BHTD.reshape(B, K, H // K, D)
         y_BKGD = F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask)
         return y_BKGD.reshape(B, H, 1, D)
+    if q_BHTD.is_cuda and (mask is not None or q_BHTD.dtype == torch.float32):
+        # Torch's fused kernels for masks and fp32 do not support groups; its fallback would hold
+        # all scores in fp32.
+        k_BKSD = repeat_kv(k_BKSD, H)
+        v_BKSD = repeat_kv(v_BKSD, H)
+        K = H
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=K != H
     )
