@@ -124,11 +124,11 @@ def test_trials_shrink_until_they_fit_in_memory(
 
     def time_options(
         config: ModelConfig, device: Device, seqs: int, *_: object
-    ) -> dict[str, dict[str, float]]:
+    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         sizes.append(seqs)
         if seqs > largest:
             raise error
-        return {"attention": {"flash": 2.0, "blocked": 1.0}}
+        return {"attention": {"flash": 2.0, "blocked": 1.0}}, {}
 
     monkeypatch.setattr(autotune_module, "_time_options", time_options)
     assert tune(9).kernels.attention == "blocked"
@@ -146,6 +146,8 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tune(2)
     assert set(first.seconds["attention"]) == {"flash"}
     assert first.kernels.attention == "flash"
+    assert first.errors == {"attention blocked": "no such backend"}
+    assert ("failed", "attention blocked: no such backend") in first.explain()
     kept = read_measurements(CACHE_FILE)
     assert tune(2) == first
     assert read_measurements(CACHE_FILE) == kept
@@ -154,7 +156,7 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cached_timings_decide(tmp_path: Path) -> None:
     tune(2)
     kept = json.loads((tmp_path / CACHE_FILE).read_text())
-    for seconds in kept.values():
+    for seconds, _ in kept.values():
         seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
     (tmp_path / CACHE_FILE).write_text(json.dumps(kept))
     assert tune(2).kernels.attention == "blocked"

@@ -75,9 +75,7 @@ class KeyValueCache:
         """Append each sequence of another cache, all of one length, `copies` times."""
         start = len(self.lengths)
         length = other.length
-        rows = torch.arange(len(copies), device=self._keys.device).repeat_interleave(
-            torch.tensor(copies, device=self._keys.device)
-        )
+        rows = [index for index, count in enumerate(copies) for _ in range(count)]
         for target, source in ((self._keys, other._keys), (self._values, other._values)):
             target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
         self.lengths += [length] * len(rows)

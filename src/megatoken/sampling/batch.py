@@ -211,14 +211,14 @@ class BatchDecoder:
         logits = self._model.lm_head(self._model(ids, cache)[:, -1])
         self._cache.join(cache, copies)
         self._rows += [row for rows in prompts for row in rows]
-        return logits.repeat_interleave(torch.tensor(copies, device=self._torch_device), 0)
+        return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """Return a token per row, in the cache's order."""
         logits_NV = logits_NV.float()
         draws = [row.draws[len(row.ids)] for row in self._rows]
         ids_N = self._choose(logits_NV, torch.tensor(draws, device=logits_NV.device))
-        if not logits_NV.gather(1, ids_N[:, None]).isfinite().all():
+        if (~logits_NV.gather(1, ids_N[:, None]).isfinite()).any():
             fix = "use an earlier checkpoint"
             raise NumericsError("the model's logits are not finite", "sampling", fix)
         logprobs = self._measure_logprobs(logits_NV, ids_N)

@@ -38,18 +38,21 @@ TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}
 MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
+Errors = dict[str, str]  # "operation implementation" -> why it does not run here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
     """The chosen implementations, and the timings behind them (empty if the config names them all).
 
-    library: name of the native library; empty if no native kernel is chosen.
+    errors: of implementations that failed when timed. library: name of the native library; empty if
+    no native kernel is chosen.
     """
 
     kernels: Kernels
     master_weights: bool
     seconds: Timings = field(default_factory=dict)
+    errors: Errors = field(default_factory=dict)
     library: str = ""
 
     def __str__(self) -> str:
@@ -58,7 +61,7 @@ class KernelChoice:
 
     def sums_in_same_order(self, other: "KernelChoice") -> bool:
         """Return whether both choices give the same bits."""
-        return replace(self, seconds={}) == replace(other, seconds={})
+        return replace(self, seconds={}, errors={}) == replace(other, seconds={}, errors={})
 
     def explain(self) -> list[tuple[str, str]]:
         """Return (operation, chosen implementation and all timings) pairs to print."""
@@ -67,7 +70,7 @@ class KernelChoice:
         for op, seconds in self.seconds.items():
             times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in seconds.items())
             rows.append((op, f"{chosen[op]} ({times})"))
-        return rows
+        return rows + [("failed", f"{form}: {reason}") for form, reason in self.errors.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as saved in machine.json."""
@@ -75,6 +78,7 @@ class KernelChoice:
             "kernels": asdict(self.kernels),
             "masters": self.master_weights,
             "seconds": self.seconds,
+            "errors": self.errors,
             "library": self.library,
         }
 
@@ -85,6 +89,7 @@ class KernelChoice:
             kernels=Kernels(**values["kernels"]),
             master_weights=values["masters"],
             seconds=values["seconds"],
+            errors=values["errors"],
             library=values["library"],
         )
 
@@ -114,6 +119,7 @@ def autotune(
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     library = find_library()
     seconds: Timings = {}
+    errors: Errors = {}
     if open_options:
         seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
         circumstances = (
@@ -122,11 +128,12 @@ def autotune(
             f"{seqs} sequences, dropout {dropout}, {'compiled' if compiled else 'eager'}; "
             f"{open_options}; {library and library.name}"
         )
-        seconds = read_measurements(CACHE_FILE).get(circumstances, {})
-        if not seconds:
-            seconds = _time_in_memory(config, device, seqs, open_options, compiled)
-            save_measurement(CACHE_FILE, circumstances, seconds)
+        measured = read_measurements(CACHE_FILE).get(circumstances)
+        if not measured:
+            measured = _time_in_memory(config, device, seqs, open_options, compiled)
+            save_measurement(CACHE_FILE, circumstances, measured)
             return_freed_memory()
+        seconds, errors = measured
     chosen = {name: forms[0] for name, forms in options.items()}
     for name, timings in seconds.items():
         chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
@@ -139,6 +146,7 @@ def autotune(
         kernels=Kernels(**chosen),
         master_weights=master_weights,
         seconds=seconds,
+        errors=errors,
         library=library.name if library and is_native else "",
     )
 
@@ -219,13 +227,15 @@ def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
     )
     q, k = heads, heads[:, : config.kv_heads]
     compute = partial(ATTENTION[form], q, k, k, mask=None, causal=True, dropout=None)
-    if device.type != "cuda" or not _works(compute):
+    if device.type != "cuda" or _find_error(compute):
         heads_text = f"heads of {config.d_head} in {device.precision}"
         what = f"no {form} attention for {heads_text} on {device.name}"
         raise ConfigError(what, "machine.attention", "use auto")
 
 
-def _time_in_memory(config: ModelConfig, device: Device, seqs: int, *trial: Any) -> Timings:
+def _time_in_memory(
+    config: ModelConfig, device: Device, seqs: int, *trial: Any
+) -> tuple[Timings, Errors]:
     """Call `_time_options`, halving the sequences until they fit in memory."""
     while True:
         try:
@@ -240,10 +250,10 @@ def _time_in_memory(config: ModelConfig, device: Device, seqs: int, *trial: Any)
 
 def _time_options(
     config: ModelConfig, device: Device, seqs: int, options: Mapping[str, list[str]], compiled: bool
-) -> Timings:
+) -> tuple[Timings, Errors]:
     """Time forward and backward of each operation's implementations in interleaved rounds.
 
-    Implementations that fail are skipped.
+    Returns the timings, and why others failed.
     """
     trials = _build_trials(config, device, seqs, compiled)
 
@@ -253,17 +263,24 @@ def _time_options(
             y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
 
     best: Timings = {}
+    errors: Errors = {}
     for name, forms in options.items():
         if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
             continue  # decided: native products take low-precision weights
-        calls = {form: partial(run_trial, name, form) for form in forms}
-        calls = {form: call for form, call in calls.items() if _works(call)}
+        calls = {}
+        for form in forms:
+            call = partial(run_trial, name, form)
+            reason = _find_error(call)
+            if reason:
+                errors[f"{name} {form}"] = reason
+            else:
+                calls[form] = call
         if forms[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
         timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
         # The best repeat: other load on the machine only adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
-    return best
+    return best, errors
 
 
 def _build_trials(
@@ -322,13 +339,13 @@ def _build_trials(
     }
 
 
-def _works(call: Callable[[], object]) -> bool:
-    """Return whether an implementation runs on this GPU and with this head size."""
+def _find_error(call: Callable[[], object]) -> str:
+    """Return why an implementation does not run on this GPU or with this head size, or ""."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of a backend that declines
             call()
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return False
-    return True
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""

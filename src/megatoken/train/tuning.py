@@ -22,6 +22,8 @@ from megatoken.train.run import RunContext, RunPlan
 from megatoken.train.run_folder import MACHINE
 from megatoken.train.state import StepConfig, TrainState
 
+OWN_GPU_KERNELS = {"loss triton"}  # their failure is ours, others decline some head sizes
+
 
 def tune(
     state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
@@ -51,6 +53,8 @@ def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
     console.print(f"kernels  {choice}")
     if plan.device.type == "cpu" and not find_library():
         console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
+    for form in OWN_GPU_KERNELS & choice.errors.keys():
+        console.warn(f"our {form} kernel failed, so training is slower: {choice.errors[form]}")
     if explain:
         reasons = choice.explain()
         if config.model.dropout and choice.kernels.attention in BUILT_IN:
