@@ -14,7 +14,7 @@ endif
 # What machine.precision=auto means in tests: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast faults soak check docs dist clean
+.PHONY: quickstart test test-fast test-cuda faults soak check docs dist clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -22,6 +22,16 @@ quickstart: $(VENV)/.user
 # Everything that CI runs.
 test: check
 	$(BIN)pytest -n 2 --dist loadfile
+
+# The CUDA path on a GPU that computes nothing (tests/nullgpu): Linux, first a download of 3 GB.
+test-cuda: .venv-cuda/.ready
+	.venv-cuda/bin/python -m tests.nullgpu.run
+
+.venv-cuda/.ready:
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install -q torch==2.11.0 nvidia-cuda-crt pytest pytest-timeout
+	.venv-cuda/bin/python -m pip install -q -e .
+	touch $@
 
 # While you edit: config, model, optimizer, training step, checkpoints, API, house rules.
 test-fast: $(VENV)/.dev

@@ -1,0 +1,49 @@
+"""Attention on CUDA never falls back to torch's math kernel, which holds all scores."""
+
+import pytest
+import torch
+
+from megatoken.config.schema import MachineConfig
+from megatoken.model.kernels.attention import flash_attention
+from megatoken.system.device import open_device
+from tests.nullgpu import counters
+
+B, T, H, D = 8, 1024, 12, 64
+FUSED = ("flash_fwd", "fmha_cutlassF")
+MATH = ("cublas", "softmax", "Softmax")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "decode", "cached prompt"])
+def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str) -> None:
+    open_device(MachineConfig(device="cuda"))
+    n_queries = {"decode": 1, "cached prompt": 16}.get(kind, T)
+    trains = n_queries == T
+    q = torch.zeros(B, H, n_queries, D, dtype=dtype, device="cuda", requires_grad=trains)
+    k = torch.zeros(B, kv_heads, T, D, dtype=dtype, device="cuda", requires_grad=trains)
+    mask = None
+    if kind == "documents":
+        mask = torch.ones(B, 1, T, T, dtype=torch.bool, device="cuda")
+    if kind == "cached prompt":
+        mask = torch.ones(1, 1, n_queries, T, dtype=torch.bool, device="cuda")
+    counters.reset()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = flash_attention(
+        q,
+        k,
+        k,
+        mask=mask,
+        causal=kind in ("causal", "window"),
+        dropout=None,
+        window=256 if kind == "window" else 0,
+    )
+    if trains:
+        y.sum().backward()
+    counts = counters.read()
+    assert counts.find(*FUSED) >= 1
+    assert counts.find(*MATH) == 0
+    assert counts.find("[cudnn plan]") == 0
+    scores = B * H * T * T * 4
+    assert torch.cuda.max_memory_allocated() - before < scores

@@ -1,0 +1,91 @@
+"""Two NCCL ranks on CUDA: every layout trains, and gradients are reduced during the backward."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.bench.workload import build_workload, draw_batch
+from megatoken.cli.main import main
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.distributed import grad_reduce
+from megatoken.distributed.comm import join_process_group
+from megatoken.distributed.env import read_dist_env
+from megatoken.errors import ExitCode
+from megatoken.train.compilation import compile_forward
+from megatoken.train.step import train_step_async
+from tests.nullgpu import counters
+from tests.nullgpu.models import shrink
+from tests.ranks import run_ranks
+from tests.tiny_run import TINY, read_losses, write_shards
+
+LAYOUTS = (
+    "machine.sharding=none",
+    "machine.sharding=zero1",
+    "machine.sharding=zero2",
+    "machine.sharding=zero3",
+    "machine.tensor_parallel=2",
+    "machine.sharding=none optim.name=muon",
+    "machine.sharding=zero3 optim.name=muon",
+)
+
+
+@pytest.fixture(autouse=True)
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLGPU_COUNT", "2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_and_resume(tmp_path: Path, layout: str) -> None:
+    data = write_shards(tmp_path / "data")
+    words = [str(TINY), data, "machine.device=cuda", *layout.split(), "--nproc", "2"]
+    words += ["budget.steps=3", "save.every=2steps", "--out", str(tmp_path / "run")]
+    assert main(["train", *words]) == ExitCode.DONE
+    assert main(["train", *words, "--extend", "1steps"]) == ExitCode.DONE
+    assert read_losses(tmp_path / "run") == [0.0] * 4
+
+
+def record_reductions(rank: int, mode: str, out: Path) -> None:
+    """Write the launches of the backward before each bucket's all-reduce, and in all."""
+    env = read_dist_env()
+    config = shrink(PRESETS["gpt2-124m"], 4)
+    machine = MachineConfig(device="cuda", attention="flash", fused="on", master_weights="on")
+    workload = build_workload(config, machine, batch_seqs=4, micro_batch=2, dist_env=env)
+    state = workload.state
+    launches: list[int] = []
+    reduce = grad_reduce.GradBucketReducer._reduce
+    backward = Tensor.backward
+
+    def count_reduce(reducer: grad_reduce.GradBucketReducer, index: int) -> None:
+        launches.append(counters.read().total)
+        reduce(reducer, index)
+
+    def count_backward(tensor: Tensor) -> None:
+        counters.reset()
+        launches.clear()
+        backward(tensor)
+        launches.append(counters.read().total)
+
+    with join_process_group(env, "cuda") as comm:
+        if mode != "off":
+            assert compile_forward(state, workload.step_config, workload.device, mode) == ""
+        state.start_grad_reduction(comm)
+        grad_reduce.GradBucketReducer._reduce = count_reduce  # type: ignore[method-assign]
+        torch.Tensor.backward = count_backward  # type: ignore[assignment, method-assign]
+        batch = draw_batch(config, 4, 0, workload.device, rank=rank, nproc=2)
+        train_step_async(state, workload.step_config, workload.device, batch)
+    if rank == 0:
+        out.write_text(json.dumps(launches))
+
+
+@pytest.mark.parametrize("mode", ["off", "blocks"])
+def test_buckets_are_reduced_during_the_backward(tmp_path: Path, mode: str) -> None:
+    run_ranks(record_reductions, mode, tmp_path / "launches.json", nprocs=2)
+    *buckets, end = json.loads((tmp_path / "launches.json").read_text())
+    shares = [launches / end for launches in buckets]
+    assert len(shares) >= 4
+    assert shares[0] < 0.4
+    assert max(after - before for before, after in zip([0.0, *shares], shares, strict=False)) < 0.4

@@ -1,0 +1,78 @@
+"""A training step on CUDA: no waits of the host, gradients that arrive during the backward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.bench.workload import Workload, build_workload, draw_batch
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.data.dataloader import Batch
+from megatoken.train.compilation import compile_forward
+from megatoken.train.step import train_step_async
+from tests.nullgpu import counters
+from tests.nullgpu.models import shrink
+
+LAYERS = 4
+
+
+def build(config: ModelConfig, mode: str, *, batch_seqs: int, micro_batch: int) -> Workload:
+    machine = MachineConfig(device="cuda", attention="flash", fused="on", master_weights="on")
+    workload = build_workload(config, machine, batch_seqs=batch_seqs, micro_batch=micro_batch)
+    if mode != "off":
+        assert compile_forward(workload.state, workload.step_config, workload.device, mode) == ""
+    return workload
+
+
+def take_step(workload: Workload) -> None:
+    state = workload.state
+    seqs = workload.step_config.batch_tokens // workload.model_config.seq_len
+    batch = draw_batch(workload.model_config, seqs, state.step, workload.device)
+    train_step_async(state, workload.step_config, workload.device, batch)
+
+
+@pytest.mark.parametrize("mode", ["off", "blocks", "on"])
+@pytest.mark.parametrize("preset", ["gpt2-124m", "modern-124m"])
+def test_the_host_never_waits(preset: str, mode: str) -> None:
+    workload = build(shrink(PRESETS[preset], LAYERS), mode, batch_seqs=8, micro_batch=2)
+    for _ in range(2):
+        take_step(workload)
+    ids = torch.zeros(8, workload.model_config.seq_len, dtype=torch.int64, device="cuda")
+    torch._dynamo.config.error_on_recompile = True
+    try:
+        counters.reset()
+        train_step_async(workload.state, workload.step_config, workload.device, Batch(ids, ids))
+    finally:
+        torch._dynamo.config.error_on_recompile = False
+    counts = counters.read()
+    assert counts.syncs == 0
+    assert counts.allocations == 0
+    assert counts.find("[copy, host waits", "[copy: D2H", "[copy: H2D pageable") == 0
+    assert counts.find("triton _cross_entropy") == 4
+    assert counts.find("[cudnn plan]", "cublasSgemm") == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "blocks"])
+def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = build(shrink(PRESETS["gpt2-124m"], LAYERS), mode, batch_seqs=2, micro_batch=2)
+    take_step(workload)
+    arrivals: list[int] = []
+    for parameter in workload.state.sharded.trained.values():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: arrivals.append(counters.read().total)
+        )
+    backward = Tensor.backward
+
+    def count_backward(tensor: Tensor) -> None:
+        counters.reset()
+        backward(tensor)
+
+    monkeypatch.setattr(Tensor, "backward", count_backward)
+    take_step(workload)
+    shares = [count / arrivals[-1] for count in arrivals]
+    assert shares == sorted(shares)
+    for layer in range(1, LAYERS):
+        share = layer / LAYERS
+        nearest = min(shares, key=lambda value: abs(value - share))
+        assert abs(nearest - share) < 0.15
