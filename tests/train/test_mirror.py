@@ -11,7 +11,7 @@ from megatoken.checkpoint.mirror import list_mirrored
 from megatoken.cli.main import main
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ExitCode
+from megatoken.errors import ExitCode, StorageError
 from megatoken.system.object_store import ObjectStore
 from megatoken.train import live_mirror
 from tests.tiny_run import assert_equal_tensors, read_column, read_events, train
@@ -50,6 +50,15 @@ def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path) -> None:
     for name, tensor in loaded.model.state_dict().items():
         assert torch.equal(tensor, weights[name])
     assert main(["verify", f"{s3}/run"]) == 0
+
+
+def test_a_mirror_that_cannot_be_written_is_refused_before_the_first_step(
+    data: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        train(tmp_path / "run", data, f"save.mirror={tmp_path}/file/copy save.every=0")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path) -> None:

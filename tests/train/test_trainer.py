@@ -1,9 +1,12 @@
 """Trainer as a Python program uses it: own model and optimizer, callbacks, several processes."""
 
 import json
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
-from megatoken.train import checkpoint_saver, compilation, setup
+from megatoken.train import checkpoint_saver, compilation, preemption, setup
 from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
@@ -35,6 +38,22 @@ def config(data: str) -> Config:
 
 def fit(config: Config, out: Path, **options: Any) -> Summary:
     return Trainer(config, out, console=Console(quiet=True), **options).fit()
+
+
+def test_a_finished_run_was_not_stopped(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit passes after the last step."""
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(preemption, "time", clock)
+
+    def pass_time(row: dict[str, Any]) -> None:
+        if row["kind"] == "save":
+            clock.monotonic = lambda: math.inf
+
+    limited = replace(config, save=replace(config.save, time_limit="9h"))
+    summary = fit(limited, tmp_path / "run", callbacks=[pass_time])
+    assert (summary.code, summary.reason, summary.tokens) == (ExitCode.DONE, "", 12 * 192)
 
 
 def test_status_says_what_the_run_does_how_fast_and_how_long(
@@ -203,6 +222,7 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(
 
     register_attention("test-halved", halved)
     other = replace(config, machine=replace(config.machine, attention="test-halved"))  # type: ignore[arg-type]
+    assert tiny_run("machine.attention=test-halved").config.machine == other.machine
     fit(config, tmp_path / "flash", callbacks=[stop_at(3)])
     fit(other, tmp_path / "halved", callbacks=[stop_at(3)])
     assert read_losses(tmp_path / "halved") != read_losses(tmp_path / "flash")
