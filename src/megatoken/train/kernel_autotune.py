@@ -29,7 +29,7 @@ from megatoken.system.measurement_cache import read_measurements, save_measureme
 from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
-CACHE_FILE = "choices.json"
+CACHE_FILE = "kernels.json"
 # Required speed-up over the plain implementation: on a CPU less is noise of a busy machine.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 BLOCK_MARGIN = 1.0  # most of a block is attention, which is timed separately
@@ -89,7 +89,7 @@ class KernelChoice:
             kernels=Kernels(**values["kernels"]),
             master_weights=values["masters"],
             seconds=values["seconds"],
-            errors=values["errors"],
+            errors=values.get("errors", {}),  # runs of earlier versions have none
             library=values["library"],
         )
 
