@@ -71,7 +71,7 @@ class TensorReader:
         if not self._files:
             what = f"checkpoint has no {tensor_file_name(name)}"
             raise CheckpointError(what, str(folder), FIX)
-        for tensor, parts in self._parts.items():  # check this before allocating memory for them
+        for tensor, parts in self._parts.items():  # check before allocating memory
             n_stored = sum(prod(part.shape) for part in parts.values())
             self._check_complete(tensor, prod(self.shapes[tensor]) - n_stored)
 

@@ -29,9 +29,8 @@ def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -
     command = [*COMMAND, "train", "--out", str(folder), *words]
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        child = Child(
-            command, stdout=log, stderr=log, detached=True
-        )  # Ctrl-C here becomes SIGTERM there
+        # Detached, so that Ctrl-C here becomes SIGTERM there.
+        child = Child(command, stdout=log, stderr=log, detached=True)
     is_stopping = False
     while True:
         exit_code = child.wait(POLL_SECONDS)

@@ -235,7 +235,7 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
 
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
-    """Return the first row of a table: the model's name and size."""
+    """Return the first row of a table: the model's name, size and context."""
     return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
 
 

@@ -154,7 +154,7 @@ def read_loss(row: Row) -> float | None:
 
 
 def average_rate(last: Row) -> float | None:
-    """Return tokens/s up to a run's last train row, including pauses; None if unknown."""
+    """Return tokens/s up to a run's last train row, counting evaluations and saves, or None."""
     seconds = last.get("elapsed_seconds")
     return last["tokens"] / seconds if seconds else None
 

@@ -37,7 +37,7 @@ class Duration:
         )
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
-        """Return the length in tokens, with full batches in each step; at least 1 unless it is 0."""
+        """Return the length in tokens; at least 1 unless it is 0. Steps count as full batches."""
         return self._count(steps=batch_tokens, tok=1, ep=epoch_tokens, dur=total_tokens)
 
     def _count(self, **units: float) -> int:

@@ -110,8 +110,8 @@ class Watchdog:
         """Return a message about the rank that the others wait for, and the stacks of all ranks.
 
         It is a rank that does not answer, else one outside of a collective, else one whose stack
-        differs from most, else the one at the earliest step. If all wait in collectives, it may be on
-        another machine, whose watchdog reports it.
+        differs from most, else the one at the earliest step. If all wait in collectives, it may be
+        on another machine, whose watchdog reports it.
         """
         stacks = self._dump_stacks(processes)
         # The main thread is the last.

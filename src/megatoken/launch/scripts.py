@@ -58,11 +58,8 @@ TIME = "24:00:00"  # default of --time
 IMAGE = "megatoken"  # built from the Dockerfile
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save
-RESTARTED = (
-    ExitCode.DONE,
-    ExitCode.STOPPED,
-    ExitCode.PEER,
-)  # after other codes a restart is useless
+# After other codes a restart is useless.
+RESTARTED = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER)
 
 
 class ScriptTemplate(Template):

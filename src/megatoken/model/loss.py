@@ -189,7 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
             ).sum()
             if grad_h is not None:
-                # Zero ignored rows where C numbers wide, instead of in the logits' gradient (V).
+                # Zero ignored rows of width C here, instead of rows of width V in the gradient.
                 is_target_N1 = (targets >= 0)[:, None]
                 torch.mul(matmul(logits_NV, w_low), is_target_N1, out=grad_h[rows])
                 if grad_w is None:  # several chunks are summed in fp32

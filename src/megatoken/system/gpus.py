@@ -40,7 +40,7 @@ class Gpu:
         return "RunPod's list of March 2026"
 
     def compute_precision(self, precision: str) -> str:
-        """Return the matmul precision: the requested one, or fp32 if the GPU does not support it."""
+        """Return the matmul precision: the requested one, or fp32 if the GPU lacks it."""
         return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
 
     def peak_flops(self, precision: str) -> float:

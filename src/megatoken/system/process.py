@@ -73,7 +73,7 @@ class Child:
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the end of the process and its output. Return the exit code, None if it still runs."""
+        """Wait for the process and its output to end; return the exit code, None if it runs."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
             for reader in self._readers:

@@ -32,7 +32,7 @@ MARGIN = 1.02  # by which a smaller size must be faster, since a larger one accu
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
 REPEATS = 3  # runs of each size, the first of which warms up
 LONG_SECONDS = 0.5  # after a longer first run, one more is enough on a CPU
-MEMORY_SHARE = 0.95  # of free memory that a sharded model's next size may need; the rest is gaps
+MEMORY_SHARE = 0.95  # of free memory for a sharded model; blocks leave gaps
 
 
 def find_rates(

@@ -55,7 +55,7 @@ class Recovery:
         self.state.recent.values.append((step.loss, step.grad_norm))
 
     def skip(self, bad: StepMetrics) -> None:
-        """Remove the batch of a bad step from the data order; `state.step` is that step's again.
+        """Remove a bad step's batch from the data order, after `state.step` was reset to before it.
 
         Rewinds after `optim.max_skips` in a row. Raises NumericsError if rewinding does not help,
         or if the gradient is 0.
