@@ -148,9 +148,9 @@ def count_seqs(tokens: int, seq_len: int) -> int:
 def describe_mfu(
     tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
 ) -> dict[str, Any]:
-    """Return the MFU counting full and causal attention, both None if the peak is unknown.
+    """Return two MFUs, with full and with causal attention; None if the peak is unknown.
 
-    n_peaks: number of devices.
+    n_peaks: number of devices, each with the peak of `device`.
     """
     if not device.peak_flops:
         return {"mfu": None, "mfu_causal": None}

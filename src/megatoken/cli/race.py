@@ -81,7 +81,7 @@ class Contender:
 
     @property
     def texts(self) -> list[Any]:
-        """What identifies the text under any tokenizer: hashes of files, documents per split."""
+        """The hash of the input files and the documents per split, the same for any tokenizer."""
         manifests = [part.dataset.manifest for part in self.data.parts]
         return [(manifest.source.get("inputs"), manifest.documents) for manifest in manifests]
 

@@ -40,7 +40,7 @@ TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (
 
 
 class Row(NamedTuple):
-    """A row of the input, and its sequences: a conversation, chosen and rejected, or a prompt."""
+    """An input row and its token rows: one conversation, a chosen and a rejected one, or a prompt."""
 
     example: Example
     sequences: list[TokenRow]

@@ -226,7 +226,7 @@ def product_seconds(
 
 
 def _linear_seconds(gpu: Gpu, tokens: int, inner: int, outer: int, precision: str) -> float:
-    """Return the seconds of a linear layer's output, input gradient and weight gradient."""
+    """Return the total seconds of a linear layer's forward, input gradient and weight gradient."""
     sizes = ((tokens, outer, inner), (tokens, inner, outer), (inner, outer, tokens))
     return sum(_product_seconds(gpu, *size, precision) for size in sizes)
 

@@ -107,11 +107,11 @@ class Watchdog:
         return self._clock - self._latest[rank][1]
 
     def find_hung(self, processes: Mapping[int, Child]) -> tuple[str, str]:
-        """Return a message about the rank that the others wait for, and the stacks of all ranks.
+        """Return a message that names the rank the others wait for, and the stacks of all ranks.
 
-        It is a rank that does not answer, else one outside of a collective, else one whose stack
-        differs from most, else the one at the earliest step. If all wait in collectives, it may be
-        on another machine, whose watchdog reports it.
+        The first rule that applies picks the rank: it does not answer; it is not in a collective;
+        its stack is the rarest; its step is the earliest. If every rank here waits in a collective,
+        the cause may be on another machine, whose own watchdog reports it.
         """
         stacks = self._dump_stacks(processes)
         # The main thread is the last.
@@ -154,5 +154,5 @@ def waits_in_collective(stacks: str) -> bool:
 
 
 def split_threads(stacks: str) -> list[str]:
-    """Return the stack of each thread, innermost call first, without its address."""
+    """Split a dump into one stack per thread, innermost call first, without the heading lines."""
     return [thread.strip() for thread in re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)]

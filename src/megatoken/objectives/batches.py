@@ -76,9 +76,9 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """What a batch source may read of a run.
+    """The parts of a training run that a batch source may use.
 
-    log_event: adds a row (what, message, further values) to the metrics log.
+    log_event: add an event (its name, a message, more values) to the metrics log.
     """
 
     config: Config

@@ -51,7 +51,7 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def declare_found_inf(optimizer: torch.optim.Optimizer) -> None:
-    """Declare that an optimizer's step applies them."""
+    """Declare that an optimizer's step applies `found_inf` and `grad_scale` itself."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
