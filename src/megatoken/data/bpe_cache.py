@@ -41,7 +41,10 @@ LONGEST_WORD = 64  # characters; longer words are rare and not cached
 
 
 class BpeCache(dict[str, bytes]):
-    """Maps a word to the bytes of its ids (native uint32). A word is encoded at its first use."""
+    """A cache that maps a word to its ids, stored as the bytes of a native uint32 array.
+
+    A missing word is encoded when it is first looked up.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__()

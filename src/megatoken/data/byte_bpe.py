@@ -1,6 +1,6 @@
 """Build and train byte-level BPEs with Hugging Face's `tokenizers`.
 
-Ids are the 256 bytes, then one per merge, then <|endoftext|>.
+Ids 0 to 255 are the bytes; then comes one id per merge; the last id is <|endoftext|>.
 """
 
 import json
@@ -18,8 +18,8 @@ Merges = list[tuple[str, str]]
 def byte_characters() -> list[str]:
     """Return GPT-2's printable character for each of the 256 bytes.
 
-    Printable Latin-1 bytes stand for themselves, the others for U+0100 and up. The sorted
-    characters have ids 0 to 255.
+    A byte that is a printable Latin-1 character maps to that character, the others to U+0100 and
+    up. GPT-2's ids 0 to 255 are these characters in sorted order, not in byte order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -27,12 +27,12 @@ def byte_characters() -> list[str]:
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """Return the vocabulary of plain bytes: each byte is its id, and <|endoftext|> is 256."""
+    """Return a vocabulary without merges: ids 0 to 255 are the bytes, and 256 is <|endoftext|>."""
     return {character: byte for byte, character in enumerate(byte_characters())} | {EOT: 256}
 
 
 def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
-    """Return the BPE of these merges, with ids in GPT-2's order."""
+    """Return a byte-level BPE with these merges and GPT-2's order of ids (see the module)."""
     vocabulary = {character: id for id, character in enumerate(sorted(byte_characters()))}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))
@@ -41,7 +41,7 @@ def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def assemble(vocabulary: dict[str, int], merges: Merges) -> tokenizers.Tokenizer:
-    """Return the byte-level BPE of a vocabulary and its merges, which are listed best first."""
+    """Return a byte-level BPE. merges: in order of priority, highest first."""
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -50,9 +50,10 @@ def assemble(vocabulary: dict[str, int], merges: Merges) -> tokenizers.Tokenizer
 
 
 def train_bpe(vocab_size: int, texts: Iterator[str]) -> tokenizers.Tokenizer:
-    """Train a BPE. Ties are broken by id, so the result does not depend on the number of threads.
+    """Train a byte-level BPE with at most `vocab_size` ids.
 
-    If the corpus yields too few merges, the vocabulary is smaller than `vocab_size`.
+    It has fewer if the corpus yields too few merges. Ties between merges are broken by id, so the
+    result does not depend on the number of threads.
     """
     inner = tokenizers.Tokenizer(models.BPE())
     long_words = pre_tokenizers.Split(tokenizers.Regex(f".{{{LONGEST_TRAINED_WORD}}}"), "isolated")
@@ -71,6 +72,9 @@ def train_bpe(vocab_size: int, texts: Iterator[str]) -> tokenizers.Tokenizer:
 
 
 def split_merge(merge: str | Sequence[str]) -> tuple[str, str]:
-    """Return the two halves of a merge, in either format of tokenizer.json."""
+    """Return the two tokens of a merge, which tokenizer.json stores as a pair or as "left right".
+
+    Older files have the second form.
+    """
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right

@@ -1,9 +1,10 @@
-"""Read datasets of conversations: rows of equal length, and a byte of marks for each token.
+"""Read datasets of conversations: token rows of equal length, with one byte of flags per token.
 
-A row is one token longer than the context that the dataset was prepared for. The manifest's
-`source` records the kind, the context, and a hash of each file next to the shards.
+A row is one token longer than the context that the dataset was prepared for. The flags are called
+marks. The manifest's `source` records the kind of dataset, the context, and a hash of each extra
+file.
 
-| kind | a row | files next to the shards |
+| kind | a row | extra files next to the shards |
 |---|---|---|
 | chat | complete conversations, as many as fit | `train_000000.marks`, ... |
 | preference | one conversation; chosen and rejected rows alternate | the same |
@@ -48,7 +49,10 @@ Marks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ChatRows:
-    """The rows of one split. marks (tokens,): the byte of each token."""
+    """The rows of one split.
+
+    marks (n_tokens,): the flags TRAINED, START and PADDING of each token.
+    """
 
     tokens: Tokens
     marks: Marks
@@ -58,7 +62,7 @@ class ChatRows:
         return len(self.marks) // (self.seq_len + 1)
 
     def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Marks]:
-        """Return the ids and the marks of rows, both (n, seq_len + 1).
+        """Return (ids, marks) of the rows with these numbers, both (n, seq_len + 1).
 
         Raises DataError as `Tokens.gather` does.
         """
@@ -66,7 +70,7 @@ class ChatRows:
         return self.tokens.gather(rows * length, length), self.marks.reshape(-1, length)[rows]
 
     def sequence(self, row: int) -> tuple[list[int], list[bool]]:
-        """Return the ids of a row without padding, and whether each is trained on."""
+        """Return a row's ids without padding, and for each id whether it is trained on."""
         ids, marks = self.read(np.array([row]))
         is_real = marks[0] & PADDING == 0
         return ids[0][is_real].tolist(), (marks[0][is_real] & TRAINED > 0).tolist()
@@ -78,12 +82,15 @@ def find_kind(manifest: Manifest) -> str:
 
 
 def require_data_for(objective: str, dataset: Dataset) -> None:
-    """Raise DataError unless the dataset has the kind that the objective trains on."""
+    """Raise DataError unless the dataset has the kind of data that the objective trains on."""
     require_kind(dataset, OBJECTIVE_DATA[objective], f"objective.name={objective}")
 
 
 def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:
-    """Raise DataError unless the dataset has this kind. needed_by: what needs it, for the error."""
+    """Raise DataError unless the dataset is of this kind.
+
+    needed_by: what needs this kind, for the error message.
+    """
     actual = find_kind(dataset.manifest)
     if actual != kind:
         what = f"{needed_by} needs {KINDS[kind]}, this dataset holds {KINDS.get(actual, actual)}"
@@ -91,7 +98,7 @@ def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:
 
 
 def open_rows(dataset: Dataset, split: str) -> ChatRows:
-    """Return the rows of a split. Raises DataError if a file of marks is missing or damaged."""
+    """Return the rows of a split. Raises DataError if a .marks file is missing or damaged."""
     parts = [np.zeros(0, np.uint8)]
     for shard in dataset.manifest.shards:
         if shard.split == split:
@@ -105,9 +112,9 @@ def open_rows(dataset: Dataset, split: str) -> ChatRows:
 
 
 def read_answers(dataset: Dataset, split: str) -> list[dict[str, Any]]:
-    """Return the input row of each prompt, which holds its `answer`.
+    """Return the input row of each prompt; its key `answer` holds the answer.
 
-    Raises DataError as `open_rows` does.
+    Raises DataError if the answers file is missing or damaged.
     """
     name = answers_name(split)
     if name not in dataset.manifest.source["files_beside"]:  # an empty split
@@ -116,12 +123,12 @@ def read_answers(dataset: Dataset, split: str) -> list[dict[str, Any]]:
 
 
 def marks_name(shard: str) -> str:
-    """Return the name of a shard's file of marks."""
+    """Return the name of a shard's .marks file."""
     return f"{Path(shard).stem}.marks"
 
 
 def answers_name(split: str) -> str:
-    """Return the name of a split's file of answers."""
+    """Return the name of a split's answers file."""
     return f"{split}_answers.jsonl"
 
 

@@ -34,9 +34,9 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 class Example:
     """A parsed row.
 
-    where: file:line. prompt: the messages before the first answer. answers: full conversations: one
-    for a chat, chosen and rejected for a preference, none for a prompt. row: the input row, for
-    prompts only.
+    where: file:line. prompt: the messages before the answer, in a chat before its first answer.
+    answers: complete conversations, including the prompt; one for a chat, two (chosen, rejected)
+    for a preference, none for a prompt. row: the input row, for prompts only.
     """
 
     where: str
@@ -55,9 +55,9 @@ class Format(NamedTuple):
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
-    """Return the format of a corpus, judged by its first row, or None for text.
+    """Return the row format of a corpus, judged by its first row, or None if it holds plain text.
 
-    text_key: the key that holds text in rows of text.
+    text_key: a first row with this key means plain text.
     """
     if source.files[0].format in ROW_FORMATS.values():
         for _, line in read_rows(source):
@@ -70,7 +70,10 @@ def peek_format(source: Source, text_key: str) -> Format | None:
 
 
 def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
-    """Yield every row of a corpus. Raises DataError, naming file:line, for an unusable row."""
+    """Yield the format and the parsed content of every row.
+
+    Raises DataError, naming file:line, for an unusable row.
+    """
     row_format: Format | None = None
     for where, line in read_rows(source):
         row_format, example = parse_row(line, where, row_format)
@@ -78,7 +81,11 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
 
 
 def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format, Example]:
-    """Return the format and content of a row. Raises DataError if it is not as expected."""
+    """Parse a JSON row; return its format and content.
+
+    expected: the required format, or None for any. Raises DataError, naming `where`, if the row is
+    unusable or has another format.
+    """
     try:
         row = json.loads(line)
         row_format = _match_format(row)
@@ -94,7 +101,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
 
 
 def _match_format(row: dict[str, Any]) -> Format:
-    """Return the format of a row. Raises ValueError if no format has its keys."""
+    """Return the first format whose keys a row has. Raises ValueError if there is none."""
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
             return row_format
@@ -103,7 +110,7 @@ def _match_format(row: dict[str, Any]) -> Format:
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
-    """Return text as one message of `role`, or a list of messages unchanged."""
+    """Convert text to a list of one message of `role`; return a list of messages unchanged."""
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 

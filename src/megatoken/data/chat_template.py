@@ -1,8 +1,8 @@
 """Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
-A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Control tokens come
-from the template only: it is rendered with a placeholder for each message, and the contents are
-encoded as plain text, even if they spell a control token.
+A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Only the template
+can produce control tokens: it is rendered with a placeholder for each message, and the contents of
+the messages are then encoded as plain text, even where they spell a control token.
 """
 
 import json
@@ -55,7 +55,7 @@ _MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 class Message:
     """One turn of a conversation.
 
-    role: system, user or assistant. weight: 0 for an answer that is context only.
+    role: system, user or assistant. weight: 1, or 0 for an answer that is not trained on.
     """
 
     role: str
@@ -69,12 +69,13 @@ _PROBE = [Message("user", "Hi?\n"), Message("assistant", "1. yes"), Message("use
 class ChatTemplate:
     """Encodes conversations for one tokenizer.
 
-    name: chatml, llama-3, or own-HASH for the tokenizer's own. stop_ids: tokens that end an answer;
-    the first one is trained on. jinja: the template, with transformers' tags for assistant masks.
+    name: chatml, llama-3, or own-HASH for a template saved with the tokenizer. stop_ids: ids that
+    end an answer; the model is trained to emit the first one. jinja: the text of the template,
+    which can contain transformers' {% generation %} tags.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer, jinja: str) -> None:
-        """Raises ConfigError if the template cannot be rendered with placeholders."""
+        """Compile and check the template. Raises ConfigError if it cannot be used."""
         self.name, self.tokenizer = name, tokenizer
         begin = {tokenizer.decode([id]): id for id in tokenizer.bos_ids}
         is_own = name not in BUILT_IN
@@ -91,12 +92,13 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], *, reply: bool = False, where: str = ""
     ) -> tuple[list[int], list[bool]]:
-        """Return a conversation's ids, and whether each is trained on.
+        """Return a conversation's ids, and for each id whether it is trained on.
 
-        Answers and their stop tokens are trained on. A token that starts in a header and ends in a
-        message's content, as white space does with some tokenizers, counts as content. reply:
-        append the assistant's header, for the model to continue. where: place of the conversation,
-        for errors. Raises DataError if the template rejects the conversation or changes a content.
+        Answers and their stop tokens are trained on. So is a token that joins the end of a header
+        with the start of an answer, as some tokenizers do with white space. reply: also append the
+        assistant's header, for the model to continue. where: location of the conversation, for
+        error messages. Raises DataError if the template rejects the conversation or changes the
+        content of a message.
         """
         ids: list[int] = []
         trained: list[bool] = []
@@ -129,7 +131,10 @@ class ChatTemplate:
     def _list_parts(
         self, messages: Sequence[Message], reply: bool, where: str
     ) -> Iterator[tuple[str, str, bool]]:
-        """Yield (text before a message's content, the content, whether it is trained on)."""
+        """Yield (template text, content after it, whether the content is trained on) per message.
+
+        A last triple holds the template text after all messages, with empty content.
+        """
         placeholders = [_PLACEHOLDER.format(number) for number in range(len(messages))]
         split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where))
         contents = []
@@ -177,7 +182,7 @@ class ChatTemplate:
             raise ConfigError(what, self.tokenizer.name, "fix chat_template.jinja") from error
 
     def _find_stop_id(self) -> int:
-        """Return the control token that follows an answer."""
+        """Return the id of the control token that the template puts after an answer."""
         try:
             text = list(self._list_parts(_PROBE, False, self.tokenizer.name))[2][0]
         except DataError as error:
@@ -189,7 +194,7 @@ class ChatTemplate:
         return self._control_ids[stop[0]]
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless encoding in parts gives the ids of the full text."""
+        """Raise ConfigError unless `encode` gives the ids of encoding the rendered text at once."""
         text = self._render(_PROBE, [message.content for message in _PROBE], True, "")
         if self.encode(_PROBE, reply=True)[0] != self.tokenizer.encode_control(text):
             what = f"chat template {self.name}: text next to control tokens changes their ids"
@@ -201,9 +206,9 @@ def _raise_exception(message: str) -> None:
 
 
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the chat template that fits a tokenizer's control tokens, or else the saved one.
+    """Return the built-in template for a tokenizer's control tokens, or else the one saved with it.
 
-    Raises ConfigError if it has none, or one that cannot be used.
+    Raises ConfigError if there is neither, or if the template cannot be used.
     """
     for name, (control_tokens, jinja) in BUILT_IN.items():
         if tokenizer.special_ids.keys() >= set(control_tokens):
@@ -224,7 +229,11 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a generation: the model's own, else end of text and end of turn."""
+    """Return the ids that end a generation.
+
+    These are the ids that the model's config files name, or else the chat template's stop ids, or
+    else only end-of-text.
+    """
     if tokenizer.end_ids:
         return tokenizer.end_ids
     template = template_of(tokenizer)
@@ -232,9 +241,11 @@ def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a chat model's tokenizer as it is, any other as a copy with ChatML's control tokens.
+    """Return a tokenizer that can encode conversations.
 
-    Raises ConfigError as `find_template` does, DataError as `Tokenizer.add_special_tokens` does.
+    A chat model's tokenizer is returned unchanged; any other is copied and given ChatML's control
+    tokens. Raises ConfigError if a chat model's template is missing or cannot be used, and
+    DataError if the tokens cannot be added.
     """
     is_chat = tokenizer.chat_template or OTHER_CHATS & tokenizer.special_ids.keys()
     if is_chat or template_of(tokenizer):
@@ -244,11 +255,11 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Message]:
-    """Return the messages of rows {"role": ..., "content": ..., "weight": 0 or 1 (optional)}.
+    """Convert rows {"role": ..., "content": ..., "weight": 0 or 1 (optional)} to messages.
 
-    reply: whether a model will answer, so that the last message must be the user's; otherwise the
-    conversation must have an answer to train on. where: place of the rows, for errors. Raises
-    DataError if they are not a conversation.
+    reply: whether a model will answer. If so, the last message must be the user's; if not, there
+    must be an answer to train on. where: location of the rows, for error messages. Raises DataError
+    if the rows are not such a conversation.
     """
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')

@@ -27,7 +27,7 @@ CHUNK_SEGMENTS = 4096
 
 
 class ReadPosition(NamedTuple):
-    """A point in a corpus."""
+    """Where to continue reading a corpus."""
 
     file: int = 0  # in the list of files
     offset: int = 0  # bytes (uncompressed) or rows in that file
@@ -49,7 +49,10 @@ _Step = tuple[Segment, ReadPosition, int]  # segment, position after it, bytes o
 
 
 def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) -> Iterator[Chunk]:
-    """Yield the corpus from `start` on. Raises DataError, naming the file, if it cannot be read."""
+    """Yield the corpus in chunks, starting at `start`.
+
+    Raises DataError, naming the file, if one cannot be read.
+    """
     segments: list[Segment] = []
     counts: Counter[str] = Counter()
     size = 0
@@ -71,9 +74,10 @@ def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) ->
 
 
 def sample_texts(source: Source, options: PrepareOptions, limit_bytes: int) -> Iterator[str]:
-    """Yield about `limit_bytes` of text: beginnings of files that are spread over the corpus.
+    """Yield about `limit_bytes` of text from all over the corpus.
 
-    Skips bad rows; `prepare` reports them later.
+    Yields everything if the corpus is small, otherwise the beginnings of evenly spread files. Skips
+    bad rows; `prepare` reports them later.
     """
     for chunk in _sample_chunks(source, replace(options, invalid="skip"), limit_bytes):
         for segment in chunk.segments:
@@ -97,7 +101,10 @@ def _sample_chunks(source: Source, options: PrepareOptions, limit_bytes: int) ->
 def _read_segments(
     source: Source, file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
 ) -> Iterator[_Step]:
-    """Yield the segments of one file from `start` on, of about CHUNK_BYTES each."""
+    """Yield a file's segments of about CHUNK_BYTES each, starting at `start`.
+
+    counts: increased for a binary file and for each split that may change ids.
+    """
     _, offset, line, split = start
     with open_text(source, file, options.text_key) as (stream, format, tell, is_binary):
         if is_binary:
@@ -149,10 +156,10 @@ def _read_line(stream: BinaryIO, buffer: bytes, ended: bool, where: str) -> tupl
 def _find_end(
     buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions
 ) -> tuple[int, int, bool, bool]:
-    """Return where the segment at the start of `buffer` ends.
+    """Find where the segment at the start of `buffer` ends.
 
-    That is its length, the bytes to skip after it, whether its last document ends there, and
-    whether ending it there cannot change ids.
+    Return its length, the number of bytes to skip after it, whether a document ends there, and
+    whether a split there is sure not to change token ids.
     """
     if ended:
         gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0
@@ -167,7 +174,7 @@ def _find_end(
 
 
 def _skip_bytes(stream: BinaryIO, offset: int) -> None:
-    """Move from the start of the stream to `offset`, counted in uncompressed bytes."""
+    """Advance a stream from its start to `offset`, in uncompressed bytes."""
     if stream.seekable():
         stream.seek(offset)
         return

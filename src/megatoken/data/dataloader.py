@@ -1,9 +1,9 @@
 """Make the batches of a split as a pure function of (dataset, seed, step).
 
-A run's data position is therefore its step number and the batches it has skipped. Sequence i of
-step s is entry s * batch_size + i of an endless list of windows (window_order.py). Ranks take
-consecutive slices of a batch, and micro-batches consecutive slices of a rank's rows, so the order
-of the data depends on neither.
+To resume, a run needs only its step number and the list of batches it has skipped. Sequence i of
+step s is entry s * batch_size + i of an endless list of windows (window_order.py). Each rank takes
+a consecutive slice of the batch, and each micro-batch a consecutive slice of the rank's rows, so
+the order of the data does not depend on the number of ranks or micro-batches.
 """
 
 from bisect import bisect_right
@@ -34,11 +34,11 @@ from megatoken.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One process's share of a global batch, which a training step reads. A row is a sequence.
+    """A rank's share of a global batch, with one sequence per row.
 
-    targets_BT: values below 0 are ignored. starts_BT: if rows hold several conversations, the
-    position in the row where each token's conversation begins; None if every row is one sequence.
-    Subclasses add tensors (B, ...) for an objective.
+    targets_BT: the loss ignores negative ones. starts_BT: for each token, the position in its row
+    at which its conversation or document begins; None if every row is a single one. Subclasses add
+    tensors (B, ...) for an objective.
     """
 
     inputs_BT: Tensor
@@ -49,13 +49,14 @@ class Batch:
         return len(self.inputs_BT)
 
     def split(self, size: int) -> list[Self]:
-        """Return micro-batches of `size` rows, made by `take`."""
+        """Split into micro-batches of `size` rows; the last can have fewer."""
         return [self.take(slice(first, first + size)) for first in range(0, len(self), size)]
 
     def take(self, rows: slice | Tensor) -> Self:
-        """Return some of the rows.
+        """Return a batch of the selected rows.
 
-        On a CPU, `starts_BT` is dropped if each of these rows is one sequence.
+        On a CPU, `starts_BT` becomes None if each of them is a single sequence; on a GPU, this
+        check would have to wait for the device.
         """
         batch = self._map(lambda tensor: tensor[rows])
         starts = batch.starts_BT
@@ -76,17 +77,18 @@ class Batch:
 
 @dataclass(eq=False)
 class DataLoader:
-    """Batches of one split for one data-parallel rank.
+    """Makes the batches of one split for one data-parallel rank.
 
-    `tokens` is cut into windows of seq_len + 1 tokens at stride seq_len. batch_size: windows per
-    step over all ranks. ramp: smaller batches at first. order: sequential cuts each shard into
-    batches and drops the rest, as build-nanogpt and llm.c do; one-batch repeats the first batch.
-    sources: (tokens, weight) of each source in `tokens`; each is shuffled separately. marks: set
-    for rows of conversations (chat_dataset.py), which share no tokens. document_start: the id that
-    begins a document, so that documents do not attend to each other.
+    `tokens` is cut into windows of seq_len + 1 tokens with stride seq_len. batch_size: windows per
+    step over all ranks. ramp: schedule of smaller batches at the start of a run. order:
+    "sequential" cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do;
+    "one-batch" always repeats the first batch. sources: (number of tokens, weight) of each source
+    in `tokens`; each source is shuffled separately. marks: given for rows of conversations
+    (chat_dataset.py); the stride is then seq_len + 1. document_start: the id that begins a
+    document, if documents must not attend to each other.
 
-    Raises ConfigError if a batch does not divide among the ranks, DataError if the split has fewer
-    windows than a batch, or a source has none.
+    Raises ConfigError if a batch does not divide evenly among the ranks, and DataError if the split
+    has fewer windows than a batch or a source has no window.
     """
 
     tokens: Tokens
@@ -140,11 +142,11 @@ class DataLoader:
         return self.marks is not None
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """Return the numbers (batch_size,) of a step's windows, over all ranks."""
+        """Return the window numbers (batch_size,) of a step, for all ranks."""
         return self._order.windows(*self._entries(step))
 
     def rows(self, step: int) -> Ids:
-        """Return this rank's windows (sequences, seq_len + 1) of a step, in the shards' dtype.
+        """Return this rank's windows of a step, (windows, seq_len + 1), in the shards' dtype.
 
         Steps may be requested in any order, repeatedly and from any thread. Raises DataError as
         `Tokens.gather` does.
@@ -152,7 +154,10 @@ class DataLoader:
         return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
 
     def full_batch(self, step: int) -> Batch:
-        """Return the batch of a training step, on the CPU. Raises DataError as `rows` does."""
+        """Return this rank's batch of a step, on the CPU, with `starts_BT` where rows need it.
+
+        Raises DataError as `rows` does.
+        """
         if self.marks is not None:
             marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
             return make_batch(self.rows(step), marks)
@@ -162,17 +167,17 @@ class DataLoader:
         return separate_documents(batch, self.document_start)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of a step, each int64 (sequences, seq_len).
+        """Return this rank's (inputs, targets) of a step, both int64 (windows, seq_len).
 
         Raises DataError as `rows` does.
         """
         rows = self.rows(step)
-        # Not with torch, which would start a second thread pool next to the training step's.
+        # Convert with NumPy: in this thread, torch would start a second thread pool.
         inputs = rows[:, :-1].astype(np.int64)
         return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
     def _find_tokens(self, step: int) -> NDArray[np.int64]:
-        """Return the first token of each of this rank's windows of a step."""
+        """Return the token index at which each of this rank's windows of a step starts."""
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
@@ -182,7 +187,7 @@ class DataLoader:
         return starts
 
     def _entries(self, step: int) -> tuple[int, int]:
-        """Return the number of a step's first entry in the endless list, and how many it has."""
+        """Return (first, count): the entries of the endless window list that a step uses."""
         assert step >= 0
         if self.order == "one-batch":
             step = 0
@@ -192,7 +197,7 @@ class DataLoader:
 
 
 def make_batch(rows: Ids, marks: Marks) -> Batch:
-    """Return rows of conversations and their marks, both (n, T + 1), as a batch on the CPU."""
+    """Make a batch on the CPU from rows of conversations and their marks, both (n, T + 1)."""
     ids = rows.astype(np.int64)
     targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
     starts = _latest_start(marks[:, :-1] & START > 0)
@@ -204,21 +209,21 @@ def make_batch(rows: Ids, marks: Marks) -> Batch:
 
 
 def separate_documents(batch: Batch, document_start: int) -> Batch:
-    """Return the batch with `starts_BT`: each document begins at the id `document_start`."""
+    """Return the batch with `starts_BT` set: a document begins at every id `document_start`."""
     starts = _latest_start(batch.inputs_BT.numpy() == document_start)
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
 def _latest_start(is_start: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the index (B, T) of the latest start at or before each position; 0 if none."""
+    """Return for each position (B, T) the index of the last start at or before it; 0 if none."""
     index = np.where(is_start, np.arange(is_start.shape[1]), 0)
     return np.maximum.accumulate(index, axis=1)
 
 
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:
-    """Return the batch number of a step: batches are taken in order, except those in `skipped`.
+    """Return the number of the batch that a step trains on.
 
-    skipped: ascending batch numbers.
+    Batches are used in order, leaving out those in `skipped` (ascending batch numbers).
     """
     batch = step
     previous = -1
@@ -230,7 +235,7 @@ def batch_of_step(step: int, skipped: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationWindows:
-    """`count` windows spread evenly over a split, the same for every rank, batch size and run."""
+    """`count` windows spread evenly over a split; the same for every rank, batch size and run."""
 
     tokens: Tokens
     seq_len: int
@@ -245,11 +250,11 @@ class EvaluationWindows:
         return self.count * self.seq_len
 
     def rows(self, first: int, count: int) -> Ids:
-        """Return those of the windows [first, first + count) that exist, (rows, seq_len + 1)."""
+        """Return windows [first, first + count), or fewer at the end, as ids (n, seq_len + 1)."""
         return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the first token of each of these windows."""
+        """Return the token index at which each of the windows [first, first + count) starts."""
         n_windows = (len(self.tokens) - 1) // self.seq_len
         return _spread(first, count, self.count, n_windows) * self.seq_len
 
@@ -265,29 +270,29 @@ class EvaluationRows:
         return self.count
 
     def rows(self, first: int, count: int) -> Batch:
-        """Return those of the rows [first, first + count) that exist."""
+        """Return rows [first, first + count), or fewer at the end, as a batch."""
         return make_batch(*self.source.read(_spread(first, count, self.count, len(self.source))))
 
 
 def _spread(first: int, count: int, n_chosen: int, n_items: int) -> NDArray[np.int64]:
-    """Return the middles of parts [first, first + count) of a range of `n_items` items.
+    """Choose `n_chosen` of `n_items` items, evenly spaced; return choices [first, first + count).
 
-    The range is divided into `n_chosen` equal parts.
+    Each choice is the middle of one of `n_chosen` equal intervals.
     """
     index = np.arange(first, max(first, min(first + count, n_chosen)), dtype=np.int64)
     return (2 * index + 1) * n_items // max(1, 2 * n_chosen)
 
 
 def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
-    """Return rows of at most limit_tokens in total, but at least one row if the split has any."""
+    """Choose rows with at most `limit_tokens` tokens in total, but at least one if there is any."""
     return EvaluationRows(source, min(len(source), max(1, limit_tokens // source.seq_len)))
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
-    """Return windows of at most limit_tokens targets in total.
+    """Choose windows with at most `limit_tokens` targets in total.
 
-    If the split or the limit is shorter than one window, there is one shorter window; if the split
-    has fewer than two tokens, there is none.
+    If the split or the limit is shorter than a window, there is a single shorter window; if the
+    split has fewer than two tokens, there is none.
     """
     n_targets = max(0, min(len(tokens) - 1, limit_tokens))
     length = min(seq_len, n_targets)
@@ -305,9 +310,9 @@ class Prefetcher:
         self.metrics: dict[str, float] = {}  # always empty: windows of text have none
 
     def get(self, step: int) -> Batch:
-        """Return the batch of any step, on the device, and start to make the next step's.
+        """Return the batch of `step` on the device, and start making that of step + 1.
 
-        Raises DataError as the loader does.
+        Steps may be requested in any order. Raises DataError as `DataLoader.rows` does.
         """
         if self._next and self._next[0] == step:
             future = self._next[1]
@@ -330,9 +335,10 @@ class Prefetcher:
             torch.cuda.set_device(self._device)  # otherwise pinning opens a context on device 0
 
     def _make(self, step: int) -> Batch | Tensor:
-        """Return the batch, or plain text for a GPU as pinned ids in their stored 16 or 32 bits.
+        """Return a step's batch or, for plain text on a GPU, its ids in pinned memory.
 
-        `get` widens them on the GPU, so fewer bytes are copied.
+        The ids keep their stored 16 or 32 bits, so that fewer bytes are copied; `get` widens them
+        on the GPU.
         """
         loader = self._loader
         is_text = not loader.has_marks and loader.document_start is None
@@ -345,8 +351,9 @@ class Prefetcher:
 
 
 def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:
-    """Return unsigned ids as int64. rows: their bits as int16 or int32; dtype: their real type.
+    """Convert ids to int64.
 
-    Not every device can convert unsigned integers.
+    rows: unsigned ids viewed as int16 or int32, because not every device can convert unsigned
+    integers. dtype: their real type, uint16 or uint32.
     """
     return rows.to(torch.int64) & (0xFFFF if dtype.itemsize == 2 else 0xFFFFFFFF)

@@ -38,14 +38,17 @@ _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and
 
 
 class ShardFile:
-    """An open shard, read by position.
+    """An open shard file that can be read at any position.
 
-    Not memory-mapped, because a truncated file or a failing disk would kill the process (SIGBUS).
-    The shard stays readable if its file is removed or replaced.
+    It is not memory-mapped, because a truncated file or a failing disk would then kill the process
+    (SIGBUS). The shard stays readable if its file is removed or replaced.
     """
 
     def __init__(self, shard: Shard, path: Path, dtype: str, offset: int) -> None:
-        """shard: its row of the manifest. offset: bytes before the first token. Raises OSError."""
+        """Open the file. shard: its row in the manifest. offset: number of bytes before the tokens.
+
+        Raises OSError.
+        """
         self.shard = shard
         self.path = path
         self.offset = offset
@@ -56,11 +59,14 @@ class ShardFile:
 
     @property
     def size(self) -> int:
-        """The size in bytes that the file must have."""
+        """The size in bytes that the file should have."""
         return self.offset + self.shard.tokens * self.dtype.itemsize
 
     def read(self, start: int, out: Ids) -> None:
-        """Fill `out` (n,) from token `start` on. Raises DataError if the file is too short."""
+        """Fill `out` (n,) with the tokens from index `start` on.
+
+        Raises DataError if the file is too short.
+        """
         position = self.offset + start * self.dtype.itemsize
         buffer = out.data.cast("B")
         while buffer:
@@ -73,14 +79,19 @@ class ShardFile:
             position += count
 
     def read_block(self, number: int) -> Ids:
-        """Return the ids of block `number`; blocks are hashed. Raises DataError as `read` does."""
+        """Return the ids of block `number`: BLOCK_BYTES of tokens with one hash in the manifest.
+
+        Raises DataError as `read` does.
+        """
         per_block = BLOCK_BYTES // self.dtype.itemsize
         ids = np.empty(min(per_block, self.shard.tokens - number * per_block), self.dtype)
         self.read(number * per_block, ids)
         return ids
 
     def has_changed(self) -> bool:
-        """Return whether the file was written to since the last call, or since it was opened."""
+        """Return whether the file was modified since the last call or, at first, since it was
+        opened.
+        """
         previous = self._stamp
         self._stamp = self._read_stamp()
         return previous != self._stamp
@@ -91,9 +102,9 @@ class ShardFile:
 
 
 class Tokens:
-    """Token ids of one split: its shards end to end. Each block is verified when first read.
+    """The token ids of one split, its shards joined end to end.
 
-    If a shard is written to afterwards, its blocks are verified again.
+    Each block is verified when it is first read, and again if its shard is modified afterwards.
     """
 
     def __init__(self, shards: list[ShardFile], dtype: str, vocab_size: int) -> None:
@@ -111,11 +122,11 @@ class Tokens:
 
     @property
     def shard_tokens(self) -> list[int]:
-        """Tokens of each shard."""
+        """Number of tokens in each shard."""
         return [file.shard.tokens for file in self._shards]
 
     def set_vocab_size(self, vocab_size: int) -> None:
-        """Set the vocabulary that ids are checked against, and verify every block again."""
+        """Set the vocabulary size that ids are checked against; mark all blocks as unverified."""
         self.vocab_size = vocab_size
         self._verified[:] = False
 
@@ -124,10 +135,10 @@ class Tokens:
         return self.gather(np.array([start]), count).reshape(count)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Ids:
-        """Return windows (n, length) of tokens at `starts` (n,), in the shards' dtype.
+        """Return windows (n, length) that begin at tokens `starts` (n,), in the shards' dtype.
 
-        Raises DataError if a shard cannot be read, or if a block that is verified is damaged or
-        holds an id outside the vocabulary.
+        Verifies each block on first use. Raises DataError if a shard cannot be read, or if a block
+        is damaged or holds an id outside the vocabulary.
         """
         out = np.empty((len(starts), length), dtype=self.dtype)
         if not out.size:
@@ -153,7 +164,7 @@ class Tokens:
                 yield error
 
     def _copy(self, index: int, start: int, out: Ids) -> None:
-        """Fill `out` from token `start` of shard `index` on."""
+        """Fill `out` with tokens from index `start` of shard `index` on, also from later shards."""
         while len(out):
             file = self._shards[index]
             count = min(len(out), file.shard.tokens - start)
@@ -163,7 +174,7 @@ class Tokens:
             start = 0
 
     def _distrust_changed(self) -> bool:
-        """Return whether any shard was written to, and mark its blocks as unverified."""
+        """Mark the blocks of modified shards as unverified; return whether there are any."""
         changed = [index for index, shard in enumerate(self._shards) if shard.has_changed()]
         for index in changed:
             self._verified[self._first_block[index] : self._first_block[index + 1]] = False
@@ -177,7 +188,7 @@ class Tokens:
         return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
 
     def _verify_windows(self, starts: NDArray[np.int64], length: int) -> None:
-        """Verify the blocks that windows touch and that are not verified yet. Thread-safe."""
+        """Verify the blocks that the windows overlap, if not verified already. Thread-safe."""
         first = self._find_blocks(starts)
         last = self._find_blocks(starts + length - 1)
         for step in range(int((last - first).max()) + 1):
@@ -209,7 +220,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset. The manifest of external shards is derived from their headers."""
+    """An open dataset. For external shards, the manifest is derived from their headers."""
 
     path: Path
     manifest: Manifest
@@ -220,7 +231,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary that ids are checked against."""
+        """The vocabulary size that ids are checked against."""
         return self.train.vocab_size
 
     @cached_property
@@ -241,7 +252,10 @@ class Dataset:
         return tokenizer
 
     def set_vocab_size(self, vocab_size: int) -> None:
-        """Set the vocabulary that ids are checked against; external shards do not record theirs."""
+        """Set the vocabulary size that ids are checked against.
+
+        External shards do not record theirs.
+        """
         self.train.set_vocab_size(vocab_size)
         self.val.set_vocab_size(vocab_size)
 
@@ -249,8 +263,9 @@ class Dataset:
     def fingerprint(self) -> str:
         """The xxh3_128 hex that identifies the dataset.
 
-        For a prepared dataset it covers the manifest, and thus every token; for external shards
-        their names, sizes, headers and up to 18 blocks (256 KiB each) of every shard.
+        For a prepared dataset, it is the hash of the manifest, which contains a hash of every block
+        of tokens. For external shards, it is a hash of the names, sizes, headers and up to 18
+        blocks (256 KiB each) of every shard.
         """
         if all(file.shard.blocks for file in self.shards if file.shard.tokens):
             return self.manifest.fingerprint
@@ -269,12 +284,13 @@ class Dataset:
 def load_dataset(
     path: str | Path, *, external_tokenizer: str = "gpt2", report: Report = no_report
 ) -> Dataset:
-    """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy
-    shards. An address such as s3://bucket/data is fetched first.
+    """Open a prepared dataset, or token shards of another program.
 
-    external_tokenizer: the tokenizer of shards that do not record one. report: called with lines
-    of progress while data is fetched. Raises DataError, naming the file, if one is missing, damaged
-    or not a token shard, and StorageError if the data cannot be fetched.
+    path: a prepared folder; a folder, file or glob pattern of llm.c, modded-nanogpt or nanoGPT .bin
+    shards or of .npy shards; or an address such as s3://bucket/data, which is fetched first.
+    external_tokenizer: the tokenizer of shards that do not record one. report: called with progress
+    lines while data is fetched. Raises DataError, naming the file, if one is missing, damaged or
+    not a token shard, and StorageError if the data cannot be fetched.
     """
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)
@@ -313,7 +329,10 @@ def verify_dataset(
 
 
 def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
-    """Return the manifest, read from the folder or derived from shards, and each row's file."""
+    """Return the manifest and the path of each of its shards.
+
+    The manifest is read from the folder or, for external shards, derived from their headers.
+    """
     with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)
@@ -325,7 +344,7 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Pa
 
 
 def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
-    """Open a shard after checking its header against its row of the manifest."""
+    """Check a shard's header against the manifest, and open the shard."""
     header, offset, raw = read_layout(path)
     fingerprint = manifest.tokenizer["fingerprint"]
     expectations = {

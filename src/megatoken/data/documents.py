@@ -33,7 +33,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """How bytes become documents, and how documents are split into train and val."""
+    """How to turn bytes into documents, and how to divide documents into train and val."""
 
     invalid: Invalid = "replace"  # what to do with bytes that are not UTF-8
     text_key: str = "text"  # key or column that holds the text of rows
@@ -43,7 +43,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Documents of a file, or a part of a long document."""
+    """Consecutive documents of a file, or a part of one long document."""
 
     file: str  # for messages
     line: int  # number of its first line or row, from 1
@@ -55,10 +55,10 @@ class Segment:
 
 @dataclass(slots=True)
 class Encoded:
-    """Ids of a chunk, with <|endoftext|> before each document that begins in it.
+    """Token ids of a chunk, with <|endoftext|> before each document that begins in it.
 
-    counts: train, val (documents), empty, replaced, skipped (documents), seams (splits that may
-    have changed ids).
+    counts: "train" and "val" documents; documents that were "empty", "skipped" or had invalid bytes
+    "replaced"; and "seams", the splits inside documents that may have changed ids.
     """
 
     train: Ids
@@ -69,7 +69,10 @@ class Encoded:
 def encode_segments(
     segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer
 ) -> Encoded:
-    """Return the ids of the documents of `segments`, by split. Raises as `read_documents` does."""
+    """Encode the documents of `segments`, divided into train and val.
+
+    Raises DataError as `read_documents` does.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     counts: Counter[str] = Counter()
     eot = np.array([tokenizer.eot], dtype)
@@ -89,12 +92,15 @@ def encode_segments(
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the smallest token type for ids below `vocab_size`."""
+    """Return the smallest dtype that holds ids below `vocab_size`."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def choose_split(text: str, val_fraction: float) -> str:
-    """Return train or val for the document that begins with `text`, by a hash of its beginning."""
+    """Return "train" or "val" for a document, by a hash of its first SPLIT_BYTES.
+
+    text: the document or its beginning.
+    """
     beginning = text[:SPLIT_BYTES].encode()[:SPLIT_BYTES]
     return "val" if xxhash.xxh3_64_intdigest(beginning) < val_fraction * 2**64 else "train"
 
@@ -102,11 +108,12 @@ def choose_split(text: str, val_fraction: float) -> str:
 def read_documents(
     segment: Segment, options: PrepareOptions, counts: Counter[str]
 ) -> Iterator[str]:
-    """Yield the texts of `segment` in order. Blank texts are dropped and counted as empty.
+    """Yield the texts of a segment's documents in order, without blank ones.
 
-    Raises DataError, naming file and line, for invalid UTF-8 if the policy is "fail", and for rows
-    without text. With "skip", such documents are counted and dropped; if only a part of a document
-    is here, its invalid bytes are replaced.
+    Blank documents are counted as empty. Raises DataError, naming file and line, for a row without
+    text, and for invalid UTF-8 if `options.invalid` is "fail". If it is "skip", such documents are
+    dropped and counted instead. In a document that continues in another segment, "skip" acts like
+    "replace".
     """
     is_lines = segment.format in ("lines", "rows")
     pieces = [segment.data]
@@ -143,10 +150,11 @@ def read_documents(
 
 
 def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]:
-    """Return where to split a long text that begins with `data`, and whether this keeps its ids.
+    """Return the byte at which to split a long text, and whether the split keeps its ids.
 
-    Splits before white space, because no word of GPT-2 spans a visible character and the white
-    space after it. If there is none, splits between two characters, and never inside a SEPARATOR.
+    data: the beginning of the text. Splits before white space if there is any, because no word of
+    GPT-2 spans a visible character and the white space after it; otherwise between two characters,
+    but never inside a SEPARATOR.
     """
     if split_points != "anywhere":
         for start in (max(0, len(data) - 4096), 0):
@@ -166,7 +174,7 @@ def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]
 
 
 def _split_text(text: str, options: PrepareOptions, counts: Counter[str]) -> Iterator[str]:
-    """Yield a text in parts of at most CHUNK_BYTES."""
+    """Yield a text in pieces of at most CHUNK_BYTES."""
     data = text.encode()
     while len(data) > CHUNK_BYTES:
         length, is_exact = find_split_point(data[:CHUNK_BYTES], options.split_points)

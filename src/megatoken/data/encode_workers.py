@@ -26,10 +26,11 @@ _worker: tuple[PrepareOptions, Tokenizer]  # set once in each worker process
 def encode_chunks(
     chunks: Iterator[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Yield each chunk with its ids, in order. A single worker is this process.
+    """Yield each chunk with its ids, in the order of `chunks`.
 
-    Holds at most two chunks per worker in memory. Raises DataError as `encode_segments` does and
-    PeerError if a worker dies. Closing the generator stops the workers.
+    workers: number of processes; with 1, the calling process does the work. Holds at most two
+    chunks per worker in memory. Raises DataError as `encode_segments` does, and PeerError if a
+    worker dies. Closing the generator stops the workers.
     """
     if workers == 1:
         for chunk in chunks:

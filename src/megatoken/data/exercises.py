@@ -1,8 +1,7 @@
 """Generate exercises in sums and spelling: conversations, prompts with answers, held-out prompts.
 
-Hashes decide the order, the wordings and what is held out, so the bytes are the same everywhere.
-All wordings of a problem, and a sum and its reverse (a + b and b + a), are on the same side of the
-split.
+Hashes decide the order, the wording and what is held out, so the output is the same on every
+machine. All wordings of a problem are on the same side of the split, and so are a + b and b + a.
 """
 
 import itertools
@@ -38,19 +37,19 @@ class Exercise:
 
 
 def list_exercises(*, held_out: bool) -> list[Exercise]:
-    """Return all problems of one side of the split, shuffled."""
+    """Return the held-out problems, or all others, in shuffled order."""
     problems = itertools.chain(_make_sums(), _make_spellings())
     exercises = [problem for problem in problems if is_held_out(problem.key) == held_out]
     return sorted(exercises, key=lambda problem: (_hash(problem.question, 1), problem.question))
 
 
 def is_held_out(key: str) -> bool:
-    """Return whether a problem is in `exercises-test`."""
+    """Return whether the problem with this key is in the corpus `exercises-test`."""
     return _hash(key) < HELD_OUT * 2**64
 
 
 def write_conversations() -> bytes:
-    """Return rows with `messages`: 1 to LONGEST problems each, some after small talk."""
+    """Return JSON lines of conversations with 1 to LONGEST problems each, some after small talk."""
     exercises = list_exercises(held_out=False)
     rows: list[dict[str, object]] = []
     start = 0
@@ -70,7 +69,7 @@ def write_conversations() -> bytes:
 
 
 def write_prompts(*, held_out: bool) -> bytes:
-    """Return rows with `prompt` and `answer` for one side of the split."""
+    """Return JSON lines with `prompt` and `answer` for the held-out problems, or for all others."""
     exercises = list_exercises(held_out=held_out)
     return _to_lines([{"prompt": it.question, "answer": it.answer} for it in exercises])
 
@@ -96,7 +95,7 @@ def _make_spellings() -> Iterator[Exercise]:
 
 
 def _draw_word(number: int) -> str:
-    """Return a word of three syllables, or of two in a quarter of the draws."""
+    """Return word `number`, which has three syllables, or two in a quarter of the cases."""
     draw = _hash(str(number), 4)
     n_syllables = 2 if draw >> 62 == 0 else 3
     base = len(SYLLABLES)

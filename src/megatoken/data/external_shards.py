@@ -1,6 +1,6 @@
 """Find token shards of other programs: .bin of llm.c or nanoGPT, .npy of build-nanogpt.
 
-They have no manifest; it is derived from their headers.
+They have no manifest, so one is derived from their headers.
 """
 
 import glob
@@ -34,7 +34,7 @@ _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
 
 
 def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
-    """Return a manifest derived from the headers of the shards, and the file of each of its rows.
+    """Return a manifest derived from the shards' headers, and the path of each shard.
 
     path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
     Raises DataError if there are no shards, or shards of several formats.
@@ -83,7 +83,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def read_layout(path: Path) -> tuple[Header, int, bytes]:
-    """Return a shard's header, the offset of its tokens, and the bytes before them.
+    """Return a shard's header, the byte offset of its first token, and the bytes before it.
 
     Raises DataError unless the file has the size that its header implies.
     """

@@ -25,7 +25,7 @@ def find_gpt2_merges() -> Merges:
 
 
 def find_local_merges() -> Merges | None:
-    """Return GPT-2's merges from our cache or tiktoken's, or None if neither has them."""
+    """Return GPT-2's merges from megatoken's or tiktoken's cache, or None if neither has them."""
     paths = [folder / TIKTOKEN_VOCAB for folder in tiktoken_caches()]
     for path in (megatoken_cache() / "vocab.bpe", *paths):
         if path.is_file():

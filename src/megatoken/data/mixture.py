@@ -1,4 +1,4 @@
-"""Open a run's data: one dataset, or several with the same tokenizer and a share of each batch."""
+"""Open a run's data: one dataset, or a weighted mixture of several with the same tokenizer."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _SMALLEST_SHARE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A dataset of a mixture and its share of the sequences."""
+    """A dataset in a mixture, and its share of the training sequences, 0 to 1."""
 
     dataset: Dataset
     share: float
@@ -43,7 +43,8 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint, or for several a hash of their fingerprints and shares."""
+        """The dataset's fingerprint; for several datasets, a hash of their fingerprints and shares.
+        """
         if len(self.parts) == 1:
             return self.parts[0].dataset.fingerprint
         text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)
@@ -51,11 +52,11 @@ class Mixture:
 
     @property
     def n_val(self) -> int:
-        """Held-out tokens of all parts."""
+        """Number of held-out tokens in all parts."""
         return sum(len(part.dataset.val) for part in self.parts)
 
     def set_vocab_size(self, vocab_size: int) -> None:
-        """Set the vocabulary that all ids are checked against."""
+        """Set the vocabulary size that all ids are checked against."""
         self.train.set_vocab_size(vocab_size)
         for part in self.parts:
             part.dataset.set_vocab_size(vocab_size)
@@ -71,8 +72,8 @@ def load_mixture(
 ) -> Mixture:
     """Open the datasets of `spec`: a path, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer, report: as in `load_dataset`. Raises ConfigError for an unusable spec,
-    DataError as `load_dataset` does and for datasets with different tokenizers.
+    external_tokenizer, report: as in `load_dataset`. Raises ConfigError for an unusable spec, and
+    DataError if `load_dataset` does or if the datasets have different tokenizers.
     """
     if not spec:
         fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
@@ -114,13 +115,19 @@ def _parse_spec(spec: str) -> dict[str, float]:
 
 
 def _identify(part: Part) -> tuple[str, str]:
-    """Return what identifies the tokenizer, because one tokenizer can have two names."""
+    """Return what must be equal to mix datasets: the tokenizer's identity and the token dtype.
+
+    The identity is the tokenizer's fingerprint or, if none is recorded, its name.
+    """
     manifest = part.dataset.manifest
     return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
 
 
 def count_rows(dataset: Mixture, objective: str) -> int:
-    """Count the pairs or prompts to train on. Raises ConfigError if there are several datasets."""
+    """Count the preference pairs or prompts that `objective` trains on.
+
+    Raises ConfigError if there are several datasets.
+    """
     if len(dataset.parts) > 1:
         what = f"objective.name={objective} reads one dataset"
         raise ConfigError(what, "data.path", "prepare the rows together")

@@ -1,7 +1,7 @@
 """The output folder of a preparation: its lock, its progress, and the finished dataset.
 
-`progress.json` records what is durable, so that a killed preparation can resume. The manifest is
-written last; then `progress.json` is removed.
+`progress.json` records how much is durably written, so that a killed preparation can resume. The
+manifest is written last; then `progress.json` is removed.
 """
 
 import json
@@ -52,7 +52,7 @@ class PrepareResult:
 
 @dataclass
 class ResumeState:
-    """Content of `progress.json`: everything before `position` is durable in the shards."""
+    """Content of `progress.json`: all tokens from before `position` are durably written."""
 
     recipe: dict[str, Any]  # everything that decides the bytes of the result
     listing: str  # digest of the inputs with their modification times
@@ -62,7 +62,7 @@ class ResumeState:
 
 
 def describe_source(source: Source) -> dict[str, Any]:
-    """Return the part of the recipe that identifies the inputs."""
+    """Return the entries of a recipe (see `ResumeState`) that identify the input files."""
     return {
         "source": source.name,
         "files": len(source.files),
@@ -91,7 +91,7 @@ def hold_lock(out: Path) -> Iterator[None]:
 def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
     """Return the manifest of a finished dataset, or None if there is none.
 
-    Raises DataError if the dataset was made by another recipe or its inputs have changed.
+    Raises DataError if the dataset was made with another recipe, or if its inputs have changed.
     """
     if not (out / MANIFEST_NAME).exists():
         return None
@@ -111,7 +111,8 @@ def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest
 def start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
     """Return the state to start from, and whether it resumes an interrupted preparation.
 
-    Raises DataError if `out` holds tokens made by another recipe, or other data.
+    Raises DataError if `out` holds tokens made with another recipe or from inputs that have
+    changed, or unrelated data.
     """
     saved = _load_state(out)
     if saved and any(saved.tokens.values()):

@@ -1,6 +1,7 @@
-"""A stateless shuffle: a keyed permutation, computed index by index, the same on every platform.
+"""A stateless shuffle: a keyed permutation that is the same on every platform.
 
-It needs no table, so one integer is enough to record a position in the data order.
+Each index is mapped by itself, without a table, so one integer is enough to record a position in
+the data order.
 """
 
 import numpy as np
@@ -17,11 +18,11 @@ def make_key(seed: int, epoch: int) -> int:
 
 
 def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return the images of `index` (any shape) under the permutation `key` of [0, n).
+    """Map `index` (any shape) through the permutation of [0, n) that `key` selects.
 
     This is a Feistel network over the smallest power of two >= n, with the finalizer of splitmix64
-    (Steele, Lea and Flood, 2014) as its round function. It is applied again to images >= n (cycle
-    walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    (Steele, Lea and Flood, 2014) as its round function. Results >= n are mapped again until they
+    are below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     assert n >= 1
     if n == 1:
@@ -40,9 +41,10 @@ def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[n
 
 
 def _scramble(value: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    """Run the Feistel network over `bits` bits.
+    """Apply the Feistel network to values of `bits` bits.
 
-    The halves can differ in length by one bit, so they are not swapped.
+    It updates the two halves in turn instead of swapping them, because they can differ in length by
+    one bit.
     """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -67,7 +69,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_integer(value: int) -> int:
-    """Return one step of splitmix64 from the state `value`."""
+    """Return the output of splitmix64 for the state `value`."""
     value = (value + GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,7 @@
-"""Prepare a dataset folder from text. Workers and interruptions do not change its bytes."""
+"""Prepare a dataset folder from text.
+
+The result does not depend on the number of workers or on interruptions.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +44,10 @@ COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tai
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a preparation. Bytes are of the files on disk, tokens of both splits."""
+    """Progress of a preparation.
+
+    Bytes are those of the input files on disk; tokens and documents are those of both splits.
+    """
 
     stage: Literal["vocabulary", "tokens"]
     tokens: int
@@ -68,15 +74,14 @@ def prepare(
 ) -> PrepareResult:
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
 
-    source: file, folder, pattern or named corpus (sources.py). root: a local copy of a named
-        corpus.
-    tokenizer: gpt2, bytes, bpe:N or a file. workers: number of processes, 0 for one per core; with
-    several, a script must call this under `if __name__ == "__main__"`. val_fraction: share of
-    documents held out. invalid: policy for documents that are not UTF-8; "skip" also skips bad
-    rows.
+    source: a file, folder, glob pattern or named corpus (sources.py). root: folder with a local
+    copy of a named corpus. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes,
+    or 0 for one per core; unless it is 1, a script must call this function under `if __name__ ==
+    "__main__"`. val_fraction: share of documents held out. invalid: what to do with documents that
+    are not UTF-8; "skip" also skips bad rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
-    something else, StorageError if the disk fails, PeerError if a worker dies.
+    something else, StorageError if the disk fails, and PeerError if a worker dies.
     """
     started = time.monotonic()
     out = local_path(out)
@@ -113,9 +118,9 @@ def prepare(
 def _save_tokenizer(
     folder: Path, loaded: Tokenizer | None, spec: str, sample: Iterator[str]
 ) -> Tokenizer:
-    """Return the dataset's tokenizer and save it: `loaded`, an earlier call's, or a new one.
+    """Return the tokenizer saved in `folder`; if there is none, save one first.
 
-    A new one is trained on `sample`.
+    The one saved is `loaded` or, if that is None, `spec` trained on `sample`.
     """
     if (folder / DESCRIPTION_NAME).exists():
         return load_saved_tokenizer(folder)
@@ -139,7 +144,7 @@ def _check_settings(workers: int, val_fraction: float, shard_tokens: int, invali
 def _sample(
     corpus: Source, options: PrepareOptions, on_progress: OnProgress | None
 ) -> Iterator[str]:
-    """Yield text to train a tokenizer on."""
+    """Yield text to train a tokenizer on, and report progress."""
     sampled = 0
     size = min(corpus.size_bytes, SAMPLE_BYTES)
     for text in sample_texts(corpus, options, SAMPLE_BYTES):
@@ -170,7 +175,7 @@ class _Writer:
             }
 
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
-        """Encode the rest of the corpus.
+        """Encode and write the part of the corpus that `state` does not cover yet.
 
         Raises the errors of `read_chunks` and `encode_chunks`, and StorageError.
         """
@@ -195,10 +200,11 @@ class _Writer:
                 self._report(chunk.done_bytes)
 
     def balance_splits(self, val_fraction: float) -> None:
-        """Move val to train if train is empty, then the end of train to val if val is too small.
+        """Move tokens between train and val if either has too few.
 
-        Val is too small below MIN_VAL_TOKENS, or below half of all tokens if that is less. Raises
-        DataError if there is no text.
+        If train is empty, all of val moves to train. Then, if val has fewer than MIN_VAL_TOKENS and
+        less than half of all tokens, the end of train moves to val, unless val_fraction is 0.
+        Raises DataError if there is no text.
         """
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
@@ -239,15 +245,17 @@ class _Writer:
             writer.close()
 
     def _move(self, source: ShardWriter, start: int, target: ShardWriter) -> None:
-        """Append the tokens of `source` from index `start` on to `target`, and truncate `source`
-        there."""
+        """Move the tokens of `source` from index `start` on to the end of `target`."""
         for ids in source.read_from(start):
             target.append(ids)
         self._save({source.split: start})
         source.truncate(start)
 
     def _save(self, truncated: dict[str, int] | None = None) -> None:
-        """Make all tokens and the state durable. truncated: new lengths of splits to be cut."""
+        """Write all tokens and the state durably.
+
+        truncated: token counts to record for splits that the caller truncates next.
+        """
         for writer in self.splits.values():
             writer.sync()
         tokens = {split: writer.tokens for split, writer in self.splits.items()}

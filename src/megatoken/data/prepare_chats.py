@@ -40,7 +40,7 @@ TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (
 
 
 class Row(NamedTuple):
-    """An input row and its token rows: one conversation, a chosen and a rejected one, or a prompt."""
+    """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one."""
 
     example: Example
     sequences: list[TokenRow]
@@ -57,14 +57,14 @@ def prepare_chats(
     invalid: Invalid = "replace",
     long: Long = "fail",
 ) -> PrepareResult:
-    """Prepare the dataset `out` from rows (chat_formats.py), all held in memory.
+    """Prepare the dataset `out` from rows of conversations (chat_formats.py), all held in memory.
 
-    tokenizer: the model's; if it has no chat template, control tokens are added. seq_len: the
-    model's context. invalid: "skip" skips unusable rows. long: policy for rows longer than the
-    context. Equal prompts are in the same split.
+    tokenizer: the model's; it gets ChatML's control tokens if it has no chat template. seq_len: the
+    model's context. invalid: "skip" drops unusable rows. long: "skip" drops rows longer than the
+    context. Rows with equal prompts go to the same split.
 
     Raises ConfigError for an unusable template or a bad setting, DataError for unusable rows or an
-    `out` that holds something else, StorageError if the disk fails.
+    `out` that holds something else, and StorageError if the disk fails.
     """
     started = time.monotonic()
     if seq_len < 1 or not 0 <= val_fraction < 1:
@@ -108,7 +108,7 @@ def _write_splits(
     shard_tokens: int,
     source: dict[str, Any],
 ) -> Manifest:
-    """Write the tokenizer, shards and row files of a dataset. Return its manifest."""
+    """Write a dataset's tokenizer, shards, marks and answers. Return the manifest to write last."""
     tokenizer.save(out / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     shards: list[Shard] = []
@@ -132,7 +132,7 @@ def _write_splits(
 def _encode_rows(
     source: Source, template: ChatTemplate, invalid: Invalid
 ) -> tuple[list[Row], Format, int]:
-    """Return the encoded rows, their format, and how many were skipped."""
+    """Return the encoded rows, their format, and the number of rows skipped."""
     rows: list[Row] = []
     n_skipped = 0
     row_format: Format | None = None
@@ -191,7 +191,8 @@ def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
 def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
     """Split rows into train and val by a hash of their prompts.
 
-    If that leaves a split empty, it gets the row whose hash is nearest to it.
+    If a split would be empty, it gets the prompt whose hash is nearest to the threshold. With a
+    val_fraction of 0 or a single prompt, val stays empty.
     """
     hashes = []
     for row in rows:
@@ -210,7 +211,7 @@ def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
 
 
 def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
-    """Pack sequences, longest first, into rows of at most `length` tokens, by best fit."""
+    """Pack sequences into rows of at most `length` tokens by best fit, longest first."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
     rows_by_room: defaultdict[int, list[int]] = defaultdict(list)  # row numbers by tokens left
@@ -239,9 +240,9 @@ def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
 def _write_split(
     writer: ShardWriter, rows: list[Row], length: int, filler: int, kind: Kind
 ) -> dict[str, bytes]:
-    """Append rows of `length` tokens, padded with `filler`.
+    """Append a split's rows, padded to `length` tokens with `filler`.
 
-    Return the contents of the split's other files by name.
+    Return the contents of its marks and answers files, by file name.
     """
     flat = [sequence for row in rows for sequence in row.sequences]
     marks = []

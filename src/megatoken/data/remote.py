@@ -59,15 +59,16 @@ Report = Callable[[str], None]
 
 
 def no_report(line: str) -> None:
-    """Ignore a line of progress."""
+    """Discard a progress line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDataset:
     """A dataset at an address.
 
-    files: sizes in bytes of the files to fetch, by name. shards: the shards that have hashes. mark:
-    the file that is written to the cache last, with `content`.
+    files: size in bytes of each file to fetch, by name. shards: manifest row of each shard, by
+    name; empty for external shards, which have no hashes. mark, content: name and content of the
+    file that is written to the cache last, to show that the copy is complete.
     """
 
     store: ObjectStore
@@ -85,11 +86,12 @@ def local_dataset(path: str | Path, report: Report = no_report) -> Path:
 
 
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
-    """Fetch the dataset or external shards at an address. Return their folder in the cache.
+    """Fetch the dataset or external shards at an address; return their folder in the cache.
 
-    Shards are verified against the manifest's hashes; files of an earlier call are reused. report:
-    called with a line when a download starts and every REPORT_SECONDS. Raises DataError if there is
-    no dataset or a shard is damaged at the address, StorageError if it cannot be fetched.
+    Shards are verified against the manifest's hashes, and files that an earlier call fetched are
+    reused. report: called with a progress line when a download starts and every REPORT_SECONDS.
+    Raises DataError if the address has no dataset or a damaged shard, and StorageError if fetching
+    fails.
     """
     remote = list_remote(address)
     folder = cache_folder("datasets", address, remote.content)
@@ -118,9 +120,9 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
 
 
 def verify_remote(remote: RemoteDataset) -> list[MegatokenError]:
-    """Read every byte of a remote dataset with hashes.
+    """Read and verify every byte of a prepared dataset at an address.
 
-    Return an error per bad shard or tokenizer.
+    Return one error for each bad shard, and one if the tokenizer is bad.
     """
     errors: list[MegatokenError] = []
 
@@ -145,10 +147,10 @@ def verify_remote(remote: RemoteDataset) -> list[MegatokenError]:
 
 
 def list_remote(address: str) -> RemoteDataset:
-    """Return the dataset or external shards at an address: a folder, a shard, or a glob pattern.
+    """List the dataset or external shards at an address: a folder, a shard, or a glob pattern.
 
-    Raises DataError if there is neither or an upload has not finished, StorageError if the store
-    cannot be read.
+    Raises DataError if there is no dataset or its upload has not finished, and StorageError if the
+    store cannot be read.
     """
     folder, _, last = address.rstrip("/").rpartition("/")
     if last.endswith(SUFFIXES) or any(sign in last for sign in "*?["):
@@ -190,9 +192,9 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
 
 
 def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Return how a shard differs from its row of the manifest, or "" if it does not.
+    """Describe how a shard differs from its row in the manifest; return "" if it does not.
 
-    read: returns the shard's bytes [start, end).
+    read: a function (start, end) that returns those bytes of the shard.
     """
     actual = hash_block(read(0, HEADER_BYTES))
     if actual != shard.header:
@@ -209,9 +211,9 @@ def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes
 
 
 def begin_upload(address: str) -> Path:
-    """Mark an address as unfinished. Return the local folder to prepare its dataset in.
+    """Mark an address as unfinished; return the local folder in which to prepare its dataset.
 
-    Raises StorageError if the address is not writable, so that this is known before hours of work.
+    Raises StorageError if the address is not writable, so that this shows before hours of work.
     """
     store = ObjectStore(address)
     if store.size(MANIFEST_NAME) is None:
@@ -220,9 +222,9 @@ def begin_upload(address: str) -> Path:
 
 
 def upload_dataset(folder: Path, address: str, report: Report = no_report) -> None:
-    """Upload a prepared folder: shards and tokenizer, each verified, then the manifest.
+    """Upload a prepared folder and verify every file; the manifest comes last.
 
-    Raises DataError if another dataset is at the address, StorageError if the store fails.
+    Raises DataError if another dataset is at the address, and StorageError if the store fails.
     """
     store = ObjectStore(address)
     content = (folder / MANIFEST_NAME).read_bytes()
@@ -244,7 +246,11 @@ def upload_dataset(folder: Path, address: str, report: Report = no_report) -> No
 
 
 def cache_folder(kind: str, address: str, content: bytes) -> Path:
-    """Return the folder in the cache for an address whose current content is `content`."""
+    """Return the cache folder for an address.
+
+    kind: name of the parent folder in the cache. content: the manifest or listing at the address;
+    when it changes, so does the folder.
+    """
     address = address.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(address.encode() + b"\n" + content)
     name = re.sub(r"[^\w.-]", "-", address.rpartition("/")[2])
@@ -252,7 +258,7 @@ def cache_folder(kind: str, address: str, content: bytes) -> Path:
 
 
 def _fetch(remote: RemoteDataset, name: str, path: Path) -> None:
-    """Fetch a file; retry if the transfer damages it. Raises DataError for a damaged object."""
+    """Download and verify a file; retry once if it is damaged, then raise DataError."""
     part = path.with_name(f"{path.name}.part")
     shard = remote.shards.get(name)
     path.parent.mkdir(parents=True, exist_ok=True)

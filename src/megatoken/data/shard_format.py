@@ -1,10 +1,10 @@
 """The dataset format: shard headers and `manifest.json`.
 
 A folder holds `manifest.json`, `tokenizer/`, `inputs.xxh3` and shards `train_000000.bin`, ...,
-`val_000000.bin`, .... `inputs.xxh3` covers the modification times of the text files, so it is the only
-file that can differ between equal preparations. A shard has llm.c's layout: a header of 256
-little-endian int32, then the tokens. Header bytes 32..63 are the tokenizer's sha256, which other
-programs ignore.
+`val_000000.bin`, .... `inputs.xxh3` covers the modification times of the text files, so it is the
+only file that can differ between two preparations of the same text. A shard has llm.c's layout: a
+header of 256 little-endian int32, then the tokens. Header bytes 32..63 are the tokenizer's sha256,
+which other programs ignore.
 """
 
 import json
@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """The xxh3_128 hex of the manifest, which covers every token."""
+        """The xxh3_128 hex of the manifest, which contains a hash of every block of tokens."""
         return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
 
 
@@ -81,7 +81,7 @@ class Header:
 
 @contextmanager
 def read_errors(where: str | Path) -> Iterator[None]:
-    """Convert OSError to DataError. where: the file, for the message."""
+    """Convert OSError to DataError. where: the file, for the error message."""
     try:
         yield
     except OSError as error:
@@ -95,14 +95,17 @@ def hash_block(data: Any) -> str:
 
 
 def hash_blocks(data: Any) -> Iterator[str]:
-    """Yield the hash of every block of a buffer of token bytes; the last can be shorter."""
+    """Yield the hash of each block of BLOCK_BYTES in a buffer; the last block can be shorter."""
     view = memoryview(data).cast("B")
     for start in range(0, len(view), BLOCK_BYTES):
         yield hash_block(view[start : start + BLOCK_BYTES])
 
 
 def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
-    """Return the 1,024 header bytes of a shard. fingerprint: sha256 hex, "" if unknown."""
+    """Return the 1,024 header bytes of a shard.
+
+    fingerprint: sha256 hex of the tokenizer, or "" if unknown.
+    """
     assert 0 <= tokens < 2**31, "llm.c keeps the count in an int32"
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = (*MAGICS[dtype], tokens)
@@ -115,7 +118,7 @@ def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
 
 
 def has_magic(raw: bytes) -> bool:
-    """Return whether bytes begin like a shard with a header."""
+    """Return whether `raw` begins with the magic number of a shard header."""
     return any(raw.startswith(magic.to_bytes(4, "little")) for magic, _ in MAGICS.values())
 
 
@@ -147,7 +150,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
-    """Return the manifest in the bytes of `manifest.json`. Raises as `read_manifest` does."""
+    """Decode the bytes of `manifest.json`. Raises DataError as `read_manifest` does."""
     try:
         content = parse_sealed(data)
     except ValueError as error:
@@ -156,7 +159,10 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON with sorted keys and a shard per line, without its end."""
+    """Return the manifest as JSON with sorted keys and one shard per line.
+
+    The closing brace is left out, because `seal` appends the checksum and the brace.
+    """
 
     def dump(value: Any) -> str:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)

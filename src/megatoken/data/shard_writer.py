@@ -18,9 +18,10 @@ _READ_TOKENS = 1 << 20
 
 @dataclass
 class ShardWriter:
-    """Appends tokens to a split whose files already hold `tokens` tokens.
+    """Appends tokens to the shard files of a split, after the first `tokens` tokens.
 
-    Raises OSError, and DataError if a file is too short.
+    Everything after those is removed at the start. Raises OSError, and DataError if a file is too
+    short.
     """
 
     folder: Path
@@ -78,7 +79,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
 
     def finish(self) -> list[Shard]:
-        """Close the last shard and return the manifest rows of all shards."""
+        """Close the last shard and return the manifest row of each shard."""
         self._close_shard()
         rows = []
         for index, tokens in enumerate(self._shard_sizes()):
@@ -95,7 +96,7 @@ class ShardWriter:
         return rows
 
     def close(self) -> None:
-        """Close the open file. What was not synced can be lost."""
+        """Close the open file without syncing it."""
         if self._file:
             self._file.close()
             self._file = None
@@ -113,7 +114,7 @@ class ShardWriter:
         return self.folder / f"{self.split}_{index:06d}.bin"
 
     def _shard_sizes(self) -> list[int]:
-        """Return the number of tokens of each shard."""
+        """Return the number of tokens in each shard."""
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 

@@ -76,7 +76,10 @@ _TABLE_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An input file. name: relative path, for the listing; changed: mtime in ns, 0 if unknown."""
+    """An input file.
+
+    name: path relative to the corpus. size: bytes on disk. changed: mtime in ns, 0 if unknown.
+    """
 
     name: str
     path: str
@@ -87,13 +90,16 @@ class File:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the file is compressed, so that its text is longer."""
+        """Whether the file is compressed, so that its text is longer than `size`."""
         return bool(self.compression) or self.format == "parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files in reading order. skipped: numbers of files left out, by extension or name."""
+    """The files of a corpus, in reading order.
+
+    skipped: how many files were left out, by extension or name.
+    """
 
     name: str
     files: tuple[File, ...]
@@ -102,11 +108,14 @@ class Source:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files on disk."""
+        """Total size of the files on disk."""
         return sum(file.size for file in self.files)
 
     def digest(self, *, times: bool) -> str:
-        """Return the xxh3_128 of all names and sizes. times: include modification times."""
+        """Return the xxh3_128 hex of all file names and sizes.
+
+        times: whether to include the modification times.
+        """
         rows = (
             f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files
         )
@@ -114,11 +123,11 @@ class Source:
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
-    """Return the files of `spec` (one of NAMES, a file, a folder or a pattern), sorted by name.
+    """Return the files that `spec` names, sorted by name.
 
-    root: a local copy of a named corpus. exclude: the output folder; it is skipped, as are other
-    datasets and runs. Raises DataError if there is no text file, ConfigError if `spec` names both a
-    corpus and a local path.
+    spec: one of NAMES, a file, a folder or a glob pattern. root: a local copy of a named corpus.
+    exclude: the output folder, which is skipped like any other dataset or run. Raises DataError if
+    there is no text file, and ConfigError if `spec` names both a corpus and a local path.
     """
     if spec in NAMES and root is None and Path(spec).exists():
         fix = f"write ./{spec} for the local one"
@@ -154,7 +163,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Return "2 .pdf, 1 README.md" for the counts of `Source.skipped`."""
+    """Format the counts of `Source.skipped`, as in "2 .pdf, 1 README.md" for two counts."""
     by_count = sorted(skipped.items(), key=lambda item: -item[1])
     return ", ".join(f"{count:,} {name}" for name, count in by_count)
 
@@ -166,7 +175,10 @@ def _is_table(path: Path) -> bool:
 
 
 def _find_on_hub(name: str) -> Source:
-    """List a repository's files, which are read over the network during preparation."""
+    """List the files of a corpus on the Hugging Face hub.
+
+    They are read over the network during preparation.
+    """
     repository, pattern = HUB[name]
     folder = f"datasets/{repository}/"
     try:
@@ -203,7 +215,7 @@ def _list_folder(folder: Path, exclude: Path | None) -> Source:
 def _list_local(
     name: str, folder: Path, paths: Iterable[Path], skipped: Mapping[str, int] | None = None
 ) -> Source:
-    """Return the source of files below `folder`. Raises DataError if there are none."""
+    """Return `paths`, all below `folder`, as a source. Raises DataError if there are none."""
     files = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
     if not files:
         what = f"no text files here (skipped: {describe_skipped(skipped or {}) or 'none'})"
@@ -222,7 +234,7 @@ def _describe(name: str, path: Path) -> File:
 
 
 def classify(name: str) -> tuple[Format, Compression]:
-    """Return the format and compression that a file's name implies: by default, text."""
+    """Return a file's format and compression, judged by its name; unknown suffixes mean text."""
     suffix, compression = _split_suffix(name)
     return FORMATS.get(suffix, "whole"), compression
 
@@ -269,7 +281,7 @@ def _refuse_folder(error: OSError) -> None:
 
 
 def _is_output(folder: Path, out: Path | None) -> bool:
-    """Return whether this is `out`, or another dataset or run."""
+    """Return whether `folder` is `out`, or a dataset or run."""
     is_out = out is not None and folder.resolve() == out.resolve()
     return is_out or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
 
@@ -277,7 +289,8 @@ def _is_output(folder: Path, out: Path | None) -> bool:
 def download(url: str, target: Path, sha256: str, alternative: str = "") -> bytes:
     """Return the bytes at `url`, cached in `target`.
 
-    alternative: what else the user can do, for the error. Raises DataError if the download fails.
+    alternative: another way out for the user, added to the error message. Raises DataError if the
+    download fails or has another sha256.
     """
     with suppress(OSError):
         cached = target.read_bytes()

@@ -21,7 +21,7 @@ TextFormat = Literal["separated", "whole", "lines", "rows"]
 
 
 class TextFile(NamedTuple):
-    """An open file. tell: returns how many bytes of the file on disk were read."""
+    """An open file. tell: returns how many bytes have been read from the file on disk."""
 
     stream: BinaryIO
     format: TextFormat
@@ -30,7 +30,7 @@ class TextFile(NamedTuple):
 
 
 class _RowStream:
-    """A stream of rows as lines of JSON, with the part of BinaryIO that readers need."""
+    """A binary stream of rows as JSON lines, with only those methods of BinaryIO that are used."""
 
     def __init__(self, rows: Iterator[Any]) -> None:
         self._lines = (json.dumps(row, default=_to_text).encode() + b"\n" for row in rows)
@@ -42,7 +42,7 @@ class _RowStream:
         return False
 
     def read(self, size: int) -> bytes:
-        """Return lines of at least `size` bytes in total, fewer at the end."""
+        """Return whole lines of at least `size` bytes in total, or fewer at the end."""
         lines = []
         for line in self._lines:
             lines.append(line)
@@ -53,7 +53,7 @@ class _RowStream:
 
 
 def _to_text(value: Any) -> str:
-    """Return as text a value that JSON cannot hold, such as a date."""
+    """Convert a value that JSON cannot hold, such as a date, to text."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
@@ -61,9 +61,9 @@ def _to_text(value: Any) -> str:
 def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFile]:
     """Open a file for reading from its start.
 
-    text_key: the only column to read from a parquet file. Every exception inside the `with` block
-    is raised as a DataError that names the file, because gzip, zstd, parquet and the network have
-    their own types.
+    text_key: the only column to read from a parquet file. Any exception inside the `with` block is
+    converted to a DataError that names the file, because gzip, zstd, parquet and network code each
+    raise their own types.
     """
     try:
         with source.open(file) as raw:
@@ -99,7 +99,7 @@ def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield each row's place (file:line) and JSON. Raises DataError as `open_text` does."""
+    """Yield (file:line, JSON bytes) for each row. Raises DataError as `open_text` does."""
     for file in source.files:
         with open_text(source, file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
@@ -130,7 +130,10 @@ def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 
 
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
-    """Yield rows as objects. A row with too many fields becomes a list, which readers reject."""
+    """Yield rows as dicts.
+
+    A row with too many fields is yielded as a list, so that parsing rejects it.
+    """
     csv.field_size_limit(LARGEST_ROW)
     lines = codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")
     for row in csv.DictReader(lines, delimiter=delimiter, strict=True):

@@ -1,7 +1,8 @@
 """Convert text to token ids and back: GPT-2's BPE, bytes, a trained BPE, or any tokenizer.json.
 
-Hugging Face's `tokenizers` decides the ids; `BpeCache` computes them faster for GPT-2's
-pre-tokenizer. Special tokens in text are plain text, so a document cannot end itself.
+Hugging Face's `tokenizers` defines the ids; for tokenizers that split text like GPT-2, `BpeCache`
+computes the same ids faster. Special tokens spelled in a text are encoded as plain text, so no
+document can contain a real end-of-text token.
 """
 
 import hashlib
@@ -43,17 +44,17 @@ SplitPoints = Literal["anywhere", "words", "nowhere"]
 
 
 class Tokenizer:
-    """A vocabulary and its rules, identified by `fingerprint`.
+    """A vocabulary and its encoding rules, identified by `fingerprint`.
 
     vocab_size: highest id + 1. eot: id of the token between documents. end_ids: ids that end a
-    generation, if the model's files name them. chat_template: jinja text, "" if none was saved with
-    it. split_points: where a long text can be split without changing an id.
+    generation, if the model's files name them. chat_template: jinja text, or "" if none was saved
+    with the tokenizer. split_points: where a long text can be split without changing an id.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
-        """inner: a `tokenizers` tokenizer or the content of its tokenizer.json.
+        """Wrap `inner`, a `tokenizers` tokenizer or the content of its tokenizer.json.
 
-        Raises DataError for an id outside the vocabulary and for a vocabulary that is too large.
+        Raises DataError if `eot` is outside the vocabulary or the vocabulary is too large.
         """
         self._inner = tokenizers.Tokenizer.from_str(inner) if isinstance(inner, str) else inner
         self._inner.encode_special_tokens = True  # special tokens in text are plain text
@@ -84,7 +85,10 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 hex of all that decides ids and text, for any version of `tokenizers`."""
+        """The sha256 hex of everything that affects encoding or decoding.
+
+        It is the same for all versions of `tokenizers`.
+        """
         keys = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
         decisive: dict[str, Any] = {key: self._content.get(key) for key in keys}
         model = decisive["model"]
@@ -106,7 +110,10 @@ class Tokenizer:
 
     @property
     def drops_unknown(self) -> bool:
-        """Whether text outside the vocabulary is lost, as in a BPE without unk and all bytes."""
+        """Whether encoding drops text outside the vocabulary.
+
+        A BPE does, if it has no unk token and not all of the 256 bytes.
+        """
         model = self._content["model"]
         if model["type"] != "BPE" or model.get("unk_token"):
             return False
@@ -117,7 +124,10 @@ class Tokenizer:
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
     def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
-        """Return the bytes of text in the targets >= 0. Special tokens do not count as text."""
+        """Return the number of bytes of text in the targets >= 0, without special tokens.
+
+        inputs_BT: needed because the text of a token can depend on the token before it.
+        """
         if self._byte_lengths is not None:
             return int(self._byte_lengths[targets_BT[targets_BT >= 0]].sum())
         total = 0
@@ -128,7 +138,7 @@ class Tokenizer:
         return total
 
     def measure_tokens(self, text: str) -> NDArray[np.int64]:
-        """Return the number of bytes of `text` that each of its ids (n,) stands for."""
+        """Encode `text`; return how many of its bytes each id stands for, (n,)."""
         sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
         starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
         # If several ids form one character, the last gets its bytes.
@@ -136,7 +146,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of text per id (vocab_size,); None unless each character of a token is a byte."""
+        """Bytes of text per id, (vocab_size,), or None if the tokenizer is not byte-level."""
         if "ByteLevel" not in json.dumps(self._content["decoder"]):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
@@ -151,11 +161,11 @@ class Tokenizer:
         return len(text.replace("\ufffd", "?").encode())  # a byte of an incomplete character
 
     def shares_ids(self, other: "Tokenizer") -> bool:
-        """Return whether both have the same tokens with the same ids."""
+        """Return whether both tokenizers have the same tokens with the same ids."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab())
 
     def extends(self, other: "Tokenizer") -> bool:
-        """Return whether this is `other`'s vocabulary plus tokens with higher ids."""
+        """Return whether this vocabulary is `other`'s plus tokens with higher ids."""
         ours = self._inner.get_vocab()
         theirs = other._inner.get_vocab()
         added = ours.keys() - theirs.keys()
@@ -163,7 +173,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of special tokens, to which no text is encoded."""
+        """The id of each special token, by its text. `encode` never returns these ids."""
         added = self._content["added_tokens"]
         return {token["content"]: token["id"] for token in added if token["special"]}
 
@@ -184,16 +194,19 @@ class Tokenizer:
         return Tokenizer(inner, name, self.eot)
 
     def count_tokens_within(self, text: str, characters: int) -> int:
-        """Return how many of the text's first tokens end within its first `characters`."""
+        """Return how many tokens of `text` end within its first `characters` characters."""
         offsets = self._inner.encode(text, add_special_tokens=False).offsets
         return next((n for n, (_, end) in enumerate(offsets) if end > characters), len(offsets))
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the ids (n,) of `text`. Adds nothing; special tokens in it are plain text."""
+        """Return the ids (n,) of `text`.
+
+        Adds no special tokens; those spelled in `text` are encoded as plain text.
+        """
         return self._encode(text).astype(np.int64)  # torch cannot index with unsigned integers
 
     def encode_control(self, text: str) -> list[int]:
-        """Return the ids of `text`, with special tokens recognized. Unsafe for users' text."""
+        """Return the ids of `text`, recognizing special tokens in it. Unsafe for user input."""
         self._inner.encode_special_tokens = False
         try:
             return list(self._inner.encode(text, add_special_tokens=False).ids)
@@ -201,18 +214,18 @@ class Tokenizer:
             self._inner.encode_special_tokens = True
 
     def start_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return begin-of-text (if any) and the prompt, or end-of-text if both are empty."""
+        """Return the begin-of-text ids (if any) and the prompt; if both are empty, end-of-text."""
         return [*self.bos_ids, *prompt_ids] or [self.eot]
 
     def decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text that `ids` add to `context`.
 
-        Decoding `ids` by themselves would differ: some decoders drop a leading space.
+        Decoding only `ids` can give another text, because some decoders drop a leading space.
         """
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`, including special tokens; invalid UTF-8 becomes U+FFFD."""
         with _data_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
             return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
@@ -221,7 +234,7 @@ class Tokenizer:
         return str(self._inner.to_str())
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's entry for it, which is also saved in megatoken_tokenizer.json."""
+        """Return the tokenizer's entry in the manifest, also saved in megatoken_tokenizer.json."""
         return {
             "name": self.name,
             "vocab_size": self.vocab_size,
@@ -230,7 +243,7 @@ class Tokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Durably write tokenizer.json, the chat template, then megatoken_tokenizer.json.
+        """Durably write tokenizer.json, the chat template and, last, megatoken_tokenizer.json.
 
         Raises StorageError if the folder cannot be written.
         """
@@ -256,10 +269,10 @@ def _encode_bytes(text: str) -> Ids:
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
-    """Return the tokenizer `spec`: gpt2, bytes, bpe:N, a tokenizer.json, or a folder with one.
+    """Return the tokenizer that `spec` names: gpt2, bytes, bpe:N, a tokenizer.json or its folder.
 
-    texts: returns the text to train bpe:N on. Raises ConfigError for an unknown spec, DataError for
-    a file that is missing or cannot be used.
+    texts: a function that returns the text to train bpe:N on. Raises ConfigError for an unknown
+    spec, and DataError for a file that is missing or cannot be used.
     """
     if spec == "gpt2":
         return Tokenizer(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2", 50_256)
@@ -285,7 +298,10 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer that `save` wrote. Raises DataError if it is missing or damaged."""
+    """Return the tokenizer that `save` wrote to `folder`.
+
+    Raises DataError if it is missing or damaged.
+    """
     path = folder / "tokenizer.json"
     with _data_errors("tokenizer is missing or damaged", path, RESTORE):
         row = read_json(folder / DESCRIPTION_NAME)
@@ -314,7 +330,7 @@ def _wrap(inner: tokenizers.Tokenizer, name: str) -> Tokenizer:
 
 
 def _load_vocabulary(folder: Path) -> Tokenizer:
-    """Load GPT-2's older files: vocab.json (token to id) and merges.txt (best first)."""
+    """Load a BPE in GPT-2's older format: vocab.json (token to id) and merges.txt (best first)."""
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     with _data_errors("not a byte-level BPE", folder, "copy its files again"):
         vocabulary, merges = tokenizers.models.BPE.read_file(*files)
@@ -335,7 +351,10 @@ def _load_file(path: Path, name: str) -> Tokenizer:
 
 
 def _read_chat_template(folder: Path) -> str:
-    """Return a folder's chat template with bos_token and eos_token filled in, "" if it has none."""
+    """Return a folder's chat template, or "" if it has none.
+
+    Statements that define bos_token and eos_token are put before it.
+    """
     config = read_object(folder / "tokenizer_config.json")
     template = config.get("chat_template")
     path = folder / CHAT_TEMPLATE_NAME
@@ -353,7 +372,10 @@ def _read_chat_template(folder: Path) -> str:
 
 
 def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that a folder's config files name as ends of generation."""
+    """Return the eos ids in a folder's config.json and generation_config.json.
+
+    Ids outside the vocabulary are left out.
+    """
     ends: list[Any] = []
     for name in ("config.json", "generation_config.json"):
         value = read_object(folder / name).get("eos_token_id")
@@ -368,7 +390,7 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _data_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
-    """Turn what `tokenizers` raises (Exceptions, and panics as BaseException) into DataError."""
+    """Convert what `tokenizers` raises, including Rust panics (BaseException), to DataError."""
     try:
         yield
     except MegatokenError:
@@ -388,7 +410,7 @@ def _drop_defaults(value: Any) -> Any:
 
 
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:
-    """Return whether the ids of a text are the ids of its words as GPT-2 splits them."""
+    """Return whether a tokenizer.json splits text into GPT-2's words and encodes each by itself."""
     model = content["model"]
     splitter = content["pre_tokenizer"] or {}
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

@@ -16,7 +16,7 @@ _ONE = 2**64  # 1.0 in units of 2**-64
 
 
 class WindowOrder(Protocol):
-    """An order of the windows [0, n)."""
+    """An endless list of windows 0 to n - 1, in some order."""
 
     def windows(self, first: int, size: int) -> NDArray[np.int64]:
         """Return entries [first, first + size) of the endless list."""
@@ -56,8 +56,8 @@ class MixedOrder:
 
     Entry i comes from the source whose interval in [0, 1) contains frac(i x golden ratio + key)
     (Weyl 1916). These points are so evenly spread that in any stretch of entries, each source's
-    share is right to within a few entries. How many entries before i come from a source is a sum of
-    floors, computed in as few steps as Euclid's algorithm.
+    share is right to within a few entries. The number of entries before i that come from a source
+    is a sum of floors, computed in as few steps as Euclid's algorithm.
     """
 
     def __init__(self, n_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -92,7 +92,7 @@ class MixedOrder:
 
 
 class CachedOrder:
-    """Caches the latest chunk of another order."""
+    """Caches the most recently computed chunk of another order."""
 
     def __init__(self, order: WindowOrder, chunk: int) -> None:
         self._order = order
