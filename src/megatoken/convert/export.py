@@ -31,11 +31,11 @@ def export(
 ) -> dict[str, Any]:
     """Write a model and its tokenizer to the new folder `out`.
 
-    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: fp32 or bf16
-    weights. Returns a dict of source, format, out, verified, max_relative_difference (of logits)
-    and ids_left_out. Raises StorageError if `out` exists or cannot be written, ConfigError if the
-    format cannot hold the model, CheckpointError if the model cannot be read or the exported model
-    differs.
+    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: that of the
+    written weights, fp32 or bf16. Returns a dict with source, format, out, verified,
+    max_relative_difference (of the logits) and ids_left_out. Raises StorageError if `out` exists or
+    cannot be written, ConfigError if the format cannot hold the model, and CheckpointError if the
+    model cannot be read or the exported model computes other logits.
     """
     out = local_path(out)
     warn = console.warn if console else warnings.warn
@@ -69,7 +69,11 @@ def export(
 
 
 def _prepare(loaded: LoadedModel, dtype: str, warn: Callable[[str], None]) -> int:
-    """Drop what no format can hold, and round weights to `dtype`. Return how many ids it drops."""
+    """Modify the model for export; return how many ids were dropped.
+
+    Drops ids that the tokenizer does not have and the value head, which no format can hold, and
+    rounds the weights to `dtype`.
+    """
     model = loaded.model.eval()
     if model.attention_name not in BUILT_IN:
         raise ConfigError(f"no format has attention {model.attention_name!r}", "export")
@@ -107,7 +111,7 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     return 0.0
 
 
-# Each writes a folder and returns the largest difference of logits, None if they are not compared.
+# Each writes a folder and returns the largest difference of logits, or None if not compared.
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
     "hf": _export_hf,
     "llmc": _export_llmc,

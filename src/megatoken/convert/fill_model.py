@@ -19,11 +19,11 @@ def fill_model(
     view: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]],
     where: str,
 ) -> GPT:
-    """Return the model on the CPU in fp32, with zeros in the rows that pad the vocabulary.
+    """Build a model on the CPU in fp32 from the tensors of a file.
 
-    view: returns our parameters as views with the file's names and shapes. The tensors may include
-    a tied output layer as lm_head.weight. Raises CheckpointError for tensors that do not fit or
-    are not finite.
+    view: a function that returns megatoken's parameters as views with the file's names and shapes.
+    The tensors may include a tied output layer as lm_head.weight. Rows that only pad the vocabulary
+    become 0. Raises CheckpointError for tensors that do not fit or are not finite.
     """
     if config.n_layer > len(tensors):
         raise CheckpointError(f"no tensors for {config.n_layer} layers", where, AGAIN)
@@ -48,7 +48,7 @@ def fill_model(
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor], where: str) -> None:
-    """Raise CheckpointError for tensors that are missing, unknown or of another shape."""
+    """Raise CheckpointError for tensors that are missing, unknown or of the wrong shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = {name: tuple(view.shape) for name, view in views.items()}
     problems = [

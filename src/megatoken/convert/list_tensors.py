@@ -17,7 +17,7 @@ from megatoken.model.gpt import GPT
 
 
 class TensorInfo(NamedTuple):
-    """A tensor in a file. dtype: torch's name."""
+    """A tensor in a file. dtype: as torch names it, such as "float32"."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,10 @@ class TensorInfo(NamedTuple):
 
 
 def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
-    """Return a model's tensors in file order. name, errors: as in `load_pretrained`."""
+    """Return a model's tensors in the order of its file.
+
+    name, warn: as in `load_pretrained`, which raises the same errors.
+    """
     kind, path = find_format(name, warn)
     if kind == "run":
         folder, manifest = find_checkpoint(path, warn)
@@ -43,7 +46,7 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
-    """Return the parameters of this architecture, including padding rows of the vocabulary."""
+    """Return an architecture's parameters; embeddings include the rows that pad the vocabulary."""
     with torch.device("meta"):
         return _describe(GPT(config, seed=None).named_parameters())
 

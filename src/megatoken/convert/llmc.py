@@ -1,8 +1,8 @@
 """Read and write llm.c's GPT-2 checkpoints of versions 3 (fp32) and 5 (bf16).
 
-A file holds a header of 256 int32, then the parameters; each block parameter is stored for all
-layers in a row. Source: write_model in llm.c's train_gpt2.py, gpt2_write_to_checkpoint in its
-train_gpt2.cu.
+A file holds a header of 256 int32, then the parameters. Each parameter of a block is stored for all
+layers before the next parameter follows. Source: write_model in llm.c's train_gpt2.py,
+gpt2_write_to_checkpoint in its train_gpt2.cu.
 """
 
 import json
@@ -32,7 +32,7 @@ TOKENIZER_VERSION = 2
 
 
 def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
-    """Return the architecture, the dtype and the number of rows of the padded vocabulary.
+    """Return a checkpoint's architecture, its dtype, and the rows of its padded token embedding.
 
     Raises CheckpointError for a file that is missing, damaged or not llm.c's.
     """
@@ -56,7 +56,7 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
 
 
 def read_llmc(path: Path) -> GPT:
-    """Return the model of a checkpoint, on the CPU in fp32. Raises CheckpointError."""
+    """Load the model of a checkpoint on the CPU in fp32. Raises CheckpointError."""
     config, dtype, padded_rows = read_header(path)
     n_values = path.stat().st_size // dtype.itemsize
     values = torch.from_file(str(path), size=n_values, dtype=dtype)  # memory-mapped
@@ -70,7 +70,7 @@ def read_llmc(path: Path) -> GPT:
 
 
 def list_llmc_params(path: Path) -> dict[str, Tensor]:
-    """Return the parameters by our names, in file order, on the meta device."""
+    """Return a checkpoint's parameters on the meta device, in file order, by megatoken's names."""
     config, dtype, _ = read_header(path)
     with torch.device("meta"):
         views = _view_params(dict(GPT(config).named_parameters()), config)
@@ -78,7 +78,7 @@ def list_llmc_params(path: Path) -> dict[str, Tensor]:
 
 
 def write_llmc(path: Path, model: GPT, dtype: str) -> None:
-    """Write a checkpoint of dtype fp32 or bf16. Raises ConfigError unless the model is GPT-2."""
+    """Write a checkpoint in fp32 or bf16. Raises ConfigError unless the model is a GPT-2."""
     config = model.config
     sizes = [getattr(config, name) for name in SIZES]
     gpt2 = _gpt2_config(sizes).architecture()
@@ -107,7 +107,7 @@ def _header(*values: int) -> bytes:
 
 
 def _view_params(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return our parameters in file order, without the rows that pad the vocabulary."""
+    """Return the parameters in file order, without the rows that pad the vocabulary."""
     names = ["positions.weight"]
     for module in MODULES:
         for kind in ("weight", "bias"):
@@ -118,7 +118,7 @@ def _view_params(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file from which llm.c decodes samples.
+    """Write the tokenizer file that llm.c needs to print samples as text.
 
     For each id, it holds the token's length in one byte, then the token's bytes.
     """

@@ -22,7 +22,7 @@ from megatoken.system.object_store import is_address
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on the CPU in fp32, its tokenizer, and its source for messages."""
+    """A model on the CPU in fp32, its tokenizer, and the name to use for it in messages."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -30,12 +30,13 @@ class LoadedModel:
 
 
 def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> LoadedModel:
-    """Load a run's newest complete checkpoint, or another model, with its tokenizer.
+    """Load a model and its tokenizer: a run's newest complete checkpoint, or another model.
 
     name: a run, a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's
     ckpt.pt or its folder, or the address of a run's mirror. warn: called for each damaged
-    checkpoint that is skipped, and for a tokenizer that loses text. Raises CheckpointError if
-    nothing can be loaded or the tokenizer does not fit, DataError if the tokenizer is missing.
+    checkpoint that is skipped, and for a tokenizer that cannot encode all text. Raises
+    CheckpointError if nothing can be loaded or the tokenizer does not fit the model, and DataError
+    if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
     source = str(path if kind == "nanogpt" else name)
@@ -62,7 +63,10 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
 
 
 def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> ModelConfig:
-    """Return the architecture of a model that `load_pretrained` loads. Raises the same errors."""
+    """Return the architecture of a model without loading it.
+
+    Takes the arguments of `load_pretrained` and raises the same errors.
+    """
     kind, path = find_format(name, warn)
     if kind == "llmc":
         return read_header(path)[0]
@@ -75,7 +79,10 @@ def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.w
 
 
 def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:
-    """Return the format (run, hf, llmc or nanogpt) and the local path. Fetches an address."""
+    """Return a model's format (run, hf, llmc or nanogpt) and its local path.
+
+    A model at an address is fetched first.
+    """
     path = fetch_model(str(name), warn) if is_address(name) else Path(name)
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
@@ -88,7 +95,10 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
 
 
 def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, Tokenizer]:
-    """Load the newest complete checkpoint; retry if a run in progress removes it."""
+    """Load the newest complete checkpoint; retry if its run deletes it meanwhile.
+
+    Return its folder, the model and the tokenizer.
+    """
     while True:
         folder, manifest = find_checkpoint(path, warn)
         try:
@@ -100,7 +110,7 @@ def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, To
 
 
 def find_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the argument of load_tokenizer for another program's model: its folder, or "gpt2".
+    """Return what to pass to `load_tokenizer` for another program's model: its folder, or "gpt2".
 
     Raises CheckpointError if the folder has no tokenizer and the vocabulary is not GPT-2's.
     """

@@ -46,9 +46,9 @@ ALLOWED = re.compile(
 
 
 def read_nanogpt(path: Path) -> GPT:
-    """Return the model of a checkpoint, on the CPU in fp32.
+    """Load the model of a checkpoint on the CPU in fp32.
 
-    Raises CheckpointError for a file that is damaged, calls functions, or is not nanoGPT's.
+    Raises CheckpointError for a file that is damaged, would run code, or is not nanoGPT's.
     """
     state, config = read_content(path)
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
@@ -61,7 +61,7 @@ def read_nanogpt(path: Path) -> GPT:
 
 
 def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return a checkpoint's memory-mapped tensors by name, and its architecture.
+    """Return a checkpoint's tensors by name, memory-mapped, and its architecture.
 
     Raises CheckpointError.
     """
@@ -86,7 +86,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the content of a torch.save file after checking its checksums and pickles."""
+    """Return the content of a torch.save file, after checking its checksums and pickles."""
     try:
         with zipfile.ZipFile(path) as archive:
             _check_archive(archive)
@@ -98,7 +98,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError for damaged entries, and for pickles with names that are not ALLOWED."""
+    """Raise ValueError for damaged entries, and for pickles that use a name other than ALLOWED."""
     entries = archive.infolist()
     if any(entry.file_size != entry.compress_size for entry in entries) or archive.testzip():
         raise ValueError("damaged archive")

@@ -72,9 +72,7 @@ def train_bpe(vocab_size: int, texts: Iterator[str]) -> tokenizers.Tokenizer:
 
 
 def split_merge(merge: str | Sequence[str]) -> tuple[str, str]:
-    """Return the two tokens of a merge, which tokenizer.json stores as a pair or as "left right".
-
-    Older files have the second form.
+    """Return a merge's two tokens. tokenizer.json has them as a pair or, in older files, as text.
     """
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right

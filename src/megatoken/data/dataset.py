@@ -89,8 +89,9 @@ class ShardFile:
         return ids
 
     def has_changed(self) -> bool:
-        """Return whether the file was modified since the last call or, at first, since it was
-        opened.
+        """Return whether the file was modified since the last call.
+
+        The first call tells whether it was modified since it was opened.
         """
         previous = self._stamp
         self._stamp = self._read_stamp()

@@ -43,8 +43,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint; for several datasets, a hash of their fingerprints and shares.
-        """
+        """The fingerprint of a single dataset, or else a hash of all fingerprints and shares."""
         if len(self.parts) == 1:
             return self.parts[0].dataset.fingerprint
         text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)

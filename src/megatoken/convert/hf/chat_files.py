@@ -14,12 +14,12 @@ TRAINING_TEMPLATE = "chat_template_training.jinja"
 
 
 def drop_marks(template: ChatTemplate) -> str:
-    """Return the template without the assistant-mask tags, which plain jinja2 rejects."""
+    """Return the template without {% generation %} tags, which plain jinja2 rejects."""
     return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
-    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE by file name."""
+    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE, by file name."""
     stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
     lines = ["FROM ."]  # ollama imports only LLaMA's safetensors
     convert = ""

@@ -1,4 +1,4 @@
-"""Write a model as a transformers folder, and compare transformers' logits with ours."""
+"""Write a model as a transformers folder, and compare transformers' logits with megatoken's."""
 
 import json
 import shutil
@@ -28,10 +28,11 @@ CHECK_TEXT = "Two tokenizers\nmust agree, même là où il y a 3 accents — and
 
 
 def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
-    """Write config.json, generation_config.json, model.safetensors and tokenizer files.
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
-    A chat model also gets its chat template, ollama's Modelfile and a README. The weights, fp32 or
-    bf16, have no padding rows. Raises ConfigError for an architecture that transformers lacks.
+    A chat model also gets its chat template, ollama's Modelfile and a README. The weights are
+    written in `dtype` (fp32 or bf16) without the rows that pad the vocabulary. Raises ConfigError
+    for an architecture that transformers lacks.
     """
     family = choose_family(model.config)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -85,7 +86,10 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
 
 
 def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:
-    """Return views of the parameters by transformers' names, with zeros for missing biases."""
+    """Return the parameters as views by transformers' names.
+
+    transformers' GPT-2 requires biases, so missing ones are zeros.
+    """
     params: dict[str, torch.Tensor] = dict(model.named_parameters())
     if family.model_type == "gpt2" and not model.config.bias:
         with torch.device("meta"):
@@ -96,11 +100,11 @@ def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:
 
 
 def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | None:
-    """Return the largest difference between transformers' fp32 logits and ours.
+    """Return the largest difference between transformers' fp32 logits and megatoken's.
 
-    The difference is a share of the largest logit; None if transformers is not installed. Raises
-    CheckpointError if transformers cannot load the folder, the difference exceeds TOLERANCE, or the
-    tokenizers differ.
+    The difference is relative to the largest logit; it is None if transformers is not installed.
+    Raises CheckpointError if transformers cannot load the folder, if the difference exceeds
+    TOLERANCE, or if the tokenizers give different ids.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer

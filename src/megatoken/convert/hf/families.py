@@ -30,18 +30,17 @@ FIX = "use a GPT-2, LLaMA or Qwen3 model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model type of transformers.
+    """A model type of transformers, and how its names map to megatoken's.
 
-    modules: maps its module names to ours, with `{}` for the layer and /q, /k, /v for the rows of
-        our fused query/key/value matrix.
-    prefix: of every tensor except the output layer's; files of the bare model omit it.
-    buffers: tensors that old versions saved in addition to weights.
-    conv1d: last names of modules whose weights are stored as (in, out).
-    switches: our fields that have the same value for all its models.
-    fields: maps our fields to config.json keys. defaults: values of absent keys.
-    activation: the config.json key of the MLP's activation.
-    choices: supported values by config.json key, transformers' default first.
-    write: returns the other config.json keys.
+    modules: transformers' module name -> megatoken's, with {} for the layer number; /q, /k or /v
+    selects rows of the fused query/key/value matrix. prefix: start of all tensor names except the
+    output layer's; files of the model without its output layer omit it. buffers: tensors other than
+    weights that old versions saved. conv1d: ends of the names of modules that store weights as (in,
+    out). switches: megatoken's fields that are the same for all models of this type. fields:
+    megatoken's field -> config.json key. defaults: values of keys that a config.json leaves out.
+    activation: the config.json key of the MLP's activation. choices: config.json key -> supported
+    values, transformers' default first. write: a function that returns the other keys of a
+    config.json.
     """
 
     model_type: str
@@ -58,7 +57,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
 
     def view_params(self, params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return our parameters, or gradients, as views with a model file's names and shapes."""
+        """Return megatoken's parameters or gradients as views with transformers' names and shapes.
+        """
         q = config.d_model
         kv = config.kv_heads * config.d_head
         rows = {
@@ -83,9 +83,9 @@ class Family:
         return views
 
     def read_config(self, config: Json, where: str) -> ModelConfig:
-        """Return the architecture of a config.json.
+        """Return the architecture that a config.json describes.
 
-        Raises CheckpointError naming `where` for unsupported values.
+        Raises CheckpointError, naming `where`, for unsupported values.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # v5, v4
         rope = {"rope_type": rope.get("type"), **rope}
@@ -105,7 +105,7 @@ class Family:
         return model_config
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the architecture as config.json fields."""
+        """Return the fields of a config.json that describe the architecture."""
         values = {key: getattr(config, field) for field, key in self.fields.items()}
         names = [name for name, mlp in ACTIVATIONS.items() if mlp == config.mlp]
         return {**values, self.activation: names[0], **self.write(config)}
@@ -114,10 +114,10 @@ class Family:
 def build_config(
     values: Json, names: Mapping[str, str], where: str, switches: Mapping[str, Any]
 ) -> ModelConfig:
-    """Return an architecture from another program's values.
+    """Build an architecture from another program's settings.
 
-    names: maps our fields to keys of `values`. Raises CheckpointError naming `where` for a value that
-    is missing or wrong.
+    values: the settings. names: megatoken's field -> key in `values`. switches: values of further
+    fields. Raises CheckpointError, naming `where`, for a value that is missing or wrong.
     """
     fields = dict(switches)
     for field, key in names.items():
@@ -134,7 +134,7 @@ def build_config(
 
 
 def choose_family(config: ModelConfig) -> Family:
-    """Return the family that computes this architecture. Raises ConfigError if there is none."""
+    """Return the family that can hold this architecture. Raises ConfigError if there is none."""
     switches = config.switched_on
     if (config.norm, config.pos_emb, config.mlp) == ("rmsnorm", "rotary", "swiglu"):
         if not switches:

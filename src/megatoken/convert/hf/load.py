@@ -1,4 +1,4 @@
-"""Load GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name, from safetensors only."""
+"""Load GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name; reads safetensors only."""
 
 import re
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ SAVE_PRETRAINED = "write it with save_pretrained(folder, safe_serialization=True
 
 
 def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
-    """Load a model from a local folder or hub name; return it with the local folder.
+    """Load a model from a local folder or the Hugging Face hub; return (model, local folder).
 
     The model is on the CPU in fp32, in training mode, without dropout. A hub name is looked up in
-    the local cache, then downloaded. Raises CheckpointError for a model that is missing, damaged or
-    unsupported.
+    the local cache before it is downloaded. Raises CheckpointError for a model that is missing,
+    damaged or unsupported.
     """
     folder = find_folder(name_or_folder)
     family, config = read_family(folder)
@@ -42,7 +42,10 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
 
 
 def read_family(folder: Path) -> tuple[Family, ModelConfig]:
-    """Return the family and the architecture of a folder's config.json. Raises CheckpointError."""
+    """Return the family and the architecture that a folder's config.json describes.
+
+    Raises CheckpointError if the file is missing, damaged or unsupported.
+    """
     path = folder / CONFIG
     try:
         config = read_json(path)
@@ -59,7 +62,10 @@ def read_family(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def find_folder(name_or_folder: str) -> Path:
-    """Return a local folder, or the snapshot of a hub name. Raises CheckpointError."""
+    """Return the path of a local folder, or of the downloaded snapshot of a hub name.
+
+    Raises CheckpointError if there is neither.
+    """
     folder = Path(name_or_folder)
     if folder.is_dir():
         return folder
@@ -92,8 +98,8 @@ def refuse_missing_path(name: str) -> None:
 def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield each tensor's name and the open file that holds it.
 
-    The index lists the tensors of each file; without an index, all tensors of model.safetensors are
-    read. Raises CheckpointError for missing or damaged files.
+    Reads the files and tensors that the index lists or, without an index, all of model.safetensors.
+    Raises CheckpointError for missing or damaged files.
     """
     names: dict[Path, set[str]] = {}
     try:

@@ -10,7 +10,7 @@ from megatoken.convert.recipes.translation import Translation
 
 
 def translate(options: Namespace) -> Translation:
-    """Translate the recipe of --llmc, --nanogpt or --composer. Raises ConfigError."""
+    """Translate the recipe given by --llmc, --nanogpt or --composer. Raises ConfigError."""
     if options.llmc is not None:
         return translate_llmc(options.llmc, options.nproc)
     if options.nanogpt is not None:

@@ -1,8 +1,8 @@
 """Translate YAML files of MosaicML's Composer and llm-foundry.
 
-Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls.
-DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr at each step, AdamW by 1 - wd lr(t), so our
-weight decay is wd/lr.
+Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls. At each
+step, DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr and megatoken's AdamW by 1 - wd lr(t),
+so its weight decay is translated to wd/lr.
 """
 
 import re
@@ -29,7 +29,10 @@ LONGEST_VALUE = 1000  # characters
 
 
 def duration(text: str, default_unit: str = "", units: str = "ba|ep|tok|dur") -> str:
-    """Return our form of a training length such as 100ba. Raises ValueError."""
+    """Convert a training length such as 100ba to megatoken's form, such as 100.0steps.
+
+    Raises ValueError for another form or a unit that is not in `units`.
+    """
     if text.isdecimal():
         text += default_unit
     match = re.fullmatch(f"([\\d._e+-]+)({units})", text)
@@ -39,7 +42,10 @@ def duration(text: str, default_unit: str = "", units: str = "ba|ep|tok|dur") ->
 
 
 def schedule(name: str) -> str:
-    """Return our name of a schedule such as cosine_decay_with_warmup. Raises ValueError."""
+    """Convert the name of a schedule such as cosine_decay_with_warmup to megatoken's.
+
+    Raises ValueError for an unknown one.
+    """
     match = re.fullmatch("(cosine|linear|constant)(_decay)?(_with_warmup)?", name)
     if not match:
         raise ValueError
@@ -59,7 +65,7 @@ FUNCTIONS: Functions = {
 def translate_composer(path: Path) -> Translation:
     """Translate a Composer or llm-foundry file.
 
-    Raises ConfigError naming file:line for what cannot be translated.
+    Raises ConfigError, naming file:line, for what cannot be translated.
     """
     settings = _read(path)
     table = load_table("composer")
@@ -101,7 +107,10 @@ def translate_composer(path: Path) -> Translation:
 def _add_optimizer_defaults(
     settings: dict[str, Assignment], optimizers: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Write {adamw: {lr: 1}} as {name: adamw, lr: 1} and add the optimizer's defaults."""
+    """Add the optimizer's defaults to `settings`, in place.
+
+    First rewrites a section such as {adamw: {lr: 1}} as {name: adamw, lr: 1}.
+    """
     for section in ("optimizer", "scheduler"):
         keys = [key for key in settings if key.startswith(f"{section}.")]
         if keys and f"{section}.name" not in keys:
@@ -154,7 +163,7 @@ def _set_budget(translation: Translation, settings: Mapping[str, Assignment]) ->
 
 
 def _read(path: Path) -> dict[str, Assignment]:
-    """Return the values by dotted key, with list entries numbered and `${name}` replaced."""
+    """Return the file's values by dotted key, with list entries numbered and `${name}` replaced."""
     root = compose_yaml(path)
     leaves = list(_list_leaves(root, path, "")) if root else []
     texts = {leaf.key: leaf.text for leaf in leaves}

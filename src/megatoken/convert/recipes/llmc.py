@@ -24,10 +24,10 @@ PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 
 
 def translate_llmc(command: str, processes: int = 1) -> Translation:
-    """Translate a train_gpt2cu command, with or without the program and mpirun.
+    """Translate a train_gpt2cu command; the program's name and mpirun may be left out.
 
-    processes: number of processes if the command does not set it; llm.c's validation and default
-    batch grow with it. Raises ConfigError for what cannot be translated.
+    processes: used if the command does not set the number of processes, on which llm.c's default
+    batch size and validation tokens depend. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
     table = load_table("llmc")
@@ -56,7 +56,7 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
 
 
 def _read_command(command: str) -> tuple[list[Assignment], int]:
-    """Return the flags, and the launcher's number of processes, 0 if it names none."""
+    """Return the flags, and the number of processes that mpirun starts, or 0 if not given."""
     words = split_words(command, "--llmc")
     launcher, words = split_program(words, *PROGRAMS)
     if len(words) % 2:
@@ -114,7 +114,7 @@ def _set_budget(translation: Translation, processes: int) -> None:
 
 
 def _set_data(translation: Translation) -> None:
-    """Set data.path to the folder, or a pattern of both splits' shards."""
+    """Set data.path to a prepared folder, or to a glob pattern for the shards of both splits."""
     train = Path(translation.get("-i"))
     val = Path(translation.get("-j"))
     path = train.parent

@@ -26,10 +26,10 @@ NOTES = (
 
 
 def translate_nanogpt(command: str) -> Translation:
-    """Translate the arguments of nanoGPT's train.py: files and --name=value.
+    """Translate the arguments of nanoGPT's train.py: config files and --name=value.
 
-    The command may include the launcher and train.py. Raises ConfigError naming file:line for what
-    cannot be translated.
+    The command may include the launcher and train.py. Raises ConfigError, naming file:line, for
+    what cannot be translated.
     """
     _, words = split_program(split_words(command, "--nanogpt"), "train.py")
     files = [Path(word) for word in words if not word.startswith("--")]
@@ -58,7 +58,7 @@ def translate_nanogpt(command: str) -> Translation:
 
 
 def _set_start(translation: Translation) -> None:
-    """Translate init_from: OpenAI's weights, or a run to resume."""
+    """Translate init_from, which names OpenAI's weights or says that a run is resumed."""
     name = translation.get("init_from")
     if name == "resume":
         translation.out = translation.out or Path("out")
@@ -75,7 +75,7 @@ def _set_start(translation: Translation) -> None:
 
 
 def _set_decay(translation: Translation) -> None:
-    """Translate the learning-rate decay. Raises ConfigError if it ends within the warm-up."""
+    """Translate the learning-rate decay. Raises ConfigError if it ends before the warm-up does."""
     get = translation.get
     if not get("decay_lr"):
         translation.set("optim.warmup", "0steps", "decay_lr")
@@ -92,7 +92,7 @@ def _set_decay(translation: Translation) -> None:
 
 
 def _read(word: str, ignored: list[str]) -> Iterator[Assignment]:
-    """Yield the settings of a word: --name=value, or a config file, which is never run."""
+    """Yield the settings in an argument: --name=value, or a config file, which is not executed."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
         if not equals:
@@ -118,7 +118,7 @@ def _read(word: str, ignored: list[str]) -> Iterator[Assignment]:
 
 
 def _evaluate(node: ast.expr, where: str) -> str:
-    """Return the text of a literal or a product of numbers, e.g. `5 * 8`. Raises ConfigError."""
+    """Return the value of a literal or a product such as `5 * 8` as text. Raises ConfigError."""
 
     def evaluate(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):

@@ -1,8 +1,9 @@
-"""Translate recipes of other programs by tables of settings, our fields and conversions.
+"""Translate recipes of other programs with a table per program.
 
-Each program has a table, NAME.yaml: `settings` maps the names of a setting to a Row, `fixed` holds
-values of our fields that the program hard-codes, and `ignored` lists patterns of settings that do
-not affect training. Any other setting is an error. Recipes are never executed.
+A table, NAME.yaml, has three parts. `settings` maps a setting's names to a `Row`: megatoken's
+fields and how to convert the value. `fixed` holds the fields whose value the program hard-codes.
+`ignored` lists patterns of settings that do not affect training. Any other setting is an error.
+Recipes are never executed.
 """
 
 import math
@@ -26,11 +27,11 @@ Functions = Mapping[str, Callable[[Any], Any]]
 class Row:
     """How to translate one setting.
 
-    default: the program's default; None to apply the row only if the recipe has the setting.
-    type: name of the value's type, by default that of `default`.
-    fields: our fields, separated by spaces; empty if the translator reads the value itself or only
-        checks it.
-    convert: a mapping of their values to ours, a list of accepted values, or a function's name.
+    default: the program's default; if None, the row applies only to recipes that have the setting.
+    type: name of the value's type; by default, the type of `default`. fields: megatoken's fields to
+    set, separated by spaces; empty if the value is only checked, or read by the program's own
+    translator. convert: a mapping of the program's values to megatoken's, a list of accepted
+    values, or a function's name.
     """
 
     default: Any = None
@@ -39,7 +40,7 @@ class Row:
     convert: Any = None
 
     def parse(self, text: str) -> Any:
-        """Return the value in its type. Raises KeyError or ValueError."""
+        """Convert the text of a setting to the row's type. Raises KeyError or ValueError."""
         match self.type or type(self.default).__name__:
             case "str":
                 return text
@@ -54,7 +55,7 @@ class Row:
                 return int(number) if kind == "int" else number
 
     def apply(self, value: Any, functions: Functions) -> Any:
-        """Convert a parsed value to ours. Raises KeyError or ValueError."""
+        """Convert a parsed value to megatoken's value. Raises KeyError or ValueError."""
         match self.convert:
             case None:
                 return value
@@ -74,9 +75,9 @@ def load_table(program: str) -> dict[str, Any]:
 
 
 class Translation:
-    """Another program's recipe as assignments to our fields, with notes on what differs.
+    """Another program's recipe as assignments to megatoken's fields, with notes on what differs.
 
-    out: the run folder named by the recipe, if any.
+    out: the run folder that the recipe names, if any.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Translation:
         settings: Sequence[Assignment],
         functions: Functions | None = None,
     ) -> None:
-        """Translate `settings`. If they repeat a key, its last setting counts.
+        """Translate `settings`; if a key is repeated, the last one counts.
 
         table: from `load_table`. functions: conversions by name, in addition to `steps`. Raises
         ConfigError for a setting that cannot be translated.
@@ -113,7 +114,10 @@ class Translation:
             self.notes.append(f"ignored (data, hardware, display, storage): {', '.join(sections)}")
 
     def _translate(self, key: str, row: Row, written: Sequence[Assignment]) -> None:
-        """Set the value and the fields of one row from the settings that the recipe has for it."""
+        """Apply a row of the table to `written`, the recipe's settings that have one of its names.
+
+        Stores the value under `key` and sets the row's fields.
+        """
         origin = f"{self.program} {key} {row.default} (default)"
         value = row.default
         for setting in written:
@@ -134,28 +138,31 @@ class Translation:
             self.set(field, row.apply(value, self._functions), key)
 
     def refuse(self, setting: Assignment, fix: str = "change or remove it") -> ConfigError:
-        """Return the error for a setting that cannot be translated."""
+        """Build the error for a setting that cannot be translated."""
         what = f"cannot translate {self.program} setting {setting.key[:80]}={setting.text:.80}"
         return ConfigError(what, setting.where, fix)
 
     def get(self, key: str) -> Any:
-        """Return a setting's value, else the program's default, else None.
+        """Return the value of a setting; if the recipe lacks it, the program's default or None.
 
         key: the first name in the setting's row.
         """
         return self._values.get(key)
 
     def where(self, *keys: str) -> str:
-        """Return where these settings come from, for messages: e.g. file:line, or the default."""
+        """Return where these settings were made, for messages, such as file:line or "(default)"."""
         return ", ".join(self._origins[key] for key in keys)
 
     def set(self, field: str, value: Any, *keys: str) -> None:
-        """Assign a value to one of our fields. keys: the settings that it comes from."""
+        """Assign a value to a field of megatoken. keys: the settings from which it is derived."""
         origin = self.where(*keys) if keys else f"{self.program}: fixed"
         self.assignments[field] = Assignment(field, str(value), origin)
 
     def resolve(self, overrides: list[str]) -> ResolvedConfig:
-        """Return the checked recipe. Raises ConfigError saying where a wrong value was set."""
+        """Return the recipe with `overrides`, checked.
+
+        Raises ConfigError that says where a wrong value was set.
+        """
         return resolve_assignments(self.name, list(self.assignments.values()), overrides)
 
 
@@ -168,9 +175,9 @@ def split_words(command: str, where: str) -> list[str]:
 
 
 def split_program(words: list[str], *names: str) -> tuple[list[str], list[str]]:
-    """Return the words before and after the program, which has one of these names.
+    """Return the words before and after the program's name, which is one of `names`.
 
-    Without the program, all words count as after it.
+    If none of them occurs, all words count as following it.
     """
     for index, word in enumerate(words):
         if Path(word).name in names:
