@@ -72,7 +72,6 @@ def train_bpe(vocab_size: int, texts: Iterator[str]) -> tokenizers.Tokenizer:
 
 
 def split_merge(merge: str | Sequence[str]) -> tuple[str, str]:
-    """Return a merge's two tokens. tokenizer.json has them as a pair or, in older files, as text.
-    """
+    """Return a merge's two tokens, which tokenizer.json stores as a pair or as one string."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right

@@ -29,7 +29,7 @@ NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to answer, and the right answer. where: file:line."""
+    """A conversation to answer, and the right answer. where: file:line of its row."""
 
     messages: list[Message]
     right: str
@@ -37,11 +37,11 @@ class Question:
 
 
 def read_questions(source: str, limit: int) -> list[Question]:
-    """Return the questions in the first `limit` rows (0: all) of prompts or conversations.
+    """Return questions from the first `limit` rows (0 for all) of prompts or conversations.
 
-    The right answer to a conversation is its first answer. source: anything that `prepare` reads,
-    or a dataset of prompts, whose held-out split is read. Raises DataError for rows without a right
-    answer.
+    For a conversation, the right answer is its first answer. source: anything that `prepare` reads,
+    or a prepared dataset of prompts, of which the held-out split is used. Raises DataError for rows
+    without a right answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))
@@ -69,7 +69,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
 class AnswerSettings:
     """How answers are sampled and scored.
 
-    samples: sampled answers per question, for pass@k; 0 for the greedy answer only.
+    samples: number of sampled answers per question, for pass@k; 0 for only the greedy answer.
     """
 
     reward: Reward = reward_exact
@@ -88,19 +88,19 @@ def evaluate_answers(
     device: Device | None = None,
     comm: Comm | None = None,
 ) -> dict[str, Any]:
-    """Return means over the questions, with their standard errors under `stderr`.
+    """Answer the questions; return means over them, with their standard errors under `stderr`.
 
-    `score`: reward of the greedy answer; `stops`: share of greedy answers that end with a stop
-    token; `tokens`: their length; `pass_at`, if there are `samples`: for k = 1, 2, 4, ..., the
-    probability that at least one of k sampled answers has a reward of 1. comm: ranks that share the
-    questions; all return the same. Raises DataError for a prompt that fills the context,
-    ConfigError if the reward function fails.
+    The means are `score`, the reward of the greedy answer; `stops`, whether it ends with a stop
+    token; `tokens`, its length; and, if `settings.samples` is not 0, `pass_at`: for k = 1, 2, 4,
+    ..., the probability that at least one of k sampled answers has a reward of 1. comm: ranks that
+    share the questions; all of them return the same result. Raises DataError for a prompt longer
+    than the context, and ConfigError if the reward function fails.
     """
     rank, size = (comm.dist_env.rank, comm.dist_env.world_size) if comm else (0, 1)
     local = list(enumerate(questions))[rank::size]
 
     def answer(n: int, sampling: Sampling) -> list[dict[str, Any]]:
-        """Return one row for each of n answers to each question."""
+        """Answer each question n times; return one row per answer."""
         asked = [
             (question, number * n + sample) for number, question in local for sample in range(n)
         ]
@@ -182,7 +182,7 @@ def estimate_pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def describe_answers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the result as printable rows (name, value)."""
+    """Format the result of `evaluate_answers` as (name, value) rows to print."""
     error = result["stderr"]
     score = format_share(result["score"], error["score"])
     stops = format_share(result["stops"], error["stops"])

@@ -45,15 +45,16 @@ def evaluate(
     split: str | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """Score a model on `tasks`; without tasks, measure its loss on `data`. Like `megatoken eval`.
+    """Score a model on `tasks`, or measure its loss on `data`, as `megatoken eval` does.
 
-    tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data:
-    with tasks, the file of a single task or a folder with a file for each (default: the Hugging
-    Face hub); without, token shards, their address, or text that `prepare` reads. limit: use only
-    the first examples of each task, or so many targets spread evenly over the data; 0 for all.
-    split: split of the shards. device: None to compute where the weights are and in their dtype.
+    tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or a dict of examples by task
+    name; if empty, the loss is measured. data: with tasks, the file of a single task or a folder
+    with one file per task (default: the Hugging Face hub); without tasks, token shards, their
+    address, or text that `prepare` reads. limit: with tasks, use only the first `limit` examples of
+    each; without, only `limit` targets spread evenly over the data; 0 for all. split: which split
+    of the shards to use. device: None to compute on the device and in the dtype of the weights.
 
-    Return what `evaluate_tasks` or `evaluate_loss` returns. Raises the errors of those functions,
+    Returns what `evaluate_tasks` or `evaluate_loss` returns. Raises the errors of those functions,
     ConfigError for an unknown task, and DataError for missing or malformed examples.
     """
     comm = Comm(DistEnv())
@@ -79,11 +80,11 @@ def evaluate_tasks(
     token_mean: bool = True,
     per_example: bool = False,
 ) -> dict[str, Any]:
-    """Return {"tasks": {name: acc, acc_norm, acc_token_mean, stderr, n, seconds}}.
+    """Return {"tasks": {name: {acc, acc_norm, acc_token_mean, stderr, n, seconds}}}.
 
     tasks: examples by task name. token_mean: whether to compute acc_token_mean. per_example:
-    whether to add the predictions. All ranks share the work and return the same. Raises
-    NumericsError for scores that are not finite.
+    whether to add the prediction for each example. All ranks share the work and return the same
+    result. Raises NumericsError for scores that are not finite.
     """
     metrics = {}
     for name, examples in tasks.items():
@@ -109,12 +110,13 @@ def evaluate_loss(
     limit: int = 0,
     split: str | None = None,
 ) -> dict[str, Any]:
-    """Return `loss_metrics` over windows of shards or text, with `split` and `data`.
+    """Return `loss_metrics` over windows of shards or text, plus `split` and `data`.
 
-    Windows have the length of the context. Every token but the first is a target; with a limit,
-    only those in full windows that are spread evenly over the data. bits_per_byte is None if the
-    targets hold no text. All ranks share the work and return the same. Raises the errors of
-    `open_tokens`, DataError for too few tokens, NumericsError for a loss that is not finite.
+    Windows have the length of the model's context. Without a limit, every token but the first is a
+    target; with one, only `limit` tokens are, in full windows spread evenly over the data.
+    bits_per_byte is None if the targets hold no text. All ranks share the work and return the same
+    result. Raises the errors of `open_tokens`, DataError for too few tokens, and NumericsError for
+    a loss that is not finite.
     """
     folder = local_dataset(data)
     rank = comm.dist_env.rank
@@ -158,10 +160,11 @@ def evaluate_loss(
 def open_tokens(
     data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm
 ) -> Iterator[tuple[Tokens, str]]:
-    """Yield tokens and the name of their split: a split of shards, or "all" of a text.
+    """Open token shards, or tokenize text into a temporary folder; yield (tokens, split name).
 
-    split: by default val, or train if val is empty. Raises DataError for shards of another
-    tokenizer, ConfigError if a split of a text is requested.
+    split: split of the shards; by default val, or train if val is empty. For text, the name is
+    "all". Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
+    requested.
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
         yield open_shards(data, tokenizer, split)
@@ -182,11 +185,11 @@ def open_tokens(
 
 
 def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[Tokens, str]:
-    """Return a split of token shards and its name. Raises DataError as `open_tokens` does."""
+    """Return a split of token shards, and its name. Raises DataError as `open_tokens` does."""
     dataset = load_dataset(data)
     require_kind(dataset, "text", "the loss on shards")
     origin = dataset.manifest.tokenizer
-    # Of their tokenizer, shards of other programs record only the vocabulary's size.
+    # External shards record only the size of their tokenizer's vocabulary.
     is_same = origin["vocab_size"] == tokenizer.vocab_size
     if origin["fingerprint"] and (data / "tokenizer").is_dir():
         is_same = dataset.tokenizer.shares_ids(tokenizer)
@@ -199,7 +202,7 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
 
 
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the bytes of text up to the end of each token that `prepare` would write."""
+    """Tokenize a text as `prepare` does; return the cumulative bytes of text after each token."""
     options = PrepareOptions()
     # Its `encode` returns the bytes per token instead of ids.
     meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)

@@ -1,7 +1,8 @@
 """Run any task of lm-evaluation-harness on a loaded model, without exporting the model.
 
-Log-likelihoods come from eval/scorer.py, which encodes a context once for all its continuations.
-A model with a chat template gets prompts and few-shot examples as a conversation.
+Log-likelihoods come from eval/scorer.py, which runs the model once per context for all its
+continuations. If the model has a chat template, prompts and few-shot examples become a
+conversation.
 """
 
 import importlib.metadata
@@ -40,13 +41,13 @@ except ImportError:
     TemplateLM = object
 
 NEW_TOKENS = 256  # the harness's default
-# Marks each control token in the text of a conversation. Ordinary text lacks this noncharacter.
+# Put before each control token in the text of a conversation; a code point that text does not use.
 CONTROL = "\ufdd0"
 RESULTS = ("results", "groups", "versions", "n-samples", "samples")
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]
-    """A model behind the harness's interface. Each rank gets all requests and returns all results."""
+    """Gives the harness access to a model. Each rank gets all requests and returns all results."""
 
     def __init__(
         self,
@@ -93,9 +94,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the conversation as text that `tok_encode` turns into the template's ids.
+        """Render a conversation as text from which `tok_encode` makes the chat template's ids.
 
-        Without add_generation_prompt, the last message is the beginning of the answer to complete.
+        Without add_generation_prompt, the last message is the beginning of the answer, which the
+        model continues.
         """
         assert self.template is not None
         messages = [
@@ -117,10 +119,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and whether it is the greedy continuation.
+        """Return each continuation's log-likelihood, and whether greedy decoding would produce it.
 
-        requests: (texts, context ids, continuation ids). Sequences that exceed the context are
-        truncated from the left.
+        requests: (texts, context ids, continuation ids) each. Sequences that exceed the model's
+        context are truncated from the left.
         """
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         sequences = []
@@ -154,7 +156,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         return [texts[number % size][number // size] for number in range(len(requests))]
 
     def _generate(self, prompt: str, settings: dict[str, Any]) -> str:
-        """Return the continuation up to the first stop string, without special tokens."""
+        """Generate text up to the first stop string, leaving out special tokens."""
         settings = normalize_gen_kwargs(settings, NEW_TOKENS)
         stops = handle_stop_sequences(
             settings.get("until"), self.tokenizer.decode(self.stop_ids[:1])
@@ -186,10 +188,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]
 def run_harness(
     options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
 ) -> dict[str, Any]:
-    """Return the harness's results for `--tasks`: tasks of its own or of the folder `--include`.
+    """Run the tasks of `--tasks` in the harness and return its results.
 
-    Raises ConfigError if it is not installed or has no such task, DataError if it cannot read a
-    task's data.
+    Tasks come from the harness or from the folder `--include`. Raises ConfigError if the harness is
+    not installed or does not know a task, and DataError if it cannot read a task's data.
     """
     if lm_eval is None:
         fix = 'pip install "megatoken[eval]"'

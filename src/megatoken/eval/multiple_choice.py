@@ -1,9 +1,9 @@
 """Multiple-choice scores: acc and acc_norm as in lm-evaluation-harness, acc_token_mean as in llm.c.
 
-acc and acc_norm tokenize context and choice together. acc predicts the choice with the largest
-log-likelihood, acc_norm the one with the largest log-likelihood per character. acc_token_mean
-predicts the one with the largest mean per token, with the text and tokens of build-nanogpt and
-llm.c.
+Each is the share of examples whose choice is predicted correctly. acc predicts the choice with the
+largest log-likelihood; acc_norm the one with the largest log-likelihood per character; both
+tokenize the context and a choice together. acc_token_mean predicts the choice with the largest mean
+log-likelihood per token, with the text and tokens of build-nanogpt and llm.c.
 """
 
 import math
@@ -29,10 +29,11 @@ from megatoken.system.device import Device
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """An Example in token ids.
+    """An `Example` as token ids.
 
-    raw_tree: for acc_token_mean, often the same object as `tree`; None to skip this score.
-    cut: whether a choice is longer than the context, so that only its end is scored.
+    tree: the prompts, for acc and acc_norm. raw_tree: the prompts for acc_token_mean, often the
+    same object as `tree`; None if this score is not computed. cut: whether a choice is longer than
+    the context, so that only its end is scored.
     """
 
     tree: Tree
@@ -44,10 +45,10 @@ class EncodedExample:
 
 @dataclass(frozen=True, slots=True)
 class ExampleResult:
-    """The predicted choice under each score, or None for a score that the task does not have.
+    """The choice predicted under each score, or None for a score that the task does not have.
 
-    A cloze has only one choice: `pred` is 0 if greedy decoding gives it, else -1; `loss` is its
-    loss in nats.
+    For a cloze, which has only one choice, `pred` is 0 if greedy decoding produces it and else -1,
+    and `loss` is its loss in nats.
     """
 
     pred: int
@@ -61,10 +62,10 @@ class ExampleResult:
 def read_tasks(
     config: EvalConfig, tokenizer: Tokenizer, seq_len: int, warn: Callable[[str], None]
 ) -> dict[str, list[EncodedExample]]:
-    """Return the encoded examples of every task of a config, by name.
+    """Return the encoded examples of every task in a config, by task name.
 
     A task whose name ends with `?` is skipped with a warning if its examples cannot be read. Raises
-    ConfigError for an unknown task, DataError for missing or malformed examples.
+    ConfigError for an unknown task, and DataError for missing or malformed examples.
     """
     data = Path(config.tasks_data) if config.tasks_data else None
     encoded = {}
@@ -84,10 +85,10 @@ def read_tasks(
 def encode_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int, *, token_mean: bool = True
 ) -> list[EncodedExample]:
-    """Encode examples, truncated from the left to `seq_len` as in lm-eval.
+    """Encode examples, truncated from the left to fit `seq_len` as in lm-evaluation-harness.
 
-    token_mean: include acc_token_mean. It uses another text, which doubles the cost of HellaSwag.
-    Raises DataError for a choice without tokens.
+    token_mean: whether to encode for acc_token_mean, which uses different text in HellaSwag and so
+    doubles its cost. Raises DataError for a choice without tokens.
     """
 
     def encode(prompts: Sequence[Prompt], where: str, *, together: bool) -> tuple[Tree, bool]:
@@ -121,12 +122,12 @@ def encode_examples(
 def encode_prompt(
     prompt: Prompt, tokenizer: Tokenizer, seq_len: int, *, together: bool
 ) -> ScoredSequence:
-    """Return begin-of-text (if any) and the token ids of a prompt, truncated from the left.
+    """Return a prompt's token ids, after begin-of-text if there is one, truncated from the left.
 
-    n_targets still counts all targets. together: encode context and continuation as one text, as
-    lm-evaluation-harness does; a token may span both, and trailing spaces of the context belong to
-    the continuation. Otherwise encode them separately, as build-nanogpt and llm.c do. An empty
-    context becomes the end-of-text token.
+    The last seq_len + 1 ids are kept, but n_targets counts all targets. together: whether to encode
+    context and continuation as one text, as lm-evaluation-harness does; a token may then span both,
+    and trailing spaces of the context count as continuation. Otherwise they are encoded separately,
+    as in build-nanogpt and llm.c. An empty context becomes the end-of-text token.
     """
     context, continuation = prompt
     prefix = tokenizer.encode(context.rstrip() if together else context)
@@ -145,7 +146,7 @@ def score_examples(
     comm: Comm,
     on_batch: Callable[[], None] | None = None,
 ) -> list[ExampleResult]:
-    """Return the result of every example, on every rank. on_batch: as in `score_trees`."""
+    """Score all examples; return the results on every rank. on_batch: as in `score_trees`."""
     raw_trees = [example.raw_tree for example in examples if example.raw_tree]
     trees = list(dict.fromkeys([*(example.tree for example in examples), *raw_trees]))
     scores = dict(zip(trees, score_trees(model, trees, device, comm, on_batch), strict=True))
@@ -169,7 +170,7 @@ def score_examples(
 
 
 def _argmax_per_unit(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
-    """Return the first choice with the largest log-likelihood per unit of size.
+    """Return the choice with the largest log-likelihood divided by size, the first one if tied.
 
     A choice of size 0 is never returned.
     """
@@ -178,9 +179,10 @@ def _argmax_per_unit(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
 
 
 def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
-    """Return acc, acc_norm, acc_token_mean (None if the task lacks it), stderr, n, and perplexity.
+    """Return a task's acc, acc_norm, acc_token_mean, stderr, n and, for a cloze, perplexity.
 
-    n_cut, if not 0: number of examples with a choice of which only the end fits the context.
+    A score that the task does not have is None. n_cut, if not 0, is also returned: the number of
+    examples with a choice longer than the context, of which only the end is scored.
     """
     metrics: dict[str, Any] = dict.fromkeys(SCORES)
     stderr: dict[str, float | None] = dict.fromkeys(SCORES)
@@ -200,12 +202,15 @@ def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over √n, as in lm-eval, or None for one value."""
+    """Return the sample standard deviation over √n, as lm-evaluation-harness does.
+
+    Returns None for a single value.
+    """
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return the scores of a task in one line."""
+    """Format the scores of a task in one line."""
     scores = [
         f"{score} {format_score(metrics, score)}" for score in SCORES if metrics[score] is not None
     ]
@@ -213,14 +218,14 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 
 
 def describe_cut(metrics: Mapping[str, Any]) -> str:
-    """Return a remark on examples with a choice that was cut, or "" if there are none."""
+    """Return a remark on examples with a truncated choice, or "" if there are none."""
     if "n_cut" not in metrics:
         return ""
     return f", {metrics['n_cut']:,} with a choice longer than the context (only its end is scored)"
 
 
 def format_score(metrics: Mapping[str, Any], score: str) -> str:
-    """Return a score in percent with its standard error, or - if the task does not have it."""
+    """Format a score in percent with its standard error; "-" if the task does not have it."""
     if metrics[score] is None:
         return "-"
     return format_share(metrics[score], metrics["stderr"][score])

@@ -1,9 +1,8 @@
 """Score a model's answers by rule: a reward is a number for (prompt, answer, right answer).
 
-Built-in rules are listed in REWARDS. A user's own function is named as module:function, but only on
-the command line or from Python, because a recipe must not run code. A rule must check the full
-answer: `right in answer` rewards a list of all numbers, and `answer in right` rewards an empty
-answer.
+REWARDS lists the built-in rules. A user's own function is named as module:function, but only on the
+command line or from Python, because a recipe must not run code. A rule should compare the complete
+answer: `right in answer` would reward a list of all numbers, and `answer in right` an empty answer.
 """
 
 import importlib
@@ -24,20 +23,20 @@ LIMIT_SECONDS = 10.0  # per call
 
 
 def reward_exact(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the answers are equal, ignoring surrounding white space."""
+    """Return 1 if both answers are equal apart from surrounding white space, else 0."""
     return float(answer.strip() == right.strip())
 
 
 def reward_number(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the last numbers of both answers are equal; 1,000.0 equals 1000."""
+    """Return 1 if the last numbers in both answers are equal (1,000.0 equals 1000), else 0."""
     number = last_number(answer)
     return float(number is not None and number == last_number(right))
 
 
 def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the number after the last #### equals the right answer's (Cobbe et al. 2021).
+    """Return 1 if the number after the last #### is the right one, else 0 (Cobbe et al. 2021).
 
-    An answer without the mark gets 0. The right answer may be a full solution or just its number.
+    An answer without #### gets 0. The right answer may be a full solution or just its number.
     """
     _, mark, result = answer.rpartition("####")
     number = NUMBER.match(result.strip().lstrip("$"))
@@ -45,7 +44,10 @@ def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None. A hyphen after a letter or digit is not a sign."""
+    """Return the last number in a text, or None.
+
+    A hyphen or plus after a letter or digit is not a sign.
+    """
     matches = list(NUMBER.finditer(text))
     if not matches:
         return None
@@ -60,9 +62,9 @@ REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "g
 
 
 def load_reward(name: str) -> Reward:
-    """Import a user's reward, named module:function. The working folder is searched as well.
+    """Import a user's reward function, named module:function.
 
-    Raises ConfigError if the import fails.
+    The module may also be in the working folder. Raises ConfigError if the import fails.
     """
     module, _, function = name.partition(":")
     folder = str(Path.cwd())
@@ -87,7 +89,8 @@ def score_answers(
 ) -> list[float]:
     """Return the reward of each row (prompt, answer, right answer).
 
-    Raises ConfigError if a reward raises, is not a finite number or takes longer than the limit.
+    Raises ConfigError if the reward function raises, returns a number that is not finite, or takes
+    longer than the limit.
     """
     results: queue.SimpleQueue[float | BaseException] = queue.SimpleQueue()
 

@@ -1,10 +1,10 @@
-"""Compute log-likelihoods of continuations, encoding each shared prefix once.
+"""Compute log-likelihoods of continuations, running the model once for each shared prefix.
 
-The sequences of an example become a prefix tree: one row of a batch, with a tree-shaped attention
-mask. Equal choices get bit-equal scores, and scores do not depend on the number of ranks.
+The sequences of an example become a prefix tree, which is one row of a batch with a tree-shaped
+attention mask. Equal choices get bit-equal scores, and scores do not depend on the number of ranks.
 
-Shapes: B trees in a batch, T nodes, S sequences, R targets, U nodes that predict a target,
-C d_model, V vocabulary.
+Shapes: B trees in a batch, T nodes, S sequences, R targets, U nodes that predict a target, C
+d_model, V vocabulary.
 """
 
 import itertools
@@ -33,7 +33,7 @@ BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, in
 
 
 class ScoredSequence(NamedTuple):
-    """Token ids (at least two); the last `n_targets` are scored."""
+    """At least two token ids, of which the last `n_targets` are scored."""
 
     ids: list[int]
     n_targets: int
@@ -41,11 +41,12 @@ class ScoredSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """The prefix tree of S sequences. A sequence's last id is a target but not a node.
+    """The prefix tree of S sequences.
 
-    Nodes (T,), depth first: ids, positions in their sequence, ends of their subtrees.
-    Targets (R,), by sequence: ids, and the node that predicts each.
-    n_targets (S,): targets per sequence.
+    A node is an input token, so a sequence's last id is a target but not a node. Per node (T,),
+    depth first: its id, its position in the sequence, and the end of its subtree's range of nodes.
+    Per target (R,), by sequence: its id, and `parents`, the node that predicts it. n_targets (S,):
+    number of targets of each sequence.
     """
 
     ids: Ints
@@ -57,7 +58,11 @@ class Tree:
 
 
 class TreeScores(NamedTuple):
-    """For each sequence (S,): the log-likelihood of its targets in nats; whether all are argmax."""
+    """Scores of the sequences (S,) of a tree.
+
+    log_p: summed log-likelihood of the targets, in nats. greedy: whether all targets are the
+    argmax.
+    """
 
     log_p: NDArray[np.float64]
     greedy: NDArray[np.bool_]
@@ -94,7 +99,7 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
 
 
 def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, TreeMask]:
-    """Return padded ids (B, T), and the mask that lets a node attend to its path to the root."""
+    """Return padded ids (B, T), and a mask by which a node attends to its path from the root."""
     T = max(len(tree.ids) for tree in trees)
     padded = np.zeros((3, len(trees), T), np.int64)
     padded[2] = np.arange(1, T + 1)  # padding attends to itself only
@@ -115,10 +120,10 @@ def score_trees(
     comm: Comm,
     on_batch: Callable[[], None] | None = None,
 ) -> list[TreeScores]:
-    """Return the scores of all trees, in order, on every rank. The log-softmax is in fp32.
+    """Return the scores of all trees, in order, on every rank; the log-softmax is in fp32.
 
-    on_batch: called before each batch; all ranks have the same number of batches.
-    Raises NumericsError for scores that are not finite.
+    on_batch: called before each batch; every rank has the same number of batches. Raises
+    NumericsError for scores that are not finite.
     """
     firsts = np.cumsum([0, *(len(tree.n_targets) for tree in trees)])  # sequence numbers
     sums = np.zeros((firsts[-1], 2))  # log-likelihood, number of targets that are not the argmax
@@ -151,7 +156,7 @@ def score_trees(
 def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
     """Group tree numbers, largest tree first, into batches of at most `max_nodes` padded nodes.
 
-    A tree with more nodes is a batch by itself. Batches do not depend on the number of ranks.
+    A larger tree gets its own batch. The batches do not depend on the number of ranks.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -162,7 +167,7 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
 
 
 def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[np.float64]:
-    """Return (R, 2) for the targets of the trees: log-probability, and 1 if it is not the argmax."""
+    """Return (R, 2) for the targets: log-probability, and 1 if it is not the argmax, else 0."""
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
     T = ids_BT.shape[1]
     parents_R = np.concatenate([row * T + tree.parents for row, tree in enumerate(trees)])

@@ -1,6 +1,6 @@
 """The built-in multiple-choice tasks: where their rows come from, and how a row becomes prompts.
 
-Prompts equal those of lm_eval/tasks 0.4.13: a choice follows its context after one space.
+Prompts equal those of lm_eval/tasks 0.4.13; there is one space between context and choice.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 class Example:
     """One prompt per choice, and the index of the correct choice. A single choice is a cloze.
 
-    lengths: characters per choice, for acc_norm; empty if the harness has no acc_norm.
-    raw_prompts: the text as published, for acc_token_mean; empty if it equals `prompts`.
-    where: file and line, for error messages.
+    lengths: characters per choice, for acc_norm; empty if lm-evaluation-harness has no acc_norm for
+    the task. raw_prompts: prompts in the text as published, for acc_token_mean; empty if equal to
+    `prompts`. where: file and line, for error messages.
     """
 
     prompts: tuple[Prompt, ...]
@@ -42,10 +42,13 @@ class Example:
 
 
 def parse_hellaswag(row: Row) -> Example:
-    """Zellers et al. 2019. If a row has no ctx_a, its `ctx` is the harness's cleaned context."""
+    """Parse a row of HellaSwag (Zellers et al. 2019).
+
+    If the row has no ctx_a, its `ctx` must be the context as cleaned by lm-evaluation-harness.
+    """
 
     def clean(text: str) -> str:
-        """Remove WikiHow's markup."""
+        """Remove the markup of WikiHow."""
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     context = row["ctx"]
@@ -61,19 +64,25 @@ def parse_hellaswag(row: Row) -> Example:
 def parse_lettered(
     row: Row, *, key: str = "question", template: str = "Question: {}\nAnswer:"
 ) -> Example:
-    """ARC (Clark et al. 2018), OpenBookQA (Mihaylov et al. 2018): choices labeled A, B, ..."""
+    """Parse a row whose choices are labeled A, B, ...
+
+    Such tasks are ARC (Clark et al. 2018) and OpenBookQA (Mihaylov et al. 2018).
+    """
     answer = row["choices"]["label"].index(row["answerKey"].lstrip())
     return _example(template.format(row[key]), row["choices"]["text"], answer)
 
 
 def parse_piqa(row: Row) -> Example:
-    """Bisk et al. 2020."""
+    """Parse a row of PIQA (Bisk et al. 2020)."""
     context = f"Question: {row['goal']}\nAnswer:"
     return _example(context, [row["sol1"], row["sol2"]], row["label"])
 
 
 def parse_winogrande(row: Row) -> Example:
-    """Sakaguchi et al. 2020: the choices are in the context; the continuation is the same."""
+    """Parse a row of WinoGrande (Sakaguchi et al. 2020).
+
+    The choices end the contexts; the continuation is the same for both.
+    """
     context, continuation = row["sentence"].split("_", 1)
     options = row["option1"], row["option2"]
     prompts = tuple((context + option, f" {continuation.strip()}") for option in options)
@@ -81,7 +90,7 @@ def parse_winogrande(row: Row) -> Example:
 
 
 def parse_lambada(row: Row) -> Example:
-    """Paperno et al. 2016, OpenAI's version: the last word is the continuation."""
+    """Parse a row of OpenAI's LAMBADA (Paperno et al. 2016); the last word is the continuation."""
     context, word = row["text"].rsplit(" ", 1)
     return Example(((context, f" {word}"),), gold=0)
 
@@ -89,7 +98,10 @@ def parse_lambada(row: Row) -> Example:
 def _example(
     context: str, choices: list[str], gold: str | int, raw_prompts: tuple[Prompt, ...] = ()
 ) -> Example:
-    """gold: the index of the correct choice, which some files store as a string."""
+    """Build an example from a context and its choices.
+
+    gold: the index of the correct choice, which some files store as a string.
+    """
     if int(gold) not in range(len(choices)):
         raise ValueError(f"label {gold!r} of {len(choices)} choices")
     prompts = tuple((context, f" {choice}") for choice in choices)
@@ -97,7 +109,10 @@ def _example(
 
 
 class Task(NamedTuple):
-    """A task and its dataset on the Hugging Face hub. `parse` raises one of MALFORMED."""
+    """A task and its dataset on the Hugging Face hub.
+
+    parse: may raise any of MALFORMED for a bad row.
+    """
 
     name: str
     parse: Callable[[Row], Example]
@@ -122,7 +137,7 @@ TASKS = {
 
 
 def find_tasks(names: str | Sequence[str]) -> list[Task]:
-    """Return tasks by name, from a list or a string such as `hellaswag,piqa`.
+    """Return the tasks with these names, given as a list or as text such as "hellaswag,piqa".
 
     Raises ConfigError for an unknown name.
     """
@@ -142,11 +157,11 @@ def find_tasks(names: str | Sequence[str]) -> list[Task]:
 def read_examples(
     tasks: Sequence[Task], data: Path | None, limit: int = 0
 ) -> dict[str, list[Example]]:
-    """Return the first `limit` (0: all) examples of each task, by task name, in file order.
+    """Return the first `limit` examples (0 for all) of each task, by task name, in file order.
 
-    data: the file of one task (.jsonl or .parquet), or a folder with a file named after each task;
-    None for the dataset on the Hugging Face hub. Raises ConfigError if one file is given for
-    several tasks, DataError with file and line for missing or malformed examples.
+    data: the file of a single task (.jsonl or .parquet), a folder with a file named after each
+    task, or None for the dataset on the Hugging Face hub. Raises ConfigError if one file is given
+    for several tasks, and DataError, naming file and line, for missing or malformed examples.
     """
     if len(tasks) > 1 and data and data.is_file():
         fix = f"give a folder with {', '.join(f'{task.name}.jsonl' for task in tasks)}"
@@ -172,7 +187,7 @@ def _parse(task: Task, row: bytes | Row, where: str) -> Example:
 
 
 def _read_file(task: Task, data: Path) -> Iterator[tuple[str, bytes | Row]]:
-    """Yield (where, row or line of JSON) for each row."""
+    """Yield (file:line, row) for each row; a row is a line of JSON or, from parquet, a dict."""
     path = data
     if data.is_dir():
         path = data / f"{task.name}.parquet"

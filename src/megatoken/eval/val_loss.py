@@ -36,9 +36,9 @@ def validation_loss(
 ) -> dict[str, Any]:
     """Return `loss_metrics` over the windows of all ranks.
 
-    windows: this rank's arrays (B, T+1) of token ids, or batches. Ranks that share a sharded model
-    (`dims`) must pass equally many, of which some may be empty. count_bytes: the tokenizer's
-    method. chunk, softmax_cross_entropy: as in `cross_entropy`.
+    windows: this rank's token ids (B, T+1), or batches. Ranks that share a sharded model (`dims`)
+    must pass the same number of windows; some may be empty. count_bytes: `Tokenizer.count_bytes`.
+    chunk, softmax_cross_entropy: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -83,21 +83,22 @@ def validation_loss(
 
 
 def to_batch(window: np.ndarray) -> Batch:
-    """Return windows (B, T+1) of token ids as a batch on the CPU."""
+    """Convert token ids (B, T+1) to a batch on the CPU."""
     ids = torch.from_numpy(window.astype(np.int64))
     return Batch(ids[:, :-1], ids[:, 1:])
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), capped at exp(709), the largest a float can hold."""
+    """Return exp(loss), capped at exp(709) because larger powers overflow a float."""
     return math.exp(min(loss, 709.0))
 
 
 def loss_metrics(nats: float, n_targets: float, text_bytes: float) -> dict[str, Any]:
     """Return loss (nats per target), perplexity, bits_per_byte, target_tokens and text_bytes.
 
-    bits_per_byte: total loss in bits, including special tokens, per byte of text that the targets
-    decode to; NaN without text. It can compare models with different tokenizers.
+    bits_per_byte is the total loss in bits, including that of special tokens, divided by the bytes
+    of text in the targets, so it can compare models with different tokenizers. It is NaN without
+    text.
     """
     loss = nats / max(n_targets, 1)
     return {
