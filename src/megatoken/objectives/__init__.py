@@ -1,1 +1,1 @@
-"""DPO, reward models, GRPO and PPO: losses, batches, rewards. Does not depend on the trainer."""
+"""DPO, reward models, GRPO and PPO: losses, batches and rewards, independent of the trainer."""

@@ -1,7 +1,7 @@
 """Log-probabilities and values of answers, measured without gradients or inside a loss.
 
-A row is a prompt and an answer. The answer's tokens are the targets; the inputs include even its
-last token.
+A row is a prompt and its answer. The targets are the answer's tokens. Unlike in pre-training, the
+inputs include the last token, whose value a reward model needs.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ MAX_SAVED_LOGITS = 1 << 24  # of a micro-batch; if there are more, the backward 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
     """Return how many of `rows` rows to compute at once.
 
-    They hold at most the tokens of `micro_batch` full contexts. The result is `micro_batch`,
-    doubled or halved as often as possible.
+    These have at most as many tokens as `micro_batch` full contexts. The result is `micro_batch`
+    multiplied or divided by a power of two.
     """
     size = micro_batch
     while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
@@ -35,7 +35,7 @@ def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
 def answer_log_probs(
     model: GPT, hidden_BTC: Tensor, batch: Batch, *, loss_chunk: int, temperature: float = 1.0
 ) -> Tensor:
-    """Return differentiable log-probabilities (B, T) of the targets."""
+    """Return the log-probabilities (B, T) of the targets, with gradients."""
     targets = batch.targets_BT
     saves_logits = targets.numel() * model.config.padded_vocab_size <= MAX_SAVED_LOGITS
     return token_log_probs(
@@ -50,7 +50,7 @@ def answer_log_probs(
 
 
 def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the value (B,) at each row's last answer token, or at the end of the context."""
+    """Return the value (B,) of each row's last token, or of its last input if that was cut off."""
     positions = torch.arange(targets_BT.shape[1], device=targets_BT.device)
     ends = torch.where(targets_BT >= 0, positions, -1).amax(1) + 1
     return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]
@@ -58,9 +58,9 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScorer:
-    """Measures rows with a full model, in micro-batches, without gradients or dropout.
+    """Computes scores of rows with a full model, in micro-batches, without gradients or dropout.
 
-    micro_batch: number of sequences of the full context that fit in memory.
+    micro_batch: number of full-context sequences that fit in memory.
     """
 
     device: Device
@@ -68,7 +68,7 @@ class AnswerScorer:
     loss_chunk: int
 
     def log_probs(self, model: GPT, batch: Batch, temperature: float = 1.0) -> Tensor:
-        """Return the log-probabilities (B, T) of the targets at a temperature."""
+        """Return the log-probabilities (B, T) of the targets at a sampling temperature."""
 
         def score(rows: Batch, hidden_BTC: Tensor) -> Tensor:
             return answer_log_probs(
@@ -78,7 +78,7 @@ class AnswerScorer:
         return self._measure(model, batch, score)
 
     def values(self, model: GPT, batch: Batch) -> Tensor:
-        """Return the value head's output (B, T)."""
+        """Return the value head's output (B, T) for every input token."""
         return self._measure(model, batch, lambda _, hidden_BTC: model.values(hidden_BTC))
 
     @torch.no_grad()

@@ -18,10 +18,10 @@ from megatoken.sampling.batch import Completion
 def open_row_batches(
     learner: Learner, objective: Objective, reward: str | Reward | None
 ) -> PairBatches | RolloutBatches:
-    """Return the batches of dpo, reward, grpo or ppo. Call it after the run is restored.
+    """Open the batches of dpo, reward, grpo or ppo; the run must be restored first.
 
-    reward: the user's function, or its name as module:function. Raises ConfigError, DataError and
-    CheckpointError.
+    reward: the user's reward function, or its name as module:function. Raises ConfigError,
+    DataError or CheckpointError.
     """
     if learner.config.objective.name in ("dpo", "reward"):
         train, held_out = (read_pairs(learner, split) for split in ("train", "val"))
@@ -33,9 +33,10 @@ def open_row_batches(
 
 
 def check_reward(name: str, reward: str | Reward | None) -> None:
-    """Raise ConfigError if the reward can be neither imported nor found by name.
+    """Raise ConfigError if a run's reward cannot be imported or found.
 
-    name: the setting `objective.reward`, a rule of REWARDS or the run of a reward model.
+    name: the setting `objective.reward`, which is a rule of REWARDS or the run of a reward model.
+    reward: the user's own function, or its name as module:function, which replaces `name`.
     """
     if isinstance(reward, str):
         load_reward(reward)
@@ -50,7 +51,7 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
 
 
 def build_score(learner: Learner, reward: Reward | None) -> Score:
-    """Return what scores answers: the user's reward, a rule by name, or a reward model."""
+    """Return the function that scores answers: by `reward`, a built-in rule or a reward model."""
     name = learner.config.objective.reward
     if reward is not None:
         return score_by_rule(learner, reward, name, needs_stop=False)
@@ -60,7 +61,7 @@ def build_score(learner: Learner, reward: Reward | None) -> Score:
 
 
 def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool) -> Score:
-    """Return a score that applies `rule` to the text of each answer.
+    """Return a function that scores answers by applying `rule` to their text.
 
     needs_stop: whether answers without a stop token get 0.
     """
@@ -81,9 +82,9 @@ def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool
 
 
 def score_by_model(learner: Learner, name: str) -> Score:
-    """Return a score by the reward model of a run.
+    """Return a function that scores answers with the reward model of the run `name`.
 
-    Raises ConfigError for a run without a value head or with another tokenizer.
+    Raises ConfigError if the run has no value head or another tokenizer.
     """
     loaded = load_pretrained(name, learner.console.warn)
     if not loaded.model.config.value_head:

@@ -22,11 +22,11 @@ Poll = Callable[[], None]  # called between batches; raises StopRequested on all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch(Batch):
-    """Sampled answers: the targets are their tokens.
+    """Sampled answers, whose tokens are the targets.
 
-    The other tensors are measured before the step, (B, T) each, and 0 outside the answers:
-    log-probabilities under the sampling and the reference model, advantages, and PPO's values and
-    returns.
+    The further tensors are computed before the step, each (B, T) and 0 outside the answers:
+    log-probabilities under the model that sampled them and under the reference model, advantages,
+    and for PPO values and returns.
     """
 
     log_probs_BT: Tensor
@@ -38,7 +38,7 @@ class RolloutBatch(Batch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceBatch(Batch):
-    """Pairs of a chosen and a rejected answer: ids and targets are (B, 2, T), chosen first.
+    """Pairs of answers: ids and targets are (B, 2, T), with the chosen answer first.
 
     reference_B2: for DPO, each answer's summed log-probability under the reference model.
     """
@@ -47,19 +47,19 @@ class PreferenceBatch(Batch):
 
 
 class BatchSource(Protocol):
-    """Gives this process's share of each batch. metrics: values to log with the latest batch."""
+    """Provides this process's share of each batch. metrics: values to log for the latest batch."""
 
     metrics: dict[str, float]
 
     def get(self, number: int) -> Batch:
-        """Return the batch of this number, on the device."""
+        """Return batch `number`, on the device."""
 
     def close(self) -> None:
         """Stop background work."""
 
 
 class Policy(Protocol):
-    """The model in training, for sampling and measuring."""
+    """The model being trained, for sampling answers and computing log-probabilities."""
 
     step: int
     comm: Comm
@@ -68,17 +68,17 @@ class Policy(Protocol):
     def dims(self) -> ParallelDims: ...
 
     def full_model(self, device: Device) -> GPT:
-        """Return the full model on every rank, in the device's precision."""
+        """Return the unsharded model on every rank, in the device's precision."""
 
     def gather_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the full fp32 weights on rank 0."""
+        """Yield (name, tensor) of the unsharded fp32 weights on rank 0; nothing on other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """The parts of a training run that a batch source may use.
+    """What a batch source needs from a training run.
 
-    log_event: add an event (its name, a message, more values) to the metrics log.
+    log_event: adds an event to the metrics log, given its name, a message and further values.
     """
 
     config: Config
@@ -96,5 +96,5 @@ class Learner:
 
     @property
     def local_batch_size(self) -> int:
-        """Number of sequences of a global batch that this data-parallel rank trains on."""
+        """Number of sequences in this data-parallel rank's share of a global batch."""
         return self.config.batch_seqs // self.policy.dims.dp_size

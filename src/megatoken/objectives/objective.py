@@ -1,4 +1,4 @@
-"""The losses that a step can minimize instead of the cross-entropy of the targets."""
+"""The losses that a training step can minimize instead of the targets' cross-entropy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ Forward = Callable[[Batch, Tensor | None], Tensor]  # rows, dropout keys (B,) ->
 
 
 class Objective(Protocol):
-    """A loss as sums over micro-batches, divided by a count over the global batch."""
+    """A loss that is summed over micro-batches and divided by a count over the global batch."""
 
     def count(self, batch: Batch) -> Tensor:
-        """Return this process's share of the divisor."""
+        """Return what this process's batch adds to the divisor."""
 
     def sums(
         self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return scalar sums of a micro-batch: `loss`, which has a gradient, and values to log."""
+        """Return sums over a micro-batch, as scalars: `loss`, with gradient, and values to log."""
 
 
 def build_objective(config: ObjectiveConfig, loss_chunk: int) -> Objective | None:
-    """Return what a step minimizes; None for the cross-entropy of the targets (model/loss.py)."""
+    """Return the objective of a config, or None if it is the cross-entropy (model/loss.py)."""
     if config.name in ("grpo", "ppo"):
         return PolicyObjective(config, loss_chunk)
     if config.name in ("dpo", "reward"):
@@ -52,14 +52,14 @@ class PolicyObjective:
     def sums(
         self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the sums of `loss`, clip_share, and where they exist kl and value_loss."""
+        """Return the sums of `loss` and clip_share and, if they are used, of kl and value_loss."""
         assert isinstance(batch, RolloutBatch)
         config = self.config
         if config.name == "grpo" and batch.reference_BT is None:
             # An answer with an advantage of 0 adds 0 to the loss and to every gradient.
             rows = torch.nonzero(batch.advantages_BT.any(1))[:, 0]
             if not len(rows):
-                rows = rows.new_zeros(1)  # ranks of a split model must all run a forward
+                rows = rows.new_zeros(1)  # all ranks of a sharded model must run a forward
             batch = batch.take(rows)
             dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
         hidden_BTC = forward(batch, dropout_keys_B)

@@ -15,9 +15,9 @@ VARIANCE_OFFSET = 1e-8
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """Return rewards (P, G) normalized within each group by its mean and standard deviation.
+    """Normalize rewards (P, G) within each group: subtract the mean, divide by the deviation.
 
-    In a group of equal rewards they are exactly 0, because adaptive optimizers would amplify
+    If a group's rewards are equal, its advantages are exactly 0; adaptive optimizers would amplify
     rounding errors.
     """
     deviation = rewards_PG - rewards_PG.mean(1, keepdim=True)
@@ -26,17 +26,17 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 
 
 def has_difference(rewards_PG: Tensor) -> Tensor:
-    """Return whether the rewards within each group differ (P,); equal rewards give no gradient."""
+    """Return (P,): whether a group's rewards differ. If they are equal, they give no gradient."""
     return rewards_PG.amax(1) > rewards_PG.amin(1)
 
 
 def clipped_loss(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses -min(r A, clamp(r, 1 - clip, 1 + clip) A), and which were clipped (B, T).
+    """Return (B, T) losses -min(r A, clamp(r, 1 - clip, 1 + clip) A), and which are clipped.
 
-    r is the ratio of a token's probability to its probability when sampled. Clipped tokens have no
-    gradient.
+    A is the advantage, and r the ratio of a token's probability to its probability when it was
+    sampled. Clipped tokens have no gradient.
     """
     ratio = (log_probs_BT - old_log_probs_BT).exp()
     free = ratio * advantages_BT
@@ -45,7 +45,7 @@ def clipped_loss(
 
 
 def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
-    """Return an unbiased estimate of KL(model || reference) >= 0 per sampled token (B, T)."""
+    """Return an unbiased estimate >= 0 of KL(model || reference) per sampled token (B, T)."""
     difference = reference_BT - log_probs_BT
     return torch.expm1(difference) - difference
 
@@ -53,10 +53,10 @@ def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
 def gae(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return generalized advantage estimates and returns (B, T), 0 outside the mask.
+    """Return generalized advantage estimates and returns, both (B, T) and 0 outside the mask.
 
-    values: value of the state in which each token is chosen. An answer's tokens are contiguous, and
-    its last token ends the episode.
+    values_BT: the value of the state from which each token is chosen. The tokens of an answer must
+    be contiguous; its last token ends the episode.
     """
     advantages = torch.zeros_like(rewards_BT)
     following = torch.zeros_like(rewards_BT[:, 0])
@@ -71,13 +71,16 @@ def gae(
 
 
 def moments(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return (sum, sum of squares, count) of the masked values in fp64, to be summed over ranks."""
+    """Return [sum, sum of squares, count] of the masked values in fp64, to be summed over ranks."""
     values = values_BT.double() * mask_BT
     return torch.stack([values.sum(), values.square().sum(), mask_BT.double().sum()])
 
 
 def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
-    """Normalize the masked values to mean 0 and variance 1 by the global `sums` of `moments`."""
+    """Normalize the masked values to mean 0 and variance 1.
+
+    sums: what `moments` returns, summed over all ranks.
+    """
     total, squares, count = sums.unbind()
     mean = total / count
     variance = (squares / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
@@ -87,6 +90,9 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Return half the larger of the squared errors (B, T) of the value and its clipped version."""
+    """Return (B, T) half the squared error of the value or of its clipped version, if larger.
+
+    The clipped version differs from the old value by at most `clip`.
+    """
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

@@ -1,7 +1,7 @@
 """Batches of preferences: pairs of a chosen and a rejected answer to the same prompt.
 
-A pair counts as one sequence of the batch. For DPO, each pair comes with the log-probabilities of
-both answers under the reference model, which is the model that the run starts from. They are
+A pair counts as one sequence of the batch. For DPO, a pair also has the summed log-probability of
+each answer under the reference model, which is the model that the run starts from. These are
 computed once.
 
 Shapes: N pairs of the split, B pairs of this process, T tokens.
@@ -27,7 +27,7 @@ MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
 
 class Row(NamedTuple):
-    """Ids of a conversation and whether each belongs to the answer."""
+    """A conversation: its ids, and whether each belongs to the answer."""
 
     ids: Sequence[int]
     is_answer: Sequence[bool]
@@ -37,14 +37,14 @@ Pair = tuple[Row, Row]  # chosen, rejected
 
 
 def read_pairs(learner: Learner, split: str) -> list[Pair]:
-    """Return the pairs of a split."""
+    """Return the (chosen, rejected) pairs of a split."""
     rows = open_rows(learner.dataset.parts[0].dataset, split)
     sequences = [Row(*rows.sequence(row)) for row in range(len(rows))]
     return list(zip(sequences[::2], sequences[1::2], strict=True))
 
 
 class PairBatches:
-    """Stateless batches of pairs: each can be requested in any order and repeatedly."""
+    """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
     def __init__(
         self,
@@ -53,7 +53,10 @@ class PairBatches:
         pairs: Sequence[Pair],
         held_out: Sequence[Pair],
     ) -> None:
-        """Load or measure the reference. Raises DataError for fewer training pairs than a batch."""
+        """Load the reference log-probabilities, or compute them.
+
+        Raises DataError if there are fewer training pairs than a batch needs.
+        """
         self.metrics: dict[str, float] = {}
         self._learner = learner
         self._objective = objective
@@ -69,7 +72,7 @@ class PairBatches:
             self._reference_N2 = load_reference(learner, self._measure_reference)
 
     def get(self, number: int) -> PreferenceBatch:
-        """Return this process's pairs of a batch."""
+        """Return this process's share of batch `number`."""
         learner = self._learner
         size = learner.local_batch_size
         first = number * learner.config.batch_seqs + learner.policy.dims.dp_rank * size
@@ -78,7 +81,7 @@ class PairBatches:
 
     @torch.no_grad()
     def validate(self, poll: Poll) -> dict[str, float]:
-        """Return the mean `loss` and the objective's other values over the held-out pairs."""
+        """Return the means over the held-out pairs: `loss`, and the objective's other values."""
         comm = self._learner.comm
         model = self._learner.policy.full_model(self._learner.device)
         was_training = model.training
@@ -101,7 +104,7 @@ class PairBatches:
         }
 
     def close(self) -> None:
-        """Do nothing: no background work."""
+        """Do nothing, as there is no background work."""
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
         def forward(rows: Batch, _: Tensor | None) -> Tensor:
@@ -121,10 +124,9 @@ class PairBatches:
         return pairs_batch.to(self._learner.device.torch_device)
 
     def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
-        """Return the summed log-probabilities (N, 2) of each pair's chosen and rejected answers, by
-        split.
+        """Return the summed log-probabilities (N, 2) of chosen and rejected answers, by split.
 
-        Ranks divide the pairs; all get the full result.
+        The ranks divide the pairs, and each gets the full result.
         """
         return {
             "train": self._sum_log_probs(model, self._pairs),
@@ -148,7 +150,7 @@ class PairBatches:
 
 
 def build_pairs(pairs: Sequence[Pair], seq_len: int) -> Batch:
-    """Return ids and targets (B, 2, T) of pairs whose rows have at most seq_len + 1 tokens."""
+    """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens."""
     shape = len(pairs), 2, max(len(row.ids) for pair in pairs for row in pair)
     inputs = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1, dtype=torch.int64)

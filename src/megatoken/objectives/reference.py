@@ -1,7 +1,8 @@
-"""Reference tensors of DPO and the KL penalty, made once from the weights that a run starts with.
+"""Tensors from the reference model of DPO or of the KL penalty, made once when a run starts.
 
-RUN/reference holds the tensors, their hash and the hash of the weights. A resumed run loads them;
-if they are lost, it makes them again from `model.init`, provided that its weights are unchanged.
+The reference model is the one that the run starts from. RUN/reference holds the tensors, their hash
+and the hash of the weights. A resumed run loads the tensors; if they are lost, it makes them again
+from `model.init`, provided that the weights there are unchanged.
 """
 
 import copy
@@ -27,10 +28,11 @@ FACTS = "facts.json"
 
 
 def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the saved tensors on the CPU, or those that `make` returns for the initial model.
+    """Return the saved tensors or, if there are none, those that `make` returns; on the CPU.
 
-    All ranks must call this; `make` runs on all ranks or on none. Raises CheckpointError if the
-    tensors are lost and `model.init` has changed, StorageError if they cannot be saved.
+    make: called with the initial model, on all ranks or on none. All ranks must call this function.
+    Raises CheckpointError if the tensors are lost and `model.init` has changed, and StorageError if
+    they cannot be saved.
     """
     folder = learner.out / REFERENCE
     comm = learner.comm
@@ -65,7 +67,10 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the xxh3-128 of a model's tensors, sorted by name, without a value head."""
+    """Return the xxh3-128 hex of a model's (name, tensor) pairs, sorted by name.
+
+    The value head is left out.
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         if not name.startswith("value_head."):

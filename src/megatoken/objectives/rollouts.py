@@ -1,9 +1,10 @@
 """Batches of GRPO and PPO: answers sampled from the current model, scored, and trained on.
 
-A rollout of n sequences holds n / group prompts with `group` answers each, and is the batch of
-`updates` steps. An answer depends only on (seed, rollout, its index in the rollout) and the
-weights, so a run that resumes at the start of a rollout samples the same text. Log-probabilities
-are those of the sampled distribution. The stop token is sampled and trained on.
+A rollout of n sequences consists of n / group prompts with `group` answers each. It is the batch of
+`updates` consecutive steps. An answer depends only on the seed, the rollout's number, the answer's
+index in the rollout, and the weights, so a run that resumes at the start of a rollout samples the
+same text. Log-probabilities are those at the sampling temperature. The stop token is sampled and
+trained on.
 
 Shapes: P prompts, G answers to each; B rows of this process, one per answer; T tokens.
 """
@@ -34,7 +35,7 @@ QUIET_ROLLOUTS = 20  # consecutive rollouts without a difference in any group, b
 
 
 class Prompt(NamedTuple):
-    """A prompt as ids that end with the assistant's header, its text, and the right answer."""
+    """A prompt: its ids up to the assistant's header, its text, and the right answer."""
 
     ids: list[int]
     text: str
@@ -45,7 +46,7 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
 def read_prompts(learner: Learner, split: str) -> list[Prompt]:
-    """Return the prompts of a split. A prompt's text is that of its last message."""
+    """Return the prompts of a split. `text` is that of the last message only."""
     dataset = learner.dataset.parts[0].dataset
     rows = open_rows(dataset, split)
     prompts = []
@@ -57,7 +58,7 @@ def read_prompts(learner: Learner, split: str) -> list[Prompt]:
 
 
 class RolloutBatches:
-    """Samples a rollout when its first batch is requested.
+    """Batches of rollouts; each rollout is sampled when its first batch is requested.
 
     metrics: metrics of the latest rollout, over all ranks.
     """
@@ -70,7 +71,11 @@ class RolloutBatches:
         stop_ids: Sequence[int],
         score: Score,
     ) -> None:
-        """Raise ConfigError if prompts do not fit the context, or groups do not divide the batch."""
+        """Prepare sampling; load or save the reference model if there is a KL penalty.
+
+        Raises ConfigError if a prompt and its answer can exceed the context, or if this process's
+        share of a batch is not a multiple of the group size.
+        """
         self.metrics: dict[str, float] = {}
         self._learner = learner
         self._objective = learner.config.objective
@@ -99,10 +104,10 @@ class RolloutBatches:
             self._reference.load_state_dict(weights)
 
     def get(self, number: int) -> RolloutBatch:
-        """Return a batch; its rollout is sampled from the model at the rollout's first step.
+        """Return batch `number`, after sampling its rollout if this is the rollout's first batch.
 
-        `number - step` batches have been skipped, each together with the rest of its rollout. If a
-        reward raises an exception, it is raised on all ranks.
+        Batches have been skipped if the number exceeds the step; a skipped batch takes the rest of
+        its rollout with it. If the reward function fails on a rank, all ranks raise its error.
         """
         step = self._learner.policy.step
         updates = self._objective.updates
@@ -112,7 +117,7 @@ class RolloutBatches:
         return self._last[1]
 
     def _sample(self, rollout: int) -> RolloutBatch:
-        """Sample this process's share of a rollout from the current model, and score it."""
+        """Sample and score this process's share of a rollout with the current model."""
         learner = self._learner
         group = self._objective.group
         size = learner.local_batch_size
@@ -136,7 +141,7 @@ class RolloutBatches:
     def _answer(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        """Return an answer to each prompt, sampled with its seed; equal adjacent prompts share work."""
+        """Sample an answer to each prompt with its seed; compute adjacent equal prompts once."""
         requests = [
             Request(
                 prompt.ids,
@@ -155,7 +160,7 @@ class RolloutBatches:
     def _score_on_all(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[float]:
-        """Return the rewards of this process's answers. An error on one rank is raised on all."""
+        """Return the rewards of this process's answers; an error on any rank is raised on all."""
         rewards: list[float] = []
         error: MegatokenError | None = None
         try:
@@ -175,7 +180,10 @@ class RolloutBatches:
         rewards_PG: Tensor,
         width: int,
     ) -> RolloutBatch:
-        """Return the rows and what their objective needs, measured with the sampling model."""
+        """Build the batch: rows, advantages and what else the objective needs.
+
+        model: the model that sampled the answers. width: number of columns of all tensors.
+        """
         learner = self._learner
         objective = self._objective
         device = learner.device.torch_device
@@ -214,7 +222,7 @@ class RolloutBatches:
         return batch.to(device)
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
-        """Set `metrics`. Warn once if rewards are equal within all groups for QUIET_ROLLOUTS."""
+        """Set `metrics`. Warn once if, for QUIET_ROLLOUTS in a row, no group's rewards differ."""
         learner = self._learner
         stopped = [float(completion.finish_reason == "stop") for completion in completions]
         lengths = [float(count_tokens(completion)) for completion in completions]
@@ -241,10 +249,10 @@ class RolloutBatches:
             learner.log_event(what="no difference in rewards", share=1.0, message=what)
 
     def validate(self, poll: Poll) -> dict[str, float]:
-        """Answer each held-out prompt once, with the same seeds every time. Ranks share the prompts.
+        """Answer each held-out prompt once, always with the same seeds; ranks share the prompts.
 
-        Returns the mean `reward` and its standard error, the share of answers that stopped, the
-        mean number of tokens, the number of prompts, and the negated reward as `loss`.
+        Returns the mean `reward`, its standard error, the share of answers that stopped, the mean
+        number of tokens, the number of prompts, and the negated reward as `loss`.
         """
         learner = self._learner
         dist_env = learner.comm.dist_env
@@ -273,11 +281,11 @@ class RolloutBatches:
         }
 
     def close(self) -> None:
-        """Do nothing: no background work."""
+        """Do nothing, as there is no background work."""
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError if there are no prompts, or a prompt and its answer can exceed the context."""
+    """Raise ConfigError if there are no prompts or one and its answer can exceed the context."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
         raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")
@@ -290,7 +298,7 @@ def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) 
 
 
 def sequence_seed(seed: int, rollout: int, sequence: int) -> int:
-    """Return the sampling seed of an answer."""
+    """Return the sampling seed of answer `sequence` of a rollout."""
     return xxhash.xxh3_64_intdigest(f"{seed} {rollout} {sequence}".encode()) >> 1
 
 
@@ -302,9 +310,9 @@ def count_tokens(completion: Completion) -> int:
 def build_rows(
     prompts: Sequence[Prompt], completions: Sequence[Completion], width: int
 ) -> tuple[Batch, Tensor]:
-    """Return rows of prompt and answer, and the log-probabilities (B, T) of the sampled tokens.
+    """Return rows of prompt and answer, and the log-probabilities of the targets, both (B, T).
 
-    The sampled tokens are the targets. At other positions the log-probabilities are 0.
+    The targets are the sampled tokens. At other positions, the log-probabilities are 0.
     """
     shape = len(prompts), width
     inputs = torch.zeros(shape, dtype=torch.int64)
