@@ -1,14 +1,14 @@
-"""Decode several sequences at once; each may join and leave at any step.
+"""Decode several sequences in one batch; a sequence may join or leave at any step.
 
-A sequence's random draws depend only on its seed and position. Its ids do not depend on the other
-sequences if each row of a matrix product has the same bits for any number of rows. Otherwise
-rounding differs, which rarely changes a token in fp32.
+A sequence's random numbers depend only on its seed and position. Its ids do not depend on the other
+sequences, provided that a matmul computes each row with the same bits for any number of rows. Where
+it does not, rounding differs, which in fp32 rarely changes a token.
 
-The last new token is not fed to the model, so prompt and new tokens may exceed the context by one.
-Longer sequences slide: when the context is full, the oldest quarter is dropped, and the keys and
-values of the rest are recomputed, because their positions have changed.
+The last new token is not fed to the model, so the prompt and the new tokens may exceed the context
+by one. In a longer sequence, the window slides: when the context is full, its oldest quarter is
+dropped, and the keys and values of the rest are recomputed, because their positions have changed.
 
-Shapes: N sequences, V real vocabulary, T tokens.
+Shapes: N sequences, V vocabulary without padding, T tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +34,10 @@ PREFILL_TOKENS = 4096  # most tokens to compute at once, in prompts of equal len
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to continue; for an empty prompt, pass the end-of-text id.
+    """A prompt to continue. It must not be empty: to start a document, pass the end-of-text id.
 
-    logprobs: report log-probabilities at the sampling temperature, as policy gradients need them.
-    The temperature must not be 0.
+    logprobs: whether to report log-probabilities at the sampling temperature, which policy
+    gradients need. The temperature must then not be 0.
     """
 
     prompt_ids: Sequence[int]
@@ -46,11 +46,11 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens fed to the model."""
+        """Number of tokens fed to the model: the prompt, and all new tokens but the last."""
         return len(self.prompt_ids) + self.sampling.max_new_tokens - 1
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ConfigError for an empty prompt, DataError for ids outside the vocabulary."""
+        """Raise ConfigError if the prompt is empty, DataError for ids outside the vocabulary."""
         if not self.prompt_ids:
             raise ConfigError("the prompt is empty", fix="start with the end-of-text token")
         for id in self.prompt_ids:
@@ -60,9 +60,11 @@ class Request:
 
 
 class Token(NamedTuple):
-    """A row's new id. finish_reason: set for the row's last id; `stop` if it is in stop_ids.
+    """A new id of one sequence.
 
-    logprob: natural log of the id's probability before top_k and top_p.
+    row: the sequence's key. finish_reason: None unless this is the sequence's last id; "stop" if
+    the id is in stop_ids. logprob: natural log of the id's probability, before top_k and top_p
+    apply.
     """
 
     row: int
@@ -73,7 +75,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """A request's new ids. ids excludes the stop id; logprobs includes it."""
+    """The result of a request. `ids` excludes the stop id; `logprobs` has an entry for it."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -91,11 +93,11 @@ class _Row:
 
 
 class BatchDecoder:
-    """Decodes up to `rows` sequences, identified by the caller's keys. Use it inside `with`.
+    """Decodes up to `rows` sequences at once, identified by keys that the caller chooses.
 
-    The model is then in evaluation mode and computes in the device's precision, or in that of the
-    weights if the device is None. capacity: the largest `Request.capacity` to expect; 0 for the
-    context.
+    Use it in a `with` block, in which the model is in evaluation mode and computes in the device's
+    precision or, if the device is None, in that of the weights. capacity: the largest
+    `Request.capacity` to expect, or 0 for the full context.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class BatchDecoder:
         return self._max_rows - len(self._rows) - len(self._waiting)
 
     def add(self, key: int, request: Request) -> None:
-        """Start a sequence in the next step. Raises as `Request.check` does."""
+        """Add a sequence, to be started in the next step. Raises as `Request.check` does."""
         request.check(self._model.config)
         assert self.free_rows > 0
         # Every device uses the CPU's generator, so that the ids are the same everywhere.
@@ -151,7 +153,7 @@ class BatchDecoder:
         self._waiting.append(_Row(key, request, draws, list(request.prompt_ids)[-self._context :]))
 
     def remove(self, key: int) -> None:
-        """Drop an unfinished sequence."""
+        """Remove an unfinished sequence."""
         self._waiting = [row for row in self._waiting if row.key != key]
         for row in list(self._rows):
             if row.key == key:
@@ -164,7 +166,7 @@ class BatchDecoder:
         self._rows.pop()
 
     def step(self) -> list[Token]:
-        """Return a new id for each sequence, and remove those that end.
+        """Decode one token of each sequence; return the tokens and remove finished sequences.
 
         Raises NumericsError for logits that are not finite.
         """
@@ -190,7 +192,7 @@ class BatchDecoder:
         return tokens
 
     def _slide_windows(self) -> None:
-        """Queue rows with a full context, to be recomputed without their oldest quarter."""
+        """Queue each row with a full context, to be recomputed without its oldest quarter."""
         lengths = list(self._cache.lengths)
         for row, length in zip(list(self._rows), lengths, strict=True):
             if length == self._context:
@@ -202,8 +204,8 @@ class BatchDecoder:
     def _prefill(self, prompts: list[list[_Row]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
-        prompts: lists of rows with equal `input_ids`, which are computed once per list. All ids
-        have the same length.
+        prompts: groups of rows with equal `input_ids`; each group is computed only once. All of
+        these ids must have the same length.
         """
         ids = torch.tensor([rows[0].input_ids for rows in prompts], device=self._torch_device)
         cache = self._build_cache(*ids.shape)
@@ -214,7 +216,7 @@ class BatchDecoder:
         return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
-        """Return a token per row, in the cache's order."""
+        """Choose a token for each row, in the cache's order."""
         logits_NV = logits_NV.float()
         draws = [row.draws[len(row.ids)] for row in self._rows]
         ids_N = self._choose(logits_NV, torch.tensor(draws, device=logits_NV.device))
@@ -256,7 +258,10 @@ class BatchDecoder:
 
 
 def decode(model: GPT, request: Request, device: Device | None = None) -> Iterator[Token]:
-    """Yield the tokens of one request as they are decoded. Raises as `BatchDecoder` does."""
+    """Yield the tokens of one request as they are decoded.
+
+    Raises as `Request.check` and `BatchDecoder.step` do.
+    """
     with BatchDecoder(model, rows=1, capacity=request.capacity, device=device) as decoder:
         decoder.add(0, request)
         while decoder.rows:
@@ -271,10 +276,10 @@ def generate_batch(
     device: Device | None = None,
     on_token: Callable[[Token], object] | None = None,
 ) -> list[Completion]:
-    """Decode all requests, at most `rows` at once, and return their completions in order.
+    """Decode all requests, at most `rows` at a time; return their completions in order.
 
     Adjacent requests with the same prompt share its computation. on_token: called with each token
-    that is not a stop token. Raises as `BatchDecoder` does.
+    except stop tokens. Raises as `Request.check` and `BatchDecoder.step` do.
     """
     completions = [Completion() for _ in requests]
     if not requests:

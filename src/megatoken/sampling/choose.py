@@ -1,6 +1,6 @@
 """Sampling settings, and the choice of one id per row of logits.
 
-Shapes: N sequences, V real vocabulary, K likeliest ids.
+Shapes: N sequences, V vocabulary without padding, K most likely ids.
 """
 
 import math
@@ -17,9 +17,9 @@ from megatoken.errors import ConfigError
 class Sampling:
     """How to continue a prompt. Raises ConfigError for a value out of range.
 
-    temperature: 0 is greedy. top_k, top_p: draw from the k likeliest ids (0: all), and from the
-    fewest ids whose probabilities sum to p (Holtzman et al. 2020). stop_ids: ids that end the
-    sequence.
+    temperature: 0 means greedy. top_k: sample from the k most likely ids only; 0 for all. top_p:
+    sample from the smallest set of most likely ids whose probabilities sum to p (Holtzman et al.
+    2020). stop_ids: ids that end the sequence.
     """
 
     max_new_tokens: int = 128
@@ -43,7 +43,10 @@ class Sampling:
 def choose_ids(
     logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the ids (N,) where each row's draw from [0, 1) falls in its cumulative probability."""
+    """Choose an id (N,) per row, by inverting the row's cumulative distribution.
+
+    draws_N: a random number from [0, 1) for each row.
+    """
     if temperature == 0:
         return logits_NV.argmax(-1)
     tiny = torch.finfo(logits_NV.dtype).tiny  # smaller numbers underflow to 0
@@ -67,7 +70,7 @@ def choose_ids(
 
 
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Return the rows' cumulative sums, computed on the CPU if torch must be deterministic."""
+    """Return each row's cumulative sum, computed on the CPU if torch must be deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
     return probs_NK.cumsum(-1)

@@ -1,4 +1,4 @@
-"""A conversation with a model, truncated to the context."""
+"""A conversation with a model, which forgets the oldest turns when the context is full."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ ANSWER_SHARE = 4  # reserve at most 1/4 of the context for the answer
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer. ids: its tokens without the stop token."""
+    """An answer of the model. ids: its tokens, without the stop token."""
 
     text: str
     ids: list[int]
@@ -27,9 +27,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation. Answer n is sampled with the seed of `sampling` plus n.
+    """A conversation. Answer number n is sampled with the seed of `sampling` plus n.
 
-    dropped: number of old messages that no longer fit the context.
+    dropped: number of old messages that were dropped to fit the context.
     """
 
     model: GPT
@@ -40,9 +40,10 @@ class Conversation:
     dropped: int = 0
 
     def ask(self, text: str, on_text: Callable[[str], object]) -> Answer:
-        """Add the user's message and the model's answer. `on_text` gets the answer's text in pieces.
+        """Add the user's message, generate the answer, and add it.
 
-        A KeyboardInterrupt ends the answer. Raises ConfigError for a message that is too long.
+        on_text: called with each new piece of the answer's text. A KeyboardInterrupt ends the
+        answer early. Raises ConfigError for a message that is too long.
         """
         context = self.model.config.seq_len
         tokenizer = self.template.tokenizer
@@ -74,7 +75,7 @@ class Conversation:
         return answer
 
     def clear(self) -> None:
-        """Drop all messages but the system's."""
+        """Drop all messages except the system message."""
         self.messages = [message for message in self.messages if message.role == "system"]
         self.dropped = 0
 
@@ -82,11 +83,11 @@ class Conversation:
 def fit_context(
     template: ChatTemplate, messages: Sequence[Message], context: int, new_tokens: int
 ) -> tuple[list[Message], list[int]]:
-    """Drop the oldest turns if the messages do not fit; return the other messages and their ids.
+    """Drop the oldest turns until the rest fits the context; return its messages and ids.
 
-    The ids end with the assistant's header. The system's message stays. `new_tokens`, but at most a
-    quarter of the context, are reserved for an answer. Raises ConfigError if the last message does
-    not fit.
+    The ids end with the assistant's header. The system message is never dropped. Room for
+    `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises ConfigError
+    if the last message does not fit.
     """
     messages = list(messages)
     room = min(new_tokens, context // ANSWER_SHARE)

@@ -1,6 +1,6 @@
 """Generate continuations of a prompt. The same seed gives the same text.
 
-The model's mode and torch's random state do not change.
+Neither the model's train or eval mode nor torch's random state changes.
 """
 
 import warnings
@@ -37,9 +37,9 @@ def generate(
 ) -> str | list[str]:
     """Return the text that follows `prompt`, or a list of texts if `num_samples` is above 1.
 
-    An empty prompt starts a new document. settings: max_new_tokens (default 128), temperature,
-    top_k, top_p and seed, as in `Sampling`. For other arguments and errors see `generate_ids`.
-    Warns if only the end of the prompt fits the context.
+    An empty prompt starts a new document. settings: fields of `Sampling`, such as max_new_tokens,
+    temperature and seed. The other arguments and the errors are those of `generate_ids`. Warns if
+    only the end of the prompt fits the context.
     """
     sampling = Sampling(**{"stop_ids": find_stop_ids(tokenizer)} | settings)
     prompt_ids = tokenizer.encode(prompt).tolist()
@@ -53,7 +53,7 @@ def generate(
 
 
 def describe_window(config: ModelConfig, prompt_tokens: int, new_tokens: int) -> str:
-    """Return a note if prompt and new tokens do not fit the context, or an empty string."""
+    """Return a note if the prompt and the new tokens do not fit the context, or else ""."""
     if prompt_tokens > config.seq_len:
         return f"the prompt has {prompt_tokens:,} tokens, the context only {config.seq_len:,}"
     if prompt_tokens + new_tokens - 1 > config.seq_len:
@@ -72,10 +72,10 @@ def generate_ids(
 ) -> list[list[int]]:
     """Return the new ids of `num_samples` continuations of one prompt, without stop ids.
 
-    Sample i is the one that seed + i gives for a single sample. device: compute in its precision
-    instead of the weights'. on_token: as in `generate_batch`. To start a new document, pass the
-    end-of-text id. Raises ConfigError for an empty prompt, DataError for ids outside the
-    vocabulary, NumericsError for logits that are not finite.
+    Sample i has the seed `sampling.seed` + i, so each can be generated alone. prompt_ids: to start
+    a new document, the end-of-text id. device: compute in its precision instead of that of the
+    weights. on_token: as in `generate_batch`. Raises ConfigError for an empty prompt, DataError for
+    ids outside the vocabulary, and NumericsError for logits that are not finite.
     """
     requests = [
         Request(prompt_ids, replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)
@@ -87,12 +87,13 @@ def generate_ids(
 
 
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
-    """Change the weights in place for a model that only generates, on a CPU.
+    """Optimize a model's weights for generation on a CPU, in place, so it cannot train any more.
 
-    In bf16, they are rounded, and native kernels are used if available. In fp32, weights with more
-    outputs than inputs are stored column-major, which speeds up matmuls with a single row. int8:
-    hold the matrices in 8 bits (native/int8.py), which halves the memory traffic of bf16 and
-    changes logits slightly. Raises ConfigError if the native kernels for int8 are not available.
+    In bf16, the weights are rounded, and native kernels are used if available. In fp32, matrices
+    with more outputs than inputs are stored column-major, which speeds up matmuls with a single
+    row. int8: whether to store the matrices in 8 bits (native/int8.py), which halves the memory
+    traffic of bf16 and changes the logits slightly. Raises ConfigError if int8 is requested without
+    native kernels.
     """
     if int8:
         if device.type != "cpu" or not find_library():
@@ -121,7 +122,10 @@ def _set_native_attention(model: GPT) -> None:
 
 
 def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
-    """Convert matrices to int8 and the rest to `dtype`. A tied embedding is copied for the head."""
+    """Convert matrices to int8 and everything else to `dtype`.
+
+    If the embedding is tied, the output layer gets an int8 copy of it.
+    """
     if model.head is None:
         model.head = Linear(model.config.d_model, len(model.tokens.weight), bias=False)
         model.head.weight = model.tokens.weight
@@ -129,14 +133,17 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
     matrices = [round_to_int8(layer.weight.detach()) for layer in layers]
     values = gather_in_large_pages([matrix.values_OI for matrix in matrices])
     for layer, matrix, values_OI in zip(layers, matrices, values, strict=True):
-        del layer.weight  # a parameter
+        del layer.weight  # a registered parameter cannot be replaced by another type
         layer.weight = replace(matrix, values_OI=values_OI)  # type: ignore[assignment]
     model.to(dtype)
     set_block_kernels(model, "int8")
 
 
 class TextStream:
-    """Decodes the ids that follow a prompt one by one, without ever splitting a character."""
+    """Decodes ids to text one at a time, without splitting a character.
+
+    prompt_ids: the ids before them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -145,7 +152,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, id: int | None) -> str:
-        """Return the text that `id` completes; None returns the rest."""
+        """Return the text that `id` completes, which may be ""; for None, return what is left."""
         if id is not None:
             self._pending.append(id)
         prefix = self._tokenizer.decode(self._context)

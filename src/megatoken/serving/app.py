@@ -1,8 +1,9 @@
 """The HTTP server: OpenAI's endpoints, /health, and a chat page.
 
-Any web page can make a visitor's browser send requests here. Against DNS rebinding, the Host header
-must therefore name this server. A body must be application/json, because browsers do not send that
-to another site without its permission (CORS). Requests and answers are not logged.
+Any web page can make a visitor's browser send requests to this server. The Host header must
+therefore name this server, which prevents DNS rebinding, and a body must be application/json, which
+browsers do not send to another site without that site's permission (CORS). Requests and answers are
+not logged.
 """
 
 import asyncio
@@ -59,7 +60,10 @@ HEADERS = [
 def build_app(
     engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str = ""
 ) -> Starlette:
-    """Return the application. hosts: accepted Host headers, "*" for any. api_key: "" for none."""
+    """Build the web application.
+
+    hosts: accepted Host headers, "*" for any. api_key: key that clients must send, "" for none.
+    """
     endpoints = Endpoints(engine, model)
     routes = [
         Route("/models", endpoints.list_models),
@@ -82,7 +86,7 @@ def build_app(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError if the address cannot be used."""
+    """Open a listening socket. Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=128)
@@ -96,7 +100,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
-    """Return a server that logs only errors and finishes running answers when it stops."""
+    """Build a server that logs only errors, and on shutdown finishes the answers in progress."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -127,12 +131,15 @@ class CheckKey:
 
 
 def handle_error(request: Request, error: Exception) -> Response:
-    """Return an error in OpenAI's form."""
+    """Turn an exception raised by an endpoint into OpenAI's error response."""
     return build_error(error)
 
 
 def build_error(error: Exception) -> JSONResponse:
-    """Return the response for an error. Bugs get a 500 without details; uvicorn logs them."""
+    """Build OpenAI's error response for an exception.
+
+    Unexpected exceptions get status 500 without details; uvicorn logs them.
+    """
     api_error = ApiError(500, "internal server error")
     match error:
         case ApiError():
@@ -211,14 +218,14 @@ class Endpoints:
 
 
 async def cancel_after_response(request: Request, job: Job) -> None:
-    """Free the job's row when the response is complete or the client has disconnected."""
+    """Cancel the job once the response is complete or the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
 
 
 async def read_text(builder: ResponseBuilder, job: Job) -> AsyncIterator[str]:
-    """Yield the answer's text as it is decoded."""
+    """Yield the answer's text piece by piece, as it is decoded."""
     while builder.finish_reason is None:
         text = builder.push(await job.read())
         if text:
@@ -228,7 +235,10 @@ async def read_text(builder: ResponseBuilder, job: Job) -> AsyncIterator[str]:
 async def stream_events(
     parsed: ParsedRequest, builder: ResponseBuilder, job: Job
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: one per piece of text, then a final one and [DONE], or an error."""
+    """Yield server-sent events: one per piece of text, then a final event and [DONE].
+
+    If decoding fails, the last event is the error instead.
+    """
     try:
         if parsed.is_chat:
             yield format_event(builder.build_event({"role": "assistant", "content": ""}))
@@ -244,12 +254,12 @@ async def stream_events(
 
 
 def format_event(content: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
+    """Format a server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
 def build_policy(page: str) -> str:
-    """Return a Content-Security-Policy that allows only the page's own script and style."""
+    """Build a Content-Security-Policy that allows only the page's own script and style."""
     sources = []
     for tag in ("script", "style"):
         [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

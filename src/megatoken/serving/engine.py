@@ -1,4 +1,4 @@
-"""Decode requests from asyncio clients in one batch, on a thread of its own."""
+"""Decode requests from asyncio clients in one batch, on a separate thread."""
 
 import asyncio
 import threading
@@ -13,14 +13,14 @@ from megatoken.system.device import Device
 
 
 class Stopped(ApiError):
-    """The job was cancelled, or the engine was stopped."""
+    """Raised in a job that was cancelled, or because the engine has stopped."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is stopping", "stopping")
 
 
 class Job:
-    """A submitted request. Its tokens are read in the event loop that submitted it."""
+    """A submitted request, whose tokens are read in the event loop that submitted it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -28,16 +28,16 @@ class Job:
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
 
     def put(self, token: Token | Exception) -> None:
-        """Add a token, or an error that ends the job."""
+        """Append a token for `read`, or an error that ends the job."""
         self._tokens.put_nowait(token)
 
     def cancel(self) -> None:
-        """Free the job's row before the next token."""
+        """End the job; the engine removes its sequence from the batch before the next step."""
         self.is_cancelled = True
         self.put(Stopped())
 
     async def read(self) -> Token:
-        """Wait for the next token and return it. Raises the error that ended the job."""
+        """Wait for the next token and return it, or raise the error that ended the job."""
         token = await self._tokens.get()
         if isinstance(token, Exception):
             raise token
@@ -45,9 +45,9 @@ class Job:
 
 
 class Engine:
-    """A decoding thread, which runs inside `with`.
+    """Decodes jobs on a thread, which runs while the engine is used in a `with` block.
 
-    rows: most jobs in a batch. waiting: most jobs in the queue.
+    rows: maximum number of jobs in the batch. waiting: maximum number of queued jobs.
     """
 
     def __init__(
@@ -76,13 +76,16 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of running jobs and of waiting jobs."""
+        """The number of running jobs, and of waiting jobs."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
     def submit(self, request: Request) -> Job:
-        """Queue a request. Raises as `Request.check` does, and ApiError if the queue is full or the
-        engine has stopped."""
+        """Queue a request.
+
+        Raises the errors of `Request.check`, and ApiError if the queue is full or the engine has
+        stopped.
+        """
         request.check(self.model.config)
         job = Job(request)
         self._loop = asyncio.get_running_loop()
@@ -138,7 +141,10 @@ class Engine:
                     del self._running[token.row]
 
     def _end_jobs(self, error: Exception) -> None:
-        """End running jobs, and waiting ones if the engine stops or cannot build a decoder."""
+        """End running jobs with `error`; if there are none or the engine stops, end waiting jobs.
+
+        With none running, the decoder could not be built, so waiting jobs would fail as well.
+        """
         with self._changed:
             jobs = list(self._running.values())
             if not jobs or isinstance(error, Stopped):
@@ -148,7 +154,7 @@ class Engine:
             self._send([(job, error) for job in jobs])
 
     def _send(self, messages: Sequence[tuple[Job, Token | Exception]]) -> None:
-        """Put tokens or errors into jobs in the event loop, which is woken only once per step."""
+        """Put tokens or errors into their jobs; wake the event loop only once for all of them."""
 
         def put_all() -> None:
             for job, message in messages:

@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion requests, validated by pydantic, and the objects of the answers.
+"""OpenAI's chat and completion requests, validated by pydantic, and the JSON of the answers.
 
 An unsupported parameter is an error if it would change the answer.
 """
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 class ApiError(HTTPException):
-    """A refused request: HTTP status, a message for people, OpenAI's code, and the parameter."""
+    """An error response: HTTP status, readable message, OpenAI's code, and bad parameter."""
 
     def __init__(self, status: int, message: str, code: str = "", param: str = "") -> None:
         super().__init__(status, message)
@@ -48,21 +48,21 @@ class ApiError(HTTPException):
         self.param = param or None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of the response."""
+        """Return the JSON body of the response."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 class Schema(BaseModel):
-    """A JSON object without unknown keys, in which null means the default."""
+    """A JSON object in which unknown keys are errors and null means the default."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def drop_nulls(cls, content: Any) -> Any:
-        """Drop nulls, IGNORED parameters, and NEUTRAL values."""
+        """Drop nulls, the IGNORED parameters, and parameters with their NEUTRAL value."""
         if not isinstance(content, dict):
             return content
         return {
@@ -106,20 +106,20 @@ class CommonRequest(Schema):
 
 
 class TextPart(Schema):
-    """A part of a message."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """A message of a conversation. Other keys such as `name` are ignored."""
+    """A message of a conversation. Unknown keys such as `name` are ignored."""
 
     role: str
     content: str | list[TextPart]
 
     def to_row(self) -> dict[str, str]:
-        """Return role and content, with text parts joined."""
+        """Return {"role", "content"}, with the text parts of the content joined."""
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
@@ -128,8 +128,8 @@ class ChatMessage(BaseModel):
 class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions.
 
-    truncation: "auto" drops the oldest turns that do not fit the context, as in OpenAI's Responses
-    API.
+    truncation: "auto" drops the oldest turns if the messages do not fit the context, as in OpenAI's
+    Responses API.
     """
 
     messages: list[ChatMessage] = Field(max_length=512)
@@ -147,8 +147,8 @@ class CompletionRequest(CommonRequest):
 class ServedModel:
     """The model as clients see it.
 
-    name: the name that requests give. context: in tokens. template: None if the model cannot chat;
-    `no_template` then says why. created: seconds since 1970.
+    name: what requests must give as `model`. context: its length in tokens. template: None if the
+    model cannot chat; `no_template` is then the reason. created: seconds since 1970.
     """
 
     name: str
@@ -172,9 +172,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request to decode.
+    """A validated and encoded request.
 
-    stops: texts that end the answer. dropped: number of messages that did not fit.
+    stops: texts that end the answer. dropped: number of messages dropped to fit the context.
     """
 
     request: Request
@@ -186,7 +186,10 @@ class ParsedRequest:
 
 
 def parse_chat(body: ChatRequest, model: ServedModel) -> ParsedRequest:
-    """Encode a conversation. Raises ApiError, and DataError for an invalid conversation."""
+    """Encode a conversation.
+
+    Raises ApiError if it does not fit or the model cannot chat, and DataError if it is invalid.
+    """
     if model.template is None:
         raise ApiError(400, model.no_template, "no_chat_template", "model")
     rows = [message.to_row() for message in body.messages]
@@ -206,7 +209,10 @@ def parse_chat(body: ChatRequest, model: ServedModel) -> ParsedRequest:
 
 
 def parse_completion(body: CompletionRequest, model: ServedModel) -> ParsedRequest:
-    """Encode a prompt. Raises ApiError, and DataError for text the tokenizer cannot encode."""
+    """Encode a prompt.
+
+    Raises ApiError if it does not fit, and DataError for text that the tokenizer cannot encode.
+    """
     ids = body.prompt
     if isinstance(ids, str):
         ids = model.tokenizer.start_ids(model.tokenizer.encode(ids).tolist())
@@ -222,7 +228,10 @@ def _build(
     stop_ids: Sequence[int],
     dropped: int = 0,
 ) -> ParsedRequest:
-    """Return the request. max_tokens: None for the rest of the context."""
+    """Build the request; raise ApiError if it exceeds the context.
+
+    max_tokens: None for as many as fit the context.
+    """
     is_chat = isinstance(body, ChatRequest)
     room = model.context - len(ids)
     if room < (max_tokens or 1):
@@ -248,7 +257,7 @@ def _build(
 
 
 class ResponseBuilder:
-    """Turns an answer's tokens into text and OpenAI's objects."""
+    """Turns an answer's tokens into text, and the text into OpenAI's JSON objects."""
 
     def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
         self.finish_reason: FinishReason | None = None
@@ -274,7 +283,7 @@ class ResponseBuilder:
         return self._cut(text)
 
     def _cut(self, text: str) -> str:
-        """Cut at the first stop text; hold back what may be the beginning of one."""
+        """Cut `text` at the first stop text; hold back an end that may be the start of one."""
         stops = self._parsed.stops
         ends = [text.index(stop) for stop in stops if stop in text]
         if ends:
@@ -288,7 +297,7 @@ class ResponseBuilder:
         return text[: len(text) - n_held]
 
     def build_full(self, text: str) -> dict[str, Any]:
-        """Return the object for an answer that is not streamed."""
+        """Build the JSON object of an answer that is not streamed."""
         content: dict[str, Any] = {"text": text}
         if self._parsed.is_chat:
             content = {"message": {"role": "assistant", "content": text}}
@@ -296,14 +305,14 @@ class ResponseBuilder:
         return self._build(kind, content, self.finish_reason) | {"usage": self._count()}
 
     def build_event(self, delta: dict[str, str], *, is_last: bool = False) -> dict[str, Any]:
-        """Return an event of a stream. The last event says why the answer ended."""
+        """Build an event of a stream. The last event says why the answer ended."""
         reason = self.finish_reason if is_last else None
         if self._parsed.is_chat:
             return self._build("chat.completion.chunk", {"delta": delta}, reason)
         return self._build("text_completion", {"text": delta.get("content", "")}, reason)
 
     def build_usage(self) -> dict[str, Any]:
-        """Return the event of a stream that reports token counts."""
+        """Build the event of a stream that reports token counts."""
         return self.build_event({}) | {"choices": [], "usage": self._count()}
 
     def _build(
@@ -313,7 +322,7 @@ class ResponseBuilder:
         return self._head | {"object": kind, "choices": [choice]}
 
     def _count(self) -> dict[str, int]:
-        """Return token counts, including the token that ended the answer."""
+        """Return token counts, which include the token that ended the answer."""
         prompt = len(self._parsed.request.prompt_ids)
         return {
             "prompt_tokens": prompt,
