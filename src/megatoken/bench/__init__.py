@@ -1,1 +1,1 @@
-"""Benchmarks of this machine on the real `train_step`; each prints a table and writes a record."""
+"""Benchmarks of this machine with the real `train_step`; each prints a table and saves a record."""

@@ -1,4 +1,4 @@
-"""Arguments of `megatoken bench NAME`. Does not import torch, so that help appears fast."""
+"""Arguments of `megatoken bench NAME`. Does not import torch, so that help appears quickly."""
 
 import argparse
 from collections.abc import Callable
@@ -24,7 +24,10 @@ SIZES = {
 
 
 def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of each benchmark; `add(name, doc)` creates one."""
+    """Add a parser with its options for each benchmark.
+
+    add: a function (name, doc) that creates the parser of a benchmark.
+    """
     parsers = {name: add(name, doc) for name, doc in DOCS.items()}
     for parser in parsers.values():
         add_common(parser)
@@ -72,7 +75,7 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every benchmark."""
+    """Add the options that all benchmarks have."""
     doc = "auto, cpu, cuda, cuda:N or mps (default auto)"
     parser.add_argument("--device", default="auto", help=doc)
     doc = "timed repeats of each measurement (default 5)"
@@ -84,7 +87,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_preset(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> None:
-    """Add --preset. gpt_only: offer only GPT-2 and GPT-3 models."""
+    """Add --preset. gpt_only: whether to offer only GPT-2 and GPT-3 models."""
     presets = [
         name for name, config in PRESETS.items() if config.pos_emb == "learned" or not gpt_only
     ]
@@ -93,7 +96,7 @@ def add_preset(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> No
 
 
 def add_step(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> None:
-    """Add the model size and batch size of a step."""
+    """Add --preset, the sizes of the model, and --batch-seqs."""
     add_preset(parser, gpt_only=gpt_only)
     for name, doc in SIZES.items():
         option = f"--{name.replace('_', '-')}"
@@ -103,7 +106,7 @@ def add_step(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> None
 
 
 def count(text: str) -> int:
-    """Parse an integer of 1 or more."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return int(text)

@@ -1,6 +1,6 @@
 """`bench batch`: tokens/s, MFU and peak memory of a training step by micro-batch size.
 
-The micro-batch doubles until memory runs out; all sizes are timed in interleaved rounds.
+The micro-batch size doubles until memory runs out. All sizes are timed in interleaved rounds.
 """
 
 import argparse
@@ -46,7 +46,10 @@ COLUMNS = {
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure micro-batches of 1, 2, 4 ... sequences. Raises ConfigError if 1 does not fit."""
+    """Measure micro-batches of 1, 2, 4, ... sequences; return the result for the record.
+
+    Raises ConfigError if a single sequence does not fit in memory.
+    """
     device = with_peak(open_device(MachineConfig(device=options.device)))
     preset = PRESETS[options.preset]
     config = replace(preset, seq_len=options.seq_len or preset.seq_len)
@@ -75,7 +78,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def measure(
     workload: Workload, device: Device, largest: int, repeats: int, console: Console
 ) -> tuple[list[dict[str, Any]], str]:
-    """Time steps of 1, 2, 4 ... `largest` sequences. Return their rows, and why the sweep ended."""
+    """Time steps on 1, 2, 4, ... sequences, at most `largest`.
+
+    Return a row for each size, and the reason why no larger size was measured.
+    """
     config = workload.model_config
     calls: dict[str, Callable[[], object]] = {}
     memory: list[dict[str, int | None]] = []
@@ -115,7 +121,7 @@ def measure(
 
 
 def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> dict[str, Any]:
-    """Return the record's row for one micro-batch size."""
+    """Build the record's row for one micro-batch size."""
     config = workload.model_config
     tokens = seqs * config.seq_len
     return {

@@ -1,7 +1,7 @@
 """`bench knob`: time the training step with each value of a machine setting.
 
-Rounds of each value alternate with rounds of the first. The benchmarks against other programs also
-use `open_step` and `describe_step`.
+Rounds with each value alternate with rounds with the first value. The benchmarks against other
+programs also use `open_step` and `describe_step`.
 """
 
 import argparse
@@ -27,9 +27,10 @@ NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel"
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Compare the values of a setting; equal losses show that only the speed changes.
+    """Time the step with each value of a setting; return the result for the record.
 
-    Raises ConfigError for an unknown setting or value, PeerError if no value runs.
+    The result includes the losses: equal ones show that a value changes only the speed. Raises
+    ConfigError for an unknown setting or value, and PeerError if no value runs.
     """
     setting, values = read_values(options.setting, options.values)
     spec, device = open_step(options, console)
@@ -58,13 +59,16 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> dict[str, Any]:
-    """Return the model and batch of a step for the record."""
+    """Return the record's entries for the model and the batch of a step."""
     sizes = {name: getattr(spec.model_config, name) for name in SIZES}
     return {"preset": options.preset, "batch_seqs": spec.batch_seqs, **sizes}
 
 
 def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec, Device]:
-    """Return the step that the options describe, and its device. d_ff follows a given d_model."""
+    """Print and return the training step that the options describe, and its device.
+
+    If the options change d_model, d_ff changes in proportion.
+    """
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name)}
     config = replace(PRESETS[options.preset], **sizes)
     if "d_model" in sizes:
@@ -84,8 +88,12 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
 
 
 def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Return the setting's name, and its values by the text that names them: those in `text`, or
-    all choices of a Literal."""
+    """Return a setting's name, and {text: value} of the values to compare.
+
+    name: the setting, with or without "machine.". text: values separated by commas; if empty, all
+    choices of a setting whose type is a Literal. Raises ConfigError for an unknown setting or
+    value.
+    """
     key = f"machine.{name.removeprefix('machine.')}"
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:
@@ -105,7 +113,7 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
-    """Return the spec with one machine setting changed."""
+    """Return the spec with a machine setting changed to `value`."""
     if setting == "micro_batch":
         return replace(spec, micro_batch=0 if value == "auto" else value)
     return replace(spec, machine={setting: value})

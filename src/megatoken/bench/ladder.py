@@ -1,9 +1,10 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
-Each rung runs in a worker process whose rounds alternate with those of the rung that it builds on.
-Its gain is the ratio of the two speeds in these rounds; its speedup is the ratio of its tokens/s to
-the first rung's. A switch that makes the step slower is reported and left out of later rungs. All
-rungs train on the same ids from the same weights, so equal losses show that only the speed changes.
+Each rung adds a switch to the last rung that was kept. It runs in a worker process, in rounds that
+alternate with that rung's. Its gain is the ratio of the two speeds in these rounds; its speedup is
+the ratio of its tokens/s to those of the first rung. A switch that makes the step slower is
+reported and left out of later rungs. All rungs train on the same ids from the same weights, so
+equal losses show that a switch changes only the speed.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from megatoken.system.machine import cpu_count, find_compiler
 from megatoken.system.timing import Timing
 
 BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
-# Micro-batch of all rungs but the last: explicit attention must fit.
+# Sequences per micro-batch until the rung that tunes it; explicit attention must fit in memory.
 FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}
 LONGEST_SECONDS = 400.0  # for all rounds; slow steps get fewer repeats, at least 3
 SLOWER = 0.98  # a rung with a smaller gain is left out of later rungs
@@ -68,10 +69,10 @@ FOOTNOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One switch. machine: the machine settings that it changes.
+    """One switch of the ladder.
 
-    fields: other fields of the WorkerSpec that it changes. missing: why it cannot run here, "" if
-    it can.
+    machine: the machine settings that it changes. fields: other fields of the WorkerSpec that it
+    changes. missing: why it cannot run here, or "" if it can.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Rung:
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure the rungs.
+    """Measure the rungs, save a table and a picture, and return the result for the record.
 
     Raises ConfigError if a rung is unknown or the batch is not a multiple of the context.
     """
@@ -136,8 +137,8 @@ TUNED = dict.fromkeys(("gemm_backend", "attention", "master_weights", "fused", "
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Return all rungs in order, with `missing` set for those that cannot run here.
 
-    The last ones run 2, 4, 8 ... processes, up to the number of GPUs or cores. Each process trains
-    on `batch_seqs` sequences.
+    The last ones run on 2, 4, 8, ... processes, up to the number of GPUs or cores, with
+    `batch_seqs` sequences for each process.
     """
     on_cpu = device.type == "cpu"
     low_precision = device.precision != "fp32"
@@ -188,7 +189,7 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
 
 
 def list_process_rungs(device: Device, batch_seqs: int) -> list[Rung]:
-    """Return a rung for 2, 4, 8 ... data-parallel processes."""
+    """Return a rung each for 2, 4, 8, ... data-parallel processes."""
     most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
     counts = [1 << power for power in range(1, most.bit_length())]
     return [
@@ -202,7 +203,10 @@ def list_process_rungs(device: Device, batch_seqs: int) -> list[Rung]:
 
 
 def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
-    """Return the first rung and those listed in `numbers`, counted from 1; "" selects all."""
+    """Return the first rung and those with the given numbers, such as "3,5", counted from 1.
+
+    All are returned for "". Raises ConfigError for an unknown number.
+    """
     if not numbers:
         return rungs
     words = {"1", *numbers.replace(" ", "").split(",")}
@@ -216,9 +220,9 @@ def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
 def measure_rungs(
     first: WorkerSpec, rungs: Sequence[Rung], device: Device, repeats: int, console: Console
 ) -> Iterator[dict[str, Any]]:
-    """Measure each rung against the last one that was kept, and yield its row.
+    """Measure each rung against the last one that was kept; yield its row of the record.
 
-    Raises PeerError if the first rung fails, or a rung that another is being compared to.
+    Raises PeerError if the first rung fails, or the rung that others are compared to.
     """
     below: Worker | None = None
     spec = first
@@ -258,10 +262,11 @@ def measure_rungs(
 def describe_rung(
     rung: Rung, worker: Worker, gains: Sequence[float], first_rate: float, device: Device
 ) -> dict[str, Any]:
-    """Return the record's row for a rung. A rung is kept unless it is slower than the one below.
+    """Build the record's row for a rung.
 
-    gains: speed relative to the rung below, one value per round. first_rate: tokens/s of the first
-    rung; 0 if this is the first.
+    It is kept unless it is slower than the rung below, the last one kept before it. gains: speed
+    relative to that rung, one value per round. first_rate: tokens/s of the first rung; 0 if this is
+    the first.
     """
     row = worker.describe(device)
     rate = row["tokens_per_second"]
@@ -299,7 +304,7 @@ def save_table(rows: list[dict[str, Any]], path: Path, console: Console) -> None
 
 
 def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Path:
-    """Draw bars of the speedup, MFU and peak memory of each rung, pale if it was left out."""
+    """Draw bars of each rung's speedup, MFU and peak memory, in pale color if it was left out."""
     rungs = [row for row in rows if not row["skipped"]][::-1]
     size = (15, 1.5 + 0.5 * len(rungs))
     figure, axes = pyplot.subplots(1, 3, layout="constrained", sharey=True, figsize=size)

@@ -23,7 +23,7 @@ BENCHES: dict[str, Bench] = {
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run the benchmark `options.bench` and return its answer."""
+    """Run the benchmark that the options name; return its result."""
     if options.bench == "knob":
         options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
     return run_bench(BENCHES[options.bench], options, console, ["megatoken", *sys.argv[1:]])
@@ -32,9 +32,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def run_bench(
     bench: Bench, options: argparse.Namespace, console: Console, command: list[str]
 ) -> dict[str, Any]:
-    """Run a benchmark, write its record to `options.out` and return its answer.
+    """Run a benchmark, write its record to `options.out`, and return its result.
 
-    Raises StorageError, before measuring, if the folder is not writable.
+    Raises StorageError if the folder is not writable, before anything is measured.
     """
     with storage_errors(options.out, fix="choose another --out"):
         options.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """`bench parts`: where the time of a training step goes, measured by torch.profiler.
 
-An operation is grouped by its name; if no group matches, it joins its caller's group. Additions,
-copies and Python code are "other". On CUDA the times are those of kernels, and the rest of the step
-is idle time; elsewhere the times include the profiler's overhead.
+An operation belongs to the group that its name matches, or else to the group of its caller.
+Additions, copies and Python code are "other". On CUDA, the times are those of kernels, and the rest
+of the step is idle time; elsewhere, the times include the profiler's overhead.
 """
 
 import argparse
@@ -49,7 +49,7 @@ LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Profile a training step of a preset.
+    """Profile a training step of a preset; return the result for the record.
 
     Raises ConfigError if the batch is not a multiple of the context.
     """
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def measure(
     workload: Workload, device: Device, repeats: int, console: Console, trace: Path | None = None
 ) -> dict[str, Any]:
-    """Run plain and profiled steps in turn; return the parts and totals for the record.
+    """Run steps without and with the profiler in turn; return the groups and totals for the record.
 
     trace: file for a Chrome trace of the last profiled step.
     """
@@ -117,7 +117,7 @@ def measure(
 def describe_part(
     name: str, part: Timing, step_seconds: float, flops: int | None, device: Device
 ) -> dict[str, Any]:
-    """Return a group's row: time, share of the step and, if its FLOPs are known, its speed."""
+    """Build a group's row: time, share of the step and, if `flops` is given, speed."""
     rate = flops / part.median if flops and part.median else None
     return {
         "name": name,
@@ -130,9 +130,9 @@ def describe_part(
 
 
 def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
-    """Return torch's CPU-side FunctionEvents of one step.
+    """Profile one step; return torch's CPU-side FunctionEvents.
 
-    Raises StorageError if the trace cannot be written.
+    trace: file for a Chrome trace. Raises StorageError if it cannot be written.
     """
     activities = [ProfilerActivity.CPU]
     if workload.device.type == "cuda":
@@ -150,7 +150,7 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
 
 @contextmanager
 def record_native_kernels() -> Iterator[None]:
-    """Report native CPU kernels to the profiler as `native::NAME`."""
+    """Show calls of native CPU kernels to the profiler as `native::NAME`."""
     call = Library.call
 
     def recorded(library: Library, name: str, *arguments: object) -> float:
@@ -165,7 +165,7 @@ def record_native_kernels() -> Iterator[None]:
 
 
 def find_group(event: Any) -> str:
-    """Return the group that matches an operation's name, or its nearest caller's group."""
+    """Return the group that an operation's name matches, or else its closest caller's group."""
     while event is not None:
         for group, names in GROUPS.items():
             if names.search(event.name):
@@ -175,7 +175,7 @@ def find_group(event: Any) -> str:
 
 
 def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
-    """Return the seconds of each group: the sum of its events' times without their children."""
+    """Return the seconds in each group, summed over its events without their children."""
     seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
     for event in events:
         micros = event.self_device_time_total if on_cuda else event.self_cpu_time_total
@@ -184,7 +184,7 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
 
 
 def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None:
-    """Print the parts as a Markdown table, then the speed."""
+    """Print the groups as a Markdown table, then the speed."""
     step_seconds = answer["step_seconds"]["median"]
     remainder = "idle" if device.type == "cuda" else "step without profiler - parts"
     totals = {

@@ -26,9 +26,9 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton"
 def write_record(
     folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]
 ) -> Path:
-    """Write an answer with its commit, hardware and versions to FOLDER/NAME.json; return the path.
+    """Write a benchmark's result to FOLDER/NAME.json and return the path.
 
-    Raises StorageError.
+    The record also has the command, the commit, the hardware and the versions. Raises StorageError.
     """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -51,7 +51,7 @@ def write_record(
 
 
 def format_cell(key: str, value: Any) -> str:
-    """Format a value in the unit that its key implies; a figure as median (low to high)."""
+    """Format a value in the unit that its key implies; a figure becomes "median (low to high)"."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, dict):
@@ -89,9 +89,10 @@ def _format_seconds(seconds: float) -> str:
 
 
 def format_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of an aligned Markdown table; its last column says why a row was skipped.
+    """Return the lines of an aligned Markdown table.
 
-    columns: headings by key; columns without values are left out.
+    columns: headings by key; columns without any values are left out. A last column says why rows
+    were skipped.
     """
     table = [
         [heading, *(format_cell(key, row.get(key)) for row in rows)]
@@ -118,7 +119,7 @@ def show_rows(
 
 
 def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console) -> None:
-    """Call `draw(pyplot, path)`; if that fails, e.g. for lack of matplotlib, print the reason."""
+    """Call `draw(pyplot, path)` and print where the picture is, or why it could not be drawn."""
     try:
         console.print(f"picture: {draw(load_pyplot(), path)}")
     except MegatokenError as error:

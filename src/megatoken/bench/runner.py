@@ -1,9 +1,8 @@
 """Run worker processes in interleaved rounds, so that all see the same state of the machine.
 
 Each worker is a process with its own allocator, threads and compiler; only one computes at a time.
-On a CPU, a matrix product is timed between rounds as a probe of what the processor delivers at that
-moment, which depends on other programs and power limits. A round next to a slow probe counts as
-disturbed.
+On a CPU, a matmul is timed between rounds to probe how fast the processor is at that moment,
+because other programs and power limits change it. A round next to a slow probe counts as disturbed.
 """
 
 import multiprocessing
@@ -39,8 +38,9 @@ SPAWN = multiprocessing.get_context("spawn")
 class Worker:
     """A worker process and its measurements. If it fails, `skipped` holds the reason.
 
-    seconds: mean step time of each round. ratios: speed relative to the reference in the same
-    rounds. probes: FLOP/s of the slowest probe of each round. loss: after `steps` steps.
+    seconds: mean step time of each round. ratios: speed relative to the reference worker in the
+    same rounds. probes: for each round, FLOP/s of the slowest probe next to it. loss: the loss
+    after `steps` steps.
     """
 
     spec: WorkerSpec
@@ -60,7 +60,10 @@ class Worker:
     _log: Path = Path()
 
     def warm_up(self) -> float | None:
-        """Start the process and run untimed steps. Return the last step's seconds, None on failure."""
+        """Start the process and run untimed steps.
+
+        Return the seconds of the last one, or None on failure.
+        """
         self._start()
         built = self._receive()
         if built is None:
@@ -73,10 +76,10 @@ class Worker:
         return float(answer["seconds"][-1])
 
     def run_round(self, steps: int) -> float | None:
-        """Run `steps` timed steps. Return the mean seconds per step, or None on failure.
+        """Run `steps` timed steps; return the mean seconds per step, or None on failure.
 
-        Rounds of several steps start with an untimed one, because the caches are cold. So do all on
-        CUDA, where the other worker has freed this one's memory.
+        A round of several steps starts with an untimed step, because the caches are cold. On CUDA,
+        every round does, because its memory was freed for the other worker.
         """
         if self.skipped:
             return None
@@ -90,7 +93,7 @@ class Worker:
         return self.seconds[-1]
 
     def select_undisturbed(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the values (one per round) of undisturbed rounds; all if nothing was probed."""
+        """Select the values (one per round) of undisturbed rounds; all if there are no probes."""
         if not self.probes:
             return tuple(values)
         limit = DISTURBED * self.fastest_probe
@@ -98,7 +101,7 @@ class Worker:
         return tuple(value for value, probe in rounds if probe >= limit)
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """Return the measurements as a row of the record, with None for what was not measured.
+        """Build the record's row of measurements, with None for what was not measured.
 
         mfu is relative to the device's peak, mfu_probe to the median probe. undisturbed: tokens/s
         in undisturbed rounds.
@@ -129,7 +132,7 @@ class Worker:
         return row
 
     def close(self) -> None:
-        """Let the processes end, and terminate those that do not."""
+        """Close the connections so that the processes end; terminate those that do not."""
         for connection in self._connections:
             connection.close()
         for process in self.processes:
@@ -186,14 +189,17 @@ class Worker:
 
 
 def count_steps(seconds: float) -> int:
-    """Return the steps per round for a step of `seconds`."""
+    """Return the number of steps per round, if a step takes `seconds`."""
     return min(max(round(ROUND_SECONDS / seconds), 1), MOST_STEPS)
 
 
 def run_rounds(
     reference: Worker | None, worker: Worker, repeats: int, steps: int, console: Console
 ) -> None:
-    """Run `repeats` rounds of a worker, each after a round of the reference if there is one."""
+    """Run `repeats` rounds of a worker, each after a round of the reference if there is one.
+
+    steps: timed steps per round.
+    """
     device = open_device(MachineConfig(device=worker.spec.device))
     workers = [worker] if reference is None else [reference, worker]
     probe = _probe(device)
@@ -220,16 +226,17 @@ def _probe(device: Device) -> float:
 
 
 def share_fastest_probe(workers: Sequence[Worker]) -> None:
-    """Set each worker's `fastest_probe`, which decides which of its rounds are disturbed."""
+    """Set `fastest_probe` of all workers, relative to which rounds count as disturbed."""
     fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
     for worker in workers:
         worker.fastest_probe = fastest
 
 
 def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console) -> list[Worker]:
-    """Measure each spec in rounds that alternate with the first spec that runs, the reference.
+    """Measure each spec in rounds that alternate with rounds of the reference.
 
-    The reference trains longer than the others; its loss is taken after as many steps as theirs.
+    The reference is the first spec that runs. It takes more steps than the others, so the loss
+    reported for it is the one after as many steps as they take.
     """
     workers = [Worker(spec=spec) for spec in specs]
     reference: Worker | None = None

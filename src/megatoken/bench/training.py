@@ -1,4 +1,4 @@
-"""The training step that a worker runs, the same as in `megatoken train` on this machine."""
+"""The training step that a worker runs, which is that of `megatoken train` on this machine."""
 
 import time
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from megatoken.train.step import train_step
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A model in training.
+    """A model being trained.
 
-    step: trains on a batch and returns the mean loss in nats. peak_memory_bytes: returns the peak
-    of this GPU, or on a CPU the sum over ranks. tuning_seconds: time to build, tune and compile
-    before the first step.
+    step: a function that trains on a batch and returns the mean loss in nats. peak_memory_bytes: a
+    function that returns the peak memory of this GPU or, on a CPU, the sum over ranks.
+    tuning_seconds: time to build, tune and compile before the first step.
     """
 
     spec: WorkerSpec
@@ -38,7 +38,10 @@ class Training:
     steps: int = 0
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Train on the next `steps` batches, and time each step, excluding drawing its batch."""
+        """Train on the next `steps` batches; time each step without the drawing of its batch.
+
+        Return {"seconds": of each step, "loss": of the last step, "peak_memory_bytes"}.
+        """
         spec = self.spec
         seconds: list[float] = []
         loss = 0.0
@@ -65,7 +68,7 @@ class Training:
 def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
     """Build the step as a training run would, with kernels and micro-batch tuned on this machine.
 
-    spec.machine overrides the default settings.
+    spec.machine overrides the default machine settings. stack: ends the process group when closed.
     """
     start = time.perf_counter()
     machine = replace(MachineConfig(device=spec.device), **spec.machine)

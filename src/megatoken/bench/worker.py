@@ -1,4 +1,4 @@
-"""A benchmark's worker process: build one training step, then run steps on request.
+"""A benchmark's worker process: build a training step, then run steps on request.
 
 Process settings must be applied before torch is imported, so this module imports neither torch nor
 numpy.
@@ -18,12 +18,12 @@ from megatoken.system.environment import prepare_process, replace_environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """The training step of a worker process.
+    """The training step that a worker process runs.
 
-    builder: "module:function" that takes this spec and an ExitStack and returns a `Training`.
-    options: extra arguments of the builder. machine: fields of `MachineConfig`. micro_batch: 0 to
-    tune it. prepare_process: whether to apply the process settings of `megatoken train`. nproc:
-    processes that share the batch.
+    builder: "module:function"; the function takes this spec and an ExitStack, and returns a
+    `Training`. options: extra arguments for the builder. machine: fields of `MachineConfig`.
+    micro_batch: 0 to tune it. prepare_process: whether to apply the process settings of `megatoken
+    train`. nproc: number of processes that share the batch.
     """
 
     model_config: ModelConfig
@@ -48,10 +48,10 @@ class WorkerSpec:
 def serve(
     connection: Connection, spec: WorkerSpec, log: str, environment: Mapping[str, str]
 ) -> None:
-    """Build the training of `spec`, then run as many steps as each request asks for.
+    """Build the training of `spec`; then, for each number received, run as many steps.
 
-    Answers are dicts; after a failure, the last one is {"failed": reason}. Output goes to the file
-    `log`. The process ends when the connection closes.
+    After building and after each request, sends a dict; after a failure, a last one, {"failed":
+    reason}. Output goes to the file `log`. Returns when the connection is closed.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -42,7 +42,7 @@ ONE_PROCESS = DistEnv()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model in training; `step` trains on the next batch."""
+    """A model being trained on random ids."""
 
     state: TrainState
     step_config: StepConfig
@@ -53,7 +53,7 @@ class Workload:
     def step(self) -> StepMetrics:
         """Train on batch number `state.step`.
 
-        If memory runs out, the gradients are freed before the error is raised.
+        If memory runs out, free the gradients before raising the error.
         """
         seqs = self.step_config.batch_tokens // self.model_config.seq_len
         try:
@@ -65,14 +65,14 @@ class Workload:
             raise
 
     def resize(self, micro_batch: int) -> "Workload":
-        """Return this workload with a batch of one micro-batch of `micro_batch` sequences."""
+        """Return this workload with batches of a single micro-batch of `micro_batch` sequences."""
         tokens = micro_batch * self.model_config.seq_len
         step_config = replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch)
         return replace(self, step_config=step_config)
 
 
 def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
-    """Return int64 ids (seqs, length); id r - 1 has a probability proportional to 1/r."""
+    """Draw int64 ids (seqs, length); id r - 1 has a probability roughly proportional to 1/r."""
     uniform = np.random.default_rng(seed).random((seqs, length))
     return torch.from_numpy(np.minimum(vocab_size**uniform, vocab_size).astype(np.int64) - 1)
 
@@ -80,7 +80,7 @@ def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
 def draw_batch(
     config: ModelConfig, seqs: int, number: int, device: Device, *, rank: int = 0, nproc: int = 1
 ) -> Batch:
-    """Return a rank's share of batch `number`, on the device."""
+    """Draw batch `number` and return a rank's share of it, on the device."""
     ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=number)
     ids = ids.to(device.torch_device).chunk(nproc)[rank]
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
@@ -95,7 +95,7 @@ def build_workload(
     compiled: bool = False,
     dist_env: DistEnv = ONE_PROCESS,
 ) -> Workload:
-    """Build a model with the optimizer and tuned kernels of a training run.
+    """Build a model with its optimizer and tuned kernels, as a training run does.
 
     compiled: whether the caller will compile the model, which affects the choice of kernels.
     """
@@ -138,7 +138,10 @@ def build_model(model_config: ModelConfig) -> GPT:
 
 
 def count_seqs(tokens: int, seq_len: int) -> int:
-    """Return the sequences per batch. Raises ConfigError if `tokens` is not a multiple."""
+    """Return the number of sequences in a batch of `tokens`.
+
+    Raises ConfigError if `tokens` is not a multiple of `seq_len`.
+    """
     if tokens % seq_len:
         what = f"{tokens} tokens is not a multiple of the context"
         raise ConfigError(what, "--batch-tokens", f"give a multiple of {seq_len}")
@@ -148,9 +151,9 @@ def count_seqs(tokens: int, seq_len: int) -> int:
 def describe_mfu(
     tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
 ) -> dict[str, Any]:
-    """Return two MFUs, with full and with causal attention; None if the peak is unknown.
+    """Return {"mfu", "mfu_causal"}, counting full or causal attention; None without a known peak.
 
-    n_peaks: number of devices, each with the peak of `device`.
+    n_peaks: number of devices, each with the peak FLOP/s of `device`.
     """
     if not device.peak_flops:
         return {"mfu": None, "mfu_causal": None}
@@ -162,7 +165,7 @@ def describe_mfu(
 
 
 def describe_peak(device: Device) -> dict[str, Any]:
-    """Return the device and its peak for the record."""
+    """Return the record's entries for the device and its peak FLOP/s."""
     return {
         "device": device.name,
         "precision": device.precision,
@@ -172,26 +175,26 @@ def describe_peak(device: Device) -> dict[str, Any]:
 
 
 def format_peak(device: Device) -> str:
-    """Format the device and its peak for display."""
+    """Format the device and its peak FLOP/s for display."""
     peak = f"{format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})"
     return f"{device.precision} on {device.name}; MFU against {peak}"
 
 
 def describe_seconds(timing: Timing) -> dict[str, Any]:
-    """Return a figure: median, quartiles (low, high) and number of repeats."""
+    """Convert a timing to a figure: median, low and high quartile, and number of repeats."""
     low, high = timing.quartiles
     return {"median": timing.median, "low": low, "high": high, "repeats": len(timing.seconds)}
 
 
 def find_allowed_bytes(device: Device) -> float:
-    """Return the memory a benchmark may use without swapping; CUDA enforces its own limit."""
+    """Return how much memory a benchmark may use without swapping; infinity on CUDA."""
     return math.inf if device.type == "cuda" else SHARE * (free_memory_bytes() or math.inf)
 
 
 def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
-    """Return a high estimate of the peak memory of an fp32 step on a micro-batch of `tokens`.
+    """Return a high estimate of the peak memory of an fp32 step with a micro-batch of `tokens`.
 
-    It includes causal attention weights, which fused attention does not store.
+    It includes the attention weights, which fused attention does not store.
     """
     memory = estimate_memory(
         model_config,
@@ -206,7 +209,7 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
 
 
 def reset_peak_memory(device: Device) -> None:
-    """Reset the peak memory on CUDA. Elsewhere it is the process's peak, which cannot be reset."""
+    """Reset the peak memory on CUDA; elsewhere it is the process's, which cannot be reset."""
     if device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
         torch.cuda.empty_cache()
