@@ -1,1 +1,1 @@
-"""Memory and communication of a run, estimated without its devices."""
+"""Estimate a run's memory, speed, cost and loss without its devices."""

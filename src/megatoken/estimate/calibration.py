@@ -11,10 +11,11 @@ from megatoken.system.device import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements, one per number of `layers`.
+    """Measured times and memory of steps, one value for each number of layers in `layers`.
 
-    Seconds of forward and backward of a micro-batch of `timed_seqs` sequences, and of an update;
-    peak bytes of a step with micro-batches of `micro_batch`, on top of the process's `base_bytes`.
+    backward_seconds: forward and backward of a micro-batch of `timed_seqs` sequences.
+    update_seconds: an optimizer update. step_bytes: peak memory of a step with micro-batches of
+    `micro_batch` sequences, in addition to the process's `base_bytes`.
     """
 
     layers: list[int]
@@ -26,12 +27,12 @@ class Calibration:
     base_bytes: int
 
     def step_seconds(self, n_layer: int, seqs: float) -> float:
-        """Return the seconds of one step on `seqs` sequences."""
+        """Predict the seconds of one step on `seqs` sequences."""
         backward = self._extrapolate(self.backward_seconds, n_layer)
         return seqs / self.timed_seqs * backward + self._extrapolate(self.update_seconds, n_layer)
 
     def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
-        """Return the seconds of training on `tokens`, including batch ramp and evaluations."""
+        """Predict the seconds to train on `tokens`, including the batch ramp and evaluations."""
         parts = list(config.budget.ramp.smaller(tokens)) if config.budget.ramp else []
         rest = tokens - sum(size_tokens for _, size_tokens in parts)
         seconds = 0.0
@@ -42,11 +43,11 @@ class Calibration:
         return seconds + evaluated * VAL_COST * backward
 
     def memory_bytes(self, n_layer: int) -> int:
-        """Return the peak memory of the process in a step."""
+        """Predict the peak memory of the process during a step."""
         return self.base_bytes + round(self._extrapolate(self.step_bytes, n_layer))
 
     def _extrapolate(self, values: list[float] | list[int], n_layer: int) -> float:
-        """Return the value at `n_layer` on the line through the first and the last."""
+        """Return the value at `n_layer` on the line through the first and last measured values."""
         if len(values) == 1:
             return float(values[0])
         slope = (values[-1] - values[0]) / (self.layers[-1] - self.layers[0])
@@ -56,7 +57,10 @@ class Calibration:
 def count_run_bytes(
     calibration: Calibration, config: Config, model: ModelConfig, device: Device
 ) -> int:
-    """Return the peak memory of a run's process; on a CPU it includes the background save's copy."""
+    """Predict the peak memory of a run's process.
+
+    On a CPU, it includes the copy of the state that a background save writes.
+    """
     n_bytes = calibration.memory_bytes(model.n_layer)
     if device.type == "cpu" and config.save.every.value:
         n_bytes += count_saved_bytes(config.optim.name, model)

@@ -1,4 +1,7 @@
-"""Find the compute-optimal model and length for a budget in dollars (Hoffmann et al. 2022)."""
+"""Find the compute-optimal model and number of tokens for a budget in dollars.
+
+Source: Hoffmann et al. 2022.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +18,9 @@ from megatoken.system.gpus import Gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The model and length with the lowest loss for some FLOPs.
+    """The model size and number of tokens with the lowest loss for some FLOPs.
 
-    loss: in nats, by the fitted law.
+    loss: in nats, predicted by `fitted_loss`.
     """
 
     parameters: float
@@ -35,12 +38,12 @@ SMALLEST_FITTED = 44e6  # parameters of their smallest model (table A9)
 
 
 def fitted_loss(parameters: float, tokens: float) -> float:
-    """Return the loss in nats by the fitted law."""
+    """Return the loss in nats that the fitted scaling law predicts."""
     return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
 
 
 def split_compute(flops: float, law: str) -> tuple[float, float]:
-    """Return the optimal parameters and tokens for `flops`, at 6 FLOPs per parameter and token.
+    """Return the optimal (parameters, tokens) for `flops`, at 6 FLOPs per parameter and token.
 
     law: `chinchilla` (20 tokens per parameter) or `fitted` (the minimum of `fitted_loss`).
     """
@@ -61,12 +64,11 @@ def spend_budget(
     law: str,
     modes: Sequence[str],
 ) -> Optimum:
-    """Return the compute-optimal model and length for a budget in dollars.
+    """Return the compute-optimal model size and number of tokens for a budget in dollars.
 
-    The speed is that of the nearest GPT-3 preset that fits.
-
-    Raises ConfigError if the price is unknown, no GPT-3 fits, or the model is smaller than those
-    the law was fitted to.
+    Assumes the speed of the nearest GPT-3 preset that fits. modes: kinds of activation
+    checkpointing to choose from. Raises ConfigError if the price is unknown, no GPT-3 fits, or the
+    model is smaller than those that the law was fitted to.
     """
     price = price or gpu.price
     if not price:
@@ -102,7 +104,7 @@ def spend_budget(
 def plan_preset(
     config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]
 ) -> Plan:
-    """Plan another model with about the config's batch, made to divide among the GPUs."""
+    """Plan another model with about the config's batch, rounded to divide among the GPUs."""
     seqs = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus
     budget = replace(config.budget, batch_tokens=seqs * model.seq_len)
     sized = replace(config, model=replace(config.model, seq_len=model.seq_len), budget=budget)

@@ -1,7 +1,7 @@
 """Student's t-test of paired differences (Student 1908), between runs with the same seeds.
 
-Assumes normal differences, and so has power with few pairs: three pairs give a sign or permutation
-test p >= 0.25.
+It assumes that differences are normally distributed, so a few pairs can suffice; with three pairs,
+a sign or permutation test cannot give p < 0.25.
 """
 
 import math
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 
 def compute_p_value(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p-value of a mean of 0, or None for fewer than two differences."""
+    """Return the two-sided p-value of the hypothesis that the mean difference is 0.
+
+    Return None for fewer than two differences.
+    """
     if len(differences) < 2:
         return None
     mean = statistics.fmean(differences)
@@ -21,9 +24,9 @@ def compute_p_value(differences: Sequence[float]) -> float | None:
 
 
 def two_sided(t: float, freedom: int) -> float:
-    """Return P(|T| >= |t|) of Student's distribution with integer degrees of freedom.
+    """Return P(|T| >= |t|) for Student's distribution with `freedom` degrees of freedom.
 
-    Finite sums: Abramowitz & Stegun 1964, 26.7.3 and 26.7.4.
+    Computes the finite sums 26.7.3 and 26.7.4 of Abramowitz & Stegun 1964.
     """
     angle = math.atan(abs(t) / math.sqrt(freedom))
     cos = math.cos(angle)

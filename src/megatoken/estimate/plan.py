@@ -1,7 +1,7 @@
 """Plan a training run without torch: memory, speed, hours, dollars and energy, by arithmetic.
 
-Picks the fastest layout (sharding, recomputation, micro-batch) that fits, where the config leaves
-it open. Memory is in distributed/memory.py, time in estimate/speed.py.
+Where the config leaves the layout open (sharding, recomputation, micro-batch), picks the fastest
+one that fits. distributed/memory.py estimates memory, estimate/speed.py time.
 """
 
 import math
@@ -40,10 +40,11 @@ VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One model on a number of GPUs.
+    """A training run of one model on a number of GPUs.
 
-    evaluated_tokens: of all evaluations. price: dollars per GPU-hour, 0 if unknown. speed_factor:
-    measured over predicted tokens/s. spread: range of tokens/s relative to the expected ones.
+    tokens: training tokens. evaluated_tokens: tokens of all evaluations together. price: dollars
+    per GPU-hour, 0 if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
+    measured. spread: expected range of tokens/s, relative to `tokens_per_second`.
     """
 
     model: ModelConfig
@@ -68,7 +69,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """MFU as in metrics.jsonl: full attention, over the peak of the training precision."""
+        """MFU as in metrics.jsonl: with full attention, relative to the precision's peak FLOP/s."""
         peak = self.gpu.peak_flops(self.layout.precision) * self.layout.gpus
         return self.tokens_per_second * flops_per_token(self.model, causal=False) / peak
 
@@ -78,7 +79,7 @@ class Plan:
         return (seconds + self._ramp_seconds() / self.speed_factor) / 3600
 
     def _ramp_seconds(self) -> float:
-        """Return the extra seconds of the smaller first batches."""
+        """Return how many seconds the batch ramp adds, because its smaller batches run slower."""
         extra = 0.0
         for size, tokens in self.ramp.smaller(self.tokens) if self.ramp else ():
             layout = shrink_batch(self.layout, size // self.model.seq_len)
@@ -96,12 +97,12 @@ class Plan:
 
     @property
     def energy_kwh(self) -> float:
-        """Energy of the GPUs alone, at full power."""
+        """Energy of the GPUs at full power, without that of the rest of the machines."""
         return self.gpu_hours * self.gpu.watts / 1000
 
 
 def shrink_batch(layout: Layout, batch_seqs: int) -> Layout:
-    """Return the layout with a smaller batch."""
+    """Return the layout for a smaller batch of `batch_seqs` sequences."""
     seqs = batch_seqs // (layout.gpus // layout.tensor_parallel)
     micro_batch = min(layout.micro_batch, seqs)
     return replace(layout, micro_batch=micro_batch, micro_steps=math.ceil(seqs / micro_batch))
@@ -118,11 +119,12 @@ def plan_run(
     measured: float = 0.0,
     modes: Sequence[str] = CHECKPOINTING,
 ) -> Plan:
-    """Return the fastest layout that fits, or the one that needs the least memory if none fits.
+    """Plan a run in the fastest layout that fits, or with the least memory if none fits.
 
-    tokens: 0 for the config's budget. price: dollars per GPU-hour, 0 for the table's. measured:
-    measured over planned tokens/s, 0 if unknown. modes: recomputation to choose from if the config
-    sets none. Raises ConfigError if the batch does not divide among the GPUs.
+    tokens: 0 for the config's budget. price: dollars per GPU-hour, 0 for the GPU table's. measured:
+    measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation checkpointing
+    to choose from if the config sets none. Raises ConfigError if the batch does not divide among
+    the GPUs.
     """
     tokens = tokens or budget_tokens(config)
     ramp = config.budget.ramp
@@ -154,9 +156,10 @@ def plan_run(
 
 
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
-    """Return the median of measured over planned tokens/s and the number of measurements, or (0, 0).
+    """Return the median ratio of measured to predicted tokens/s, and the number of measurements.
 
-    Reads the records of `megatoken bench batch` for this GPU in a folder.
+    Reads the records of `megatoken bench batch` for this GPU in a folder; without any, returns (0,
+    0).
     """
     ratios = []
     for path in sorted(folder.glob("*.json")):
@@ -184,9 +187,9 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
 def list_layouts(
     config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str] = CHECKPOINTING
 ) -> Iterator[tuple[Layout, Memory]]:
-    """Yield the layouts that the config leaves open, each with the largest micro-batch that fits.
+    """Yield the layouts that the config allows, each with the largest micro-batch that fits.
 
-    Yields more recomputation only if it makes room for a larger micro-batch.
+    A layout with more recomputation is left out unless it makes a larger micro-batch fit.
     """
     machine = config.machine
     tp = machine.tensor_parallel
@@ -220,7 +223,10 @@ def list_layouts(
 def _fit_micro_batch(
     config: Config, model: ModelConfig, gpu: Gpu, dims: ParallelDims, checkpointing: str
 ) -> tuple[Layout, Memory]:
-    """Return the layout with the largest micro-batch that fits, or the smallest if none does."""
+    """Return the layout with the largest micro-batch that fits, or with the smallest if none does.
+
+    Return its memory as well.
+    """
     machine = config.machine
     seqs = config.batch_seqs // dims.dp_size
     sizes = [size for size in range(seqs, 0, -1) if seqs % size == 0]
@@ -290,7 +296,10 @@ def build_layout(
 
 
 def list_settings(config: Config, plan: Plan) -> list[str]:
-    """Return the plan's overrides that `train` would not choose itself on these GPUs."""
+    """Return the overrides with which `train` follows the plan on these GPUs.
+
+    Settings that `train` would choose itself are left out.
+    """
     layout = plan.layout
     local_gpus = min(layout.gpus, plan.gpu.per_machine)
     dims = choose_dims(
@@ -312,9 +321,9 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
 
 
 def budget_tokens(config: Config) -> float:
-    """Return the tokens of the config's budget.
+    """Return the number of tokens of the config's budget.
 
-    Raises ConfigError for epochs, which need the dataset.
+    Raises ConfigError if it is in epochs, because their size depends on the dataset.
     """
     budget = config.budget
     if budget.epochs:
@@ -324,7 +333,7 @@ def budget_tokens(config: Config) -> float:
 
 
 def count_evaluated_tokens(config: Config, tokens: float) -> float:
-    """Return the tokens of all evaluations: before the first step, at intervals and at the end."""
+    """Count the tokens of all evaluations: before the first step, at intervals and at the end."""
     batch_tokens = config.budget.batch_tokens
     ramp = config.budget.ramp
     steps = max(1, ramp.count(tokens) if ramp else round(tokens / batch_tokens))
@@ -335,7 +344,10 @@ def count_evaluated_tokens(config: Config, tokens: float) -> float:
 
 
 def optimal_tokens(model: ModelConfig) -> float:
-    """Return compute-optimal training tokens: 20 per parameter, not counting value embeddings."""
+    """Return the compute-optimal number of training tokens: 20 per parameter.
+
+    Value embeddings do not count as parameters.
+    """
     parameters = count_parameters(model) - count_value_parameters(model, model.vocab_size)
     return TOKENS_PER_PARAMETER * parameters
 
@@ -343,7 +355,10 @@ def optimal_tokens(model: ModelConfig) -> float:
 def scale_gpus(
     config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any
 ) -> list[Plan]:
-    """Plan the same batch on each number of GPUs among which it divides (strong scaling)."""
+    """Plan the same batch on each number of GPUs (strong scaling).
+
+    Leaves out numbers among which the batch does not divide. options: those of `plan_run`.
+    """
     plans = []
     for count in counts:
         with suppress(ConfigError):
@@ -356,7 +371,8 @@ def plan_family(
 ) -> dict[str, list[Plan]]:
     """Plan each preset of a family (gpt2, llama2, ...) at its compute-optimal length.
 
-    All use the config's batch.
+    Return plans by preset, one per number of GPUs in `counts`; all use the config's batch. preset:
+    any one of the family.
     """
     families = {}
     for name, model in PRESETS.items():

@@ -12,9 +12,10 @@ from megatoken.plots import load_pyplot, open_panels, save_figure
 def draw_plan(
     name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence[Plan]], target: Path
 ) -> Path:
-    """Draw tokens/s with MFU by GPUs, and hours by GPUs for each model of `families`, log-log.
+    """Draw tokens/s and MFU by number of GPUs, and hours by number of GPUs for each model.
 
-    Raises ConfigError and StorageError as `save_figure`.
+    scaled: plans of the run, one per number of GPUs. families: such plans for each model. Raises
+    ConfigError and StorageError as `save_figure` does.
     """
     pyplot = load_pyplot()
     figure, (speed, hours) = open_panels(pyplot, 2, size=(6.5, 4.8))

@@ -1,10 +1,10 @@
 """Fit the final loss of runs: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
 
-N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention. If runs vary
-only N or only D, or both together (C), the law has one term: L = E + A / x^a. With fixed exponents
-the law is linear in E, A and B, so the fit refines a grid of exponents and solves for the rest
-(variable projection, Golub & Pereyra 1973) by least squares of relative errors with nonnegative E,
-A and B.
+N is the number of weights in matmuls, D the number of training tokens, and C = 6 N D the FLOPs
+without attention. If only N or only D differs between runs, or both grow together (C), the law has
+one term: L = E + A / x^a. For fixed exponents, the law is linear in E, A and B, so the fit searches
+a grid of exponents, refined step by step, and solves for the rest (variable projection, Golub &
+Pereyra 1973) by least squares of relative errors, with E, A and B nonnegative.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Variables of the law: N and D, or one of N, D and C."""
+    """The variables of a law: N and D, or only one of N, D and C."""
 
     names: tuple[str, ...]
 
@@ -38,13 +38,13 @@ class Terms:
 
     @property
     def unknowns(self) -> int:
-        """Number of coefficients: E, and a factor and an exponent per term."""
+        """Number of coefficients to fit: E, and a factor and an exponent per term."""
         return 1 + 2 * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """L = floor + sum of factor / value^exponent over the terms, in nats."""
+    """L = floor + sum of factor / variable^exponent over the terms, in nats."""
 
     terms: Terms
     floor: float
@@ -59,11 +59,9 @@ class Law:
         return np.asarray(self.floor + sum(parts))
 
     def best_split(self, flops: Array | float) -> tuple[Any, Any]:
-        """Return the compute-optimal N and D for 6 N D = flops, NaN if a factor is 0.
+        """Return the compute-optimal N and D for 6 N D = flops (Hoffmann et al. 2022, eq. 4).
 
-        Hoffmann et al. 2022, eq. 4.
-
-        The law must have the terms N and D.
+        The law must have the terms N and D. Both are NaN if a factor is 0.
         """
         (a_factor, b_factor), (a, b) = self.factors, self.exponents
         ratio = (
@@ -74,7 +72,10 @@ class Law:
 
 
 def choose_terms(parameters: Array, tokens: Array) -> Terms:
-    """Return the terms that these runs determine. Raises DataError for too few runs or values."""
+    """Return the terms that can be fitted to these runs.
+
+    Raises DataError if there are too few runs or too few different values of N and D.
+    """
     logs = {"N": np.log(parameters), "D": np.log(tokens)}
     varied = [name for name, x in logs.items() if len(np.unique(x.round(6))) >= FEWEST_VALUES]
     if len(varied) == 2 and abs(np.corrcoef(logs["N"], logs["D"])[0, 1]) > IN_STEP:
@@ -112,9 +113,9 @@ def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> La
 
 
 def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
-    """Fit nonnegative combinations of columns (points, k, runs) to 1.
+    """Find nonnegative coefficients with which the columns (points, k, runs) add up to about 1.
 
-    Returns coefficients (points, k) and squared errors (points,).
+    Return the coefficients (points, k) and the squared errors (points,).
     """
     points, k, _ = columns.shape
     best = np.zeros((points, k))
@@ -133,7 +134,10 @@ def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
 
 
 def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: int = 0) -> list[Law]:
-    """Fit RESAMPLES laws to the fitted losses times normal noise with the residuals' deviation."""
+    """Fit RESAMPLES laws to noisy copies of the losses that `law` predicts.
+
+    The relative noise is normal, with the standard deviation of the law's relative errors.
+    """
     fitted = law.loss(parameters, tokens)
     freedom = max(len(losses) - law.terms.unknowns, 1)
     noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
@@ -142,6 +146,6 @@ def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: in
 
 
 def interval(values: Sequence[float] | Array) -> tuple[float, float]:
-    """Return the central 80% of resampled values."""
+    """Return the ends of the central 80% of resampled values."""
     low, high = np.nanquantile(np.asarray(values, dtype=float), INTERVAL)
     return float(low), float(high)

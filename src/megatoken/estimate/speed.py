@@ -1,7 +1,7 @@
 """Predict the seconds of a training step on GPUs by arithmetic, without torch.
 
-Matrix products and attention run at a share of peak FLOP/s, everything else at memory bandwidth.
-Small micro-batches wait for the host to launch kernels, many GPUs for communication that is not
+Matmuls and attention run at a share of peak FLOP/s, everything else at memory bandwidth. Small
+micro-batches wait for the host to launch kernels, and many GPUs for communication that is not
 hidden. docs/numbers.md lists the constants with their sources, and the error on published runs.
 """
 
@@ -13,7 +13,7 @@ from megatoken.model.flops import count_padded_parameters
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
 
-# Share of the data sheet's peak that large products reach: in 16 bits or TF32, and in fp32 without
+# Share of the data sheet's peak that large matmuls reach: in 16 bits or TF32, and in fp32 without
 # TF32.
 PRODUCT_SHARE = {
     "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90),
@@ -24,10 +24,10 @@ PRODUCT_SHARE = {
 ATTENTION_SHARE = {"ampere": 0.58, "hopper": 0.36, "blackwell": 0.30, "turing": 0.2, "cdna": 0.25}
 ATTENTION_SHARE_OTHERS = 0.5
 HALF_SPEED_CONTEXT = 950  # tokens at which attention reaches half of that share
-HALF_SPEED_DEPTH = 128  # inner dimension at which a product reaches half of its share
+HALF_SPEED_DEPTH = 128  # inner dimension at which a matmul reaches half of its share
 TILE = 128  # rows and columns of a tile
-SPLIT = 2048  # inner dimension from which a product is split among multiprocessors
-HALF_SPEED_TILES = 0.4  # tiles per multiprocessor at which a product reaches half of its share
+SPLIT = 2048  # inner dimension from which a matmul is split among multiprocessors
+HALF_SPEED_TILES = 0.4  # tiles per multiprocessor at which a matmul reaches half of its share
 MEMORY_SHARE = 0.85  # of the data sheet's bandwidth
 LINK_SHARE = 0.75
 NETWORK_SHARE = 0.75
@@ -47,12 +47,13 @@ FOREACH_LAUNCHES = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Bytes that a training program moves in forward and backward, in 16 bits with fp32 masters.
+    """Memory traffic and launches of a way to run training, in 16 bits with fp32 master weights.
 
-    element_bytes: element-wise work of a layer, per feature of a token. logit_bytes: loss, per
-    logit. score_bytes: explicit attention, per pair of tokens and head. weight_bytes: casts and
-    sums of gradients, per parameter and micro-batch. adamw_bytes: norm, clip and update, per
-    parameter. launches: operations per layer.
+    Bytes are moved in forward and backward. element_bytes: element-wise work of a layer, per
+    feature of a token. logit_bytes: the loss, per logit. score_bytes: explicit attention, per pair
+    of tokens and head. weight_bytes: casts of weights and sums of gradients, per parameter and
+    micro-batch. adamw_bytes: gradient norm, clipping and update, per parameter. launches:
+    operations per layer.
     """
 
     element_bytes: float
@@ -88,9 +89,9 @@ PROGRAMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model is computed.
+    """How a training step is computed.
 
-    micro_batch: sequences per GPU at a time; micro_steps: micro-batches per step.
+    micro_batch: sequences that a GPU computes at once. micro_steps: micro-batches per step.
     """
 
     gpus: int = 1
@@ -112,18 +113,21 @@ class Layout:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an activation or a gathered weight."""
+        """Bytes per number of an activation or a gathered weight."""
         return 2 if self.is_16_bit else 4
 
     @property
     def passes(self) -> float:
-        """Work of forward and backward, relative to that without recomputed blocks."""
+        """Work of forward and backward, relative to that without recomputation of blocks."""
         return 4 / 3 if self.checkpointing == "block" else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step by part. host, communication: the part that compute does not hide."""
+    """The seconds of one step, by kind of work.
+
+    host, communication: only what computation does not hide. tokens: tokens per step of all GPUs.
+    """
 
     products: float
     attention: float
@@ -142,12 +146,12 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.tokens / self.seconds
 
 
 def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
-    """Return the time of one step of `micro_steps` micro-batches on every data-parallel rank."""
+    """Estimate the time of one step; each data-parallel rank runs `micro_steps` micro-batches."""
     steps = layout.micro_steps
     ranks = layout.gpus // layout.tensor_parallel
     parts = micro_batch_seconds(model, gpu, layout)
@@ -164,7 +168,7 @@ def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
 
 
 def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[str, float]:
-    """Return a GPU's seconds of forward and backward of one micro-batch, by part of StepTime."""
+    """Return a GPU's seconds for one micro-batch's forward and backward, by field of StepTime."""
     program = PROGRAMS[layout.program]
     tp = layout.tensor_parallel
     memory_rate = MEMORY_SHARE * gpu.memory_rate
@@ -185,7 +189,7 @@ def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[st
 
 
 def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
-    """Return a GPU's seconds of gradient norm, clip and AdamW, and of Muon's products."""
+    """Return a GPU's seconds for gradient norm, clipping, AdamW's update and Muon's matmuls."""
     tp = layout.tensor_parallel
     shards = layout.gpus // tp
     if layout.sharding == "none":
@@ -202,7 +206,7 @@ def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
 
 
 def count_launches(model: ModelConfig, layout: Layout) -> float:
-    """Return the operations that the host launches in a step."""
+    """Return how many operations the host launches in a step."""
     per_layer = PROGRAMS[layout.program].launches * layout.passes
     if layout.attention == "explicit":
         per_layer += EXPLICIT_LAUNCHES
@@ -213,7 +217,7 @@ def count_launches(model: ModelConfig, layout: Layout) -> float:
 def product_seconds(
     model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int = 1
 ) -> float:
-    """Return the seconds of all matrix products of a micro-batch, forward and backward."""
+    """Return the seconds of all matmuls of a micro-batch, in forward and backward."""
     d = model.d_model
     f = model.d_ff // tp
     kv = 2 * model.kv_heads * model.d_head
@@ -232,7 +236,7 @@ def _linear_seconds(gpu: Gpu, tokens: int, inner: int, outer: int, precision: st
 
 
 def product_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s of large products."""
+    """Return the FLOP/s that large matmuls reach."""
     is_plain = gpu.compute_precision(precision) == "fp32"
     return gpu.peak_flops(precision) * PRODUCT_SHARE[gpu.architecture][is_plain]
 
@@ -266,9 +270,9 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
 def communication_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
 ) -> float:
-    """Return the seconds of a step in which GPUs wait for communication.
+    """Return how many seconds of a step GPUs wait for communication.
 
-    micro_seconds: compute of a micro-batch.
+    micro_seconds: time to compute a micro-batch.
     """
     exposed = _data_parallel_seconds(model, gpu, layout, micro_seconds)
     return exposed + _tensor_parallel_seconds(model, gpu, layout)
@@ -277,7 +281,7 @@ def communication_seconds(
 def _data_parallel_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
 ) -> float:
-    """Return the seconds of ring collectives that the backward does not hide."""
+    """Return the seconds of data-parallel collectives that the backward does not hide."""
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     if ranks == 1:
@@ -303,7 +307,10 @@ def _data_parallel_seconds(
 
 
 def _tensor_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
-    """Return the seconds of the collectives: 2 all-gathers and 2 reduce-scatters per layer and pass."""
+    """Return a step's seconds in tensor-parallel collectives.
+
+    There are 2 all-gathers and 2 reduce-scatters per layer, in forward and again in backward.
+    """
     tp = layout.tensor_parallel
     if tp == 1:
         return 0.0

@@ -1,1 +1,1 @@
-"""Measure a run before it starts: a dry run without memory, and a calibration on this machine."""
+"""Measure a run before it starts: a dry run on fake tensors, and a calibration on this machine."""

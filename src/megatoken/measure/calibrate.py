@@ -1,8 +1,9 @@
-"""Measure the real train_step on this machine for half a minute, to predict runs from it.
+"""Measure the real train_step on this machine for half a minute, to predict runs.
 
-Models of the run's width with few layers are timed interleaved; the time of a layer is their
-difference. The result is cached for later plans and for the line that training prints. On a CPU the
-micro-batch is that of a run; its memory is measured by one pass.
+Two models of the run's width with few layers are timed in turn; the time per layer follows from
+their difference. The result is cached for later plans and for the prediction that training prints.
+On a CPU, the micro-batch is the one that a run would choose, and a single forward and backward
+measures its memory.
 """
 
 import time
@@ -34,9 +35,9 @@ FEWEST_ROUNDS = 3
 
 
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
-    """Measure for about `seconds` and cache the result.
+    """Measure for about `seconds`, cache the result, and return it with the device.
 
-    Raises ConfigError if no sequence fits in memory.
+    Raises ConfigError if not even one sequence fits in memory.
     """
     device = with_peak(open_device(config.machine))
     base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
@@ -51,7 +52,10 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
 
 @dataclass(slots=True)
 class TimedModel:
-    """A model with its optimizer, peak memory, and seconds per round of the two parts of a step."""
+    """A model with its optimizer and measurements.
+
+    seconds: for each round, the time of a micro-batch's forward and backward, and of an update.
+    """
 
     state: TrainState
     step_config: StepConfig
@@ -60,7 +64,7 @@ class TimedModel:
 
 
 class StepTimer:
-    """Times steps of models of a run's width with few layers, interleaved."""
+    """Times training steps of models of a run's width with few layers, in turn."""
 
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
         machine = config.machine
@@ -87,12 +91,15 @@ class StepTimer:
         return len(self._models[-1].seconds)
 
     def run_interleaved(self) -> None:
-        """Time a step of each model."""
+        """Time one step of each model."""
         for model in self._models:
             model.seconds.append(time_step(model.state, model.step_config, self.device))
 
     def result(self, base_bytes: int) -> Calibration:
-        """Return the medians. base_bytes: memory of the process before."""
+        """Return the median measurements.
+
+        base_bytes: memory that the process used before the models were built.
+        """
         return Calibration(
             layers=self.layers,
             micro_batch=self.micro_batch,
@@ -105,22 +112,23 @@ class StepTimer:
 
 
 def count_timed_seqs(model: ModelConfig) -> int:
-    """Return the sequences of a timed micro-batch on a CPU, at most."""
+    """Return how many sequences a timed micro-batch on a CPU has at most."""
     return max(1, TIMED_TOKENS // model.seq_len)
 
 
 def choose_micro_batch(
     config: Config, model: ModelConfig, device: Device, choice: KernelChoice
 ) -> int:
-    """Return the config's micro-batch, or on a CPU the one that a run would measure.
+    """Return the config's micro-batch size; if it is `auto`, choose one.
 
-    model: with few layers.
+    On a CPU, it is the one that a run would choose by measuring; on other devices, a small divisor
+    of the batch. model: the run's model with few layers.
     """
     if config.machine.micro_batch != "auto":
         return config.machine.micro_batch
     batch_seqs = config.batch_seqs
     smallest = min(batch_seqs, count_timed_seqs(model))
-    if device.type != "cpu":  # few layers leave room for more than all would
+    if device.type != "cpu":  # what fits with few layers may not fit with all
         return next(size for size in range(smallest, batch_seqs + 1) if batch_seqs % size == 0)
     state, step_config = build_run(config, model, device, choice, smallest)
     rates, _ = find_rates(state, step_config, config.machine, device, batch_seqs)
@@ -130,7 +138,7 @@ def choose_micro_batch(
 def build_run(
     config: Config, model: ModelConfig, device: Device, choice: KernelChoice, micro_batch: int
 ) -> tuple[TrainState, StepConfig]:
-    """Build a model with its optimizer, for steps of two micro-batches."""
+    """Build a model with its optimizer, and settings for steps of two micro-batches."""
     batch_tokens = 2 * micro_batch * model.seq_len
     config = replace(Config(), model=model, machine=config.machine, optim=config.optim)
     config = replace(config, budget=replace(config.budget, steps=1, batch_tokens=batch_tokens))
@@ -143,7 +151,7 @@ def build_run(
 
 
 def draw_batch(state: TrainState, device: Device, seqs: int) -> Batch:
-    """Return random token ids."""
+    """Draw a batch of random token ids."""
     model = state.model.config
     ids = torch.randint(model.vocab_size, (seqs, model.seq_len), device=device.torch_device)
     return Batch(ids, ids)
@@ -157,9 +165,9 @@ def take_largest_step(
     *,
     accumulates: bool,
 ) -> None:
-    """Allocate what a step with this micro-batch needs, in about one forward and backward.
+    """Allocate as much as a step with this micro-batch does, in about one forward and backward.
 
-    accumulates: a step has several micro-batches, so gradients exist during the last one.
+    accumulates: whether a step has several micro-batches; gradients then exist during the last one.
     """
     single = replace(step_config, micro_batch=1)
     batch = draw_batch(state, device, 2 if accumulates else 1)
@@ -173,7 +181,7 @@ def take_largest_step(
 
 
 def time_step(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
-    """Return seconds of one micro-batch's forward and backward, and of an update."""
+    """Return the seconds of one micro-batch's forward and backward, and those of an update."""
     batch = draw_batch(state, device, 2 * step_config.micro_batch)
     half = batch.split(step_config.micro_batch)[0]
     run_backward = partial(forward_backward, state, step_config, device, half)

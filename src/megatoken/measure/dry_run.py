@@ -1,7 +1,7 @@
 """Trace a training step of one process among many on fake tensors: memory and communication.
 
-Model, sharding, step and optimizer are those of training, with plain kernels. `auto` precision is
-bf16, `auto` micro-batch one sequence.
+Model, sharding, step and optimizer are those of training, but kernels are plain. `auto` means bf16
+for the precision, and one sequence for the micro-batch.
 """
 
 import re
@@ -41,11 +41,11 @@ EPOCH_TOKENS = 10**9  # for runs whose length is in epochs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes of the first process, which has the largest share, and the layout of the step.
+    """Memory of the first process, which has the largest share, and the layout of the step.
 
-    total_bytes is the peak; activation_bytes the rest of it: activations, gathered weights,
-    communication buffers. With one micro-batch per step, not all gradients exist at the peak; with
-    more, the four parts sum to the total.
+    total_bytes is the peak. activation_bytes is what remains of it after parameters, gradients and
+    optimizer state: activations, gathered weights and communication buffers. The four parts add up
+    to the total, except with one micro-batch per step, when not all gradients exist at the peak.
     """
 
     parameter_bytes: int
@@ -68,10 +68,10 @@ class Estimate:
 def dry_run(
     config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
 ) -> Estimate:
-    """Estimate one step on `processes`, of which only the first is simulated.
+    """Estimate one step on `processes` processes, of which only the first is simulated.
 
-    `sharding=auto` becomes the simplest that fits in memory_bytes (0: unknown). Raises ConfigError
-    if batch, heads or processes do not divide.
+    `sharding=auto` becomes the simplest kind that fits in memory_bytes (0 if unknown). Raises
+    ConfigError if the batch, the heads or the processes do not divide evenly.
     """
     if processes < 1:
         raise ConfigError(f"{processes} GPUs", "--gpus", "give at least 1")
@@ -127,7 +127,7 @@ def dry_run_once(
 
 @contextmanager
 def fake_process_group(processes: int) -> Iterator[None]:
-    """Open a process group whose collectives return at once; none for a single process."""
+    """Open a process group whose collectives do nothing; none is needed for one process."""
     if processes > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
@@ -141,7 +141,7 @@ def fake_process_group(processes: int) -> Iterator[None]:
 def build(
     config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
 ) -> tuple[TrainState, StepConfig, Device]:
-    """Build the state of the first process on fake tensors."""
+    """Build the first process's training state on fake tensors, its step settings and device."""
     machine = config.machine
     precision = "bf16" if machine.precision == "auto" else machine.precision
     device = Device(
@@ -180,7 +180,10 @@ def trace_step(
     tracker: MemoryTracker,
     micro_steps: int,
 ) -> Counter[str]:
-    """Take a step of at most TRACED micro-batches; return the bytes sent by each collective."""
+    """Run a step of at most TRACED micro-batches; return the bytes sent, by collective.
+
+    The bytes are extrapolated to `micro_steps` micro-batches.
+    """
     sent_before_forward: list[Counter[str]] = []
     forward = state.forward
 
@@ -201,7 +204,7 @@ def trace_step(
 
 
 def count_local_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of the local storages of `tensors`, shared ones once."""
+    """Return the total bytes of the tensors' local storages, counting shared ones once."""
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -211,13 +214,19 @@ def count_local_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def gpu_memory_bytes(gpu: str) -> float:
-    """Return the memory of a GPU, given by name or in GB. Raises ConfigError for an unknown one."""
+    """Return the memory of a GPU. Raises ConfigError for an unknown one.
+
+    gpu: its name, or its memory in GB such as "80" or "80gb".
+    """
     match = re.fullmatch(r"(\d{1,3})(gb)?", gpu.strip().lower())
     return int(match[1]) * 1e9 if match else find_gpu(gpu, "--gpu").memory_bytes
 
 
 def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
-    """Return the rows of a table: layout, memory by use, largest first, and communication."""
+    """Format an estimate as (name, value) rows: layout, step, memory by use, peak, communication.
+
+    Uses of memory are sorted, largest first.
+    """
     parts = {
         "parameters": estimate.parameter_bytes,
         "gradients": estimate.gradient_bytes,
@@ -246,7 +255,7 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
 def check_fit(
     estimate: Estimate, config: Config, gpu: str, memory_bytes: float
 ) -> tuple[bool, str]:
-    """Return whether it fits, and one line with advice if it does not."""
+    """Return whether the step fits, and a line that says so, with advice if it does not."""
     usable = USABLE * memory_bytes
     share = f"{estimate.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable on {gpu}"
     if estimate.total_bytes <= usable:
@@ -255,7 +264,7 @@ def check_fit(
 
 
 def advise(estimate: Estimate, config: Config) -> str:
-    """Return the setting to change next, by the largest use of memory."""
+    """Return which setting to change next, according to the largest use of memory."""
     if estimate.activation_bytes > estimate.total_bytes / 2:
         if estimate.shard in ("zero1", "zero2"):
             return "--shard zero3 gathers one layer's weights at a time instead of all"

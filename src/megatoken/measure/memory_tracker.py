@@ -1,7 +1,7 @@
 """Count the bytes of live tensors and of collectives during a computation; tensors may be fake.
 
-Not counted: memory allocated inside a kernel, the allocator's rounding and fragmentation, NCCL's
-buffers.
+Not counted are memory allocated inside a kernel, the allocator's rounding and fragmentation, and
+NCCL's buffers.
 """
 
 import weakref
@@ -34,8 +34,8 @@ RECOUNT = 1.001  # growth of the peak after which gradients are counted again
 class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazily: of type Any
     """Context manager that tracks the storages created inside it.
 
-    live_bytes, peak_bytes. gradients_at_peak: `count_gradients()` at the peak, within 0.1%.
-    sent_bytes: by collective.
+    Attributes: live_bytes; peak_bytes; gradients_at_peak, what `count_gradients()` returned at the
+    peak, or when live_bytes was within 0.1% of it; sent_bytes, by collective.
     """
 
     def __init__(self, count_gradients: Callable[[], int] = lambda: 0) -> None:
@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
         self._counted_at = 0.0
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
+        """Reset the peak to the bytes that are live now."""
         self.peak_bytes, self._counted_at = 0, 0.0
         self._update_peak()
 
@@ -130,5 +130,5 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
 
 
 def list_tensors(nest: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments."""
+    """Return the tensors in a nested structure of arguments."""
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
