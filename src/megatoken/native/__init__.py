@@ -1,6 +1,6 @@
-"""C++ kernels of the training step: products, attention, norms, activations, loss, AdamW.
+"""C++ kernels of the training step: matmuls, attention, norms, activations, loss, AdamW.
 
-kernels/*.cc are compiled once for every instruction set (build.py); library.py loads the best that
-the processor has; ops.py, products.py and attention.py make differentiable operations of them, each
-with the name and the formula of its twin in PyTorch.
+build.py compiles kernels/*.cc once for each instruction set, and library.py loads the fastest
+library that the processor can run. ops.py, products.py and attention.py wrap the kernels as
+differentiable operations, each with the name and the formula of its counterpart in PyTorch.
 """

@@ -13,9 +13,9 @@ from megatoken.native.library import DTYPES, View, loaded_library
 
 
 def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool = True) -> Tensor:
-    """Compute F.scaled_dot_product_attention with enable_gqa. The backward recomputes the scores.
+    """Compute F.scaled_dot_product_attention with enable_gqa.
 
-    Only causal attention has a gradient.
+    The backward recomputes the scores. Only causal attention has a gradient.
     """
     if causal:
         y: Tensor = _Attention.apply(q_BHTD, k_BKSD, v_BKSD)  # type: ignore[no-untyped-call]
@@ -32,10 +32,10 @@ def _view(x: Tensor) -> Any:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return y, and the logarithm of every query's sum of exponentials."""
+    """Return y, and the log-sum-exp (B, H, T) of each query's scores, to base 2."""
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     B, H, T, D = q.shape
-    # In the layout that the output projection reads and saves, without a copy.
+    # The layout that the output projection reads and saves, so that it makes no copy.
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     views = (_view(x) for x in (q, k, v, y))
@@ -45,7 +45,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, 
 
 
 class _Attention(torch.autograd.Function):
-    """Saves its inputs, the output and a number per query and head."""
+    """Causal attention that saves q, k, v, the output and the log-sum-exps, but no scores."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
         B, H, T, D = q.shape
         K = k.shape[1]
         dy = _contiguous_heads(dy)
-        # Parts of one tensor, as q, k and v are of the projection's output.
+        # Views of one tensor, like q, k and v, which are views of the projection's output.
         packed = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2)
         dq, dk, dv = packed.split_with_sizes([H, K, K], dim=1)
         views = (_view(x) for x in (q, k, v, y, dy))

@@ -1,7 +1,7 @@
 """Compile the kernels: `python -m megatoken.native.build [--all] [FOLDER]`.
 
-One shared library per instruction set. It has a C interface, so it depends on no version of Python
-or torch, and takes its threads from the OpenMP runtime that torch has loaded.
+Each instruction set gets its own shared library. It has a C interface, so it does not depend on the
+version of Python or torch. It runs its threads on the OpenMP runtime that torch has loaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma", "f16c"), ("-march=haswell",)),
     "portable": ((), ()),
 }
-# The compiler may reorder sums only in loops that say so (omp simd reduction).
+# The compiler may reorder sums only in loops marked `omp simd reduction`.
 OPTIONS = (
     "-std=c++17",
     "-O3",
@@ -39,14 +39,14 @@ VECTORS = ("-mprefer-vector-width=512",)
 
 
 class CompilerError(Exception):
-    """The compiler failed; it has printed why."""
+    """Raised if the compiler fails; it has printed the reason."""
 
 
 def runnable_instruction_sets() -> list[str]:
-    """Return the instruction sets that this processor has, fastest first.
+    """Return the instruction sets that this processor supports, fastest first.
 
-    AMX is left out, because its kernels have only run on emulated tiles; `find_library("amx")`
-    loads them.
+    AMX is left out, because its kernels have run only on emulated tiles so far; to use them, call
+    `find_library("amx")`.
     """
     features = cpu_features()
     return [
@@ -58,7 +58,7 @@ def runnable_instruction_sets() -> list[str]:
 
 @cache
 def library_name(instruction_set: str) -> str:
-    """Return the library's file name for an instruction set, with a hash of its sources."""
+    """Return the file name of an instruction set's library, which has a hash of the sources."""
     contents = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
     digest = hashlib.sha256(contents + repr((OPTIONS, INSTRUCTION_SETS)).encode()).hexdigest()[:12]
     return f"libmegatoken-{instruction_set}-{digest}.so"
@@ -67,9 +67,9 @@ def library_name(instruction_set: str) -> str:
 def compile_library(
     instruction_set: str, folder: Path, extra_options: tuple[str, ...] = ()
 ) -> Path:
-    """Compile the kernels for one instruction set into `folder` and return the library's path.
+    """Compile the kernels for one instruction set into `folder`; return the library's path.
 
-    Raises FileNotFoundError without a compiler, CompilerError if it fails.
+    Raises FileNotFoundError if there is no compiler, and CompilerError if it fails.
     """
     compiler = find_compiler()
     if not compiler:
@@ -87,7 +87,7 @@ def compile_library(
                 [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", output]
             )
             objects.append(output)
-        # Linked without an OpenMP runtime: a second one in the process would have its own threads.
+        # Not linked to an OpenMP runtime: a second one in the process would start its own threads.
         new_library = Path(scratch) / target.name
         _compile([compiler, "-shared", *extra_options, *objects, "-o", str(new_library)])
         new_library.replace(target)
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def compile_missing(instruction_set: str, folder: Path) -> None:
-    """Compile the library if `folder` lacks it, and delete those of other sources."""
+    """Compile the library unless `folder` has it; delete libraries of older sources."""
     for old in folder.glob(f"libmegatoken-{instruction_set}-*.so"):
         if old.name != library_name(instruction_set):
             old.unlink()

@@ -1,4 +1,4 @@
-"""8-bit weights for decoding, whose time is that of reading them, and their linear layer.
+"""8-bit weights for decoding, which spends its time on reading weights, and a linear layer.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatoken.native.library import DTYPES, loaded_library
 
-MOST_ROWS = 16  # of x; for more, as in a prompt, the weights are converted back once
+MOST_ROWS = 16  # of x; with more, as in a prompt, the weights are converted to x's dtype first
 LARGEST = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """A weight (O, I): integers from -127 to 127, and a scale per row (O, fp32)."""
+    """A weight (O, I) as integers from -127 to 127 and an fp32 scale for each row (O,)."""
 
     values_OI: Tensor
     scales_O: Tensor
@@ -31,14 +31,20 @@ class Int8Matrix:
 
 
 def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
-    """Scale each row's largest magnitude to 127, so that errors are at most 1/254 of it."""
+    """Round a weight to int8, with each row's largest magnitude at 127.
+
+    An error is thus at most 1/254 of that magnitude.
+    """
     scales_O = weight_OI.float().abs().amax(1) / LARGEST
     divisors_O = torch.where(scales_O > 0, scales_O, 1.0)
     return Int8Matrix((weight_OI.float() / divisors_O[:, None]).round_().to(torch.int8), scales_O)
 
 
 def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
-    """Compute F.linear with `weight_OI.to(x.dtype)`; x is rounded to 13 bits or more."""
+    """Compute F.linear with 8-bit weights.
+
+    Up to MOST_ROWS rows of x are computed in integers, to which x is rounded with 13 bits or more.
+    """
     width = x.shape[-1]
     outputs = len(weight_OI)
     N = x.numel() // width

@@ -21,13 +21,13 @@ ADAMW_FIELDS = "lr beta1 beta2 eps weight_decay correction1 correction2 grad_sca
 
 
 class AdamWUpdate(ctypes.Structure):
-    """struct AdamW in kernels/adamw.cc."""
+    """The C++ struct AdamW in kernels/adamw.cc."""
 
     _fields_ = [(name, c_float) for name in ADAMW_FIELDS.split()]
 
 
 class View(ctypes.Structure):
-    """struct View in kernels/attention.cc: (B, heads, rows, D), D contiguous."""
+    """The C++ struct View in kernels/attention.cc: a tensor (B, heads, rows, D), D contiguous."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -38,13 +38,13 @@ class View(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """struct Matrix in kernels/matmul.cc: strides in elements."""
+    """The C++ struct Matrix in kernels/matmul.cc; strides are in elements."""
 
     _fields_ = (("data", c_void_p), ("row_stride", c_int64), ("col_stride", c_int64))
 
 
 class Matmul(ctypes.Structure):
-    """struct Matmul in kernels/matmul.cc."""
+    """The C++ struct Matmul in kernels/matmul.cc."""
 
     _fields_ = (
         ("dtype", c_int32),
@@ -58,7 +58,7 @@ class Matmul(ctypes.Structure):
 
 
 VIEW = ctypes.POINTER(View)
-# Argument types. Functions return nothing, unless RETURNS has a type.
+# Argument types of each function. Only those in RETURNS return a value.
 SIGNATURES = {
     "norm_forward": [c_int32, *[c_void_p] * 6, c_int64, c_int64, c_float, c_int32],
     "norm_backward": [c_int32, *[c_void_p] * 8, c_int64, c_int64, c_int32],
@@ -78,10 +78,10 @@ RETURNS = {"sum_of_squares": c_double}
 
 
 class Library:
-    """The kernels of one instruction set: `library.call("norm_forward", ...)`.
+    """The kernels of one instruction set, called as `library.call("norm_forward", ...)`.
 
-    name: the instruction set and the hash of the sources. Raises ConfigError if the file does not
-    load.
+    name: the instruction set and the hash of the sources. Raises ConfigError if the file cannot be
+    loaded.
     """
 
     def __init__(self, instruction_set: str, path: Path) -> None:
@@ -99,13 +99,16 @@ class Library:
             function.restype = RETURNS.get(name)
 
     def call(self, name: str, *arguments: object) -> float:
-        """Call a kernel. Tensors are passed as the address of their first value."""
+        """Call a kernel. A tensor is passed as the address of its first value."""
         addresses = (arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in arguments)
         return self._functions[name](*addresses)  # type: ignore[no-any-return]
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Return whether an ELF file ends before its section headers; loading it kills the process."""
+    """Return whether an ELF file is truncated before its section headers.
+
+    Loading such a file would kill the process.
+    """
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or not header.startswith(b"\x7fELF"):
@@ -116,10 +119,10 @@ def _is_cut_short(path: Path) -> bool:
 
 @cache
 def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
-    """Return the kernels of an instruction set, or of the best compiled one for this processor.
+    """Return the kernels of an instruction set; by default, the fastest for this processor.
 
-    None if none is compiled. Importing torch has loaded the OpenMP runtime that they use. Raises
-    ConfigError for a damaged file.
+    Returns None if they have not been compiled. Torch must be imported first, because it loads the
+    OpenMP runtime that the kernels use. Raises ConfigError for a damaged file.
     """
     for name in [instruction_set] if instruction_set else runnable_instruction_sets():
         path = folder / library_name(name)
@@ -129,7 +132,7 @@ def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent
 
 
 def loaded_library() -> Library:
-    """Return the kernels, for an operation that was chosen because they exist."""
+    """Return the kernels, which must exist: callers check `find_library` first."""
     library = find_library()
     assert library is not None, "the caller asks find_library() first"
     return library

@@ -1,4 +1,4 @@
-"""The native kernels as torch operations. Each computes the function named in its docstring.
+"""The native kernels as differentiable torch operations.
 
 Shapes: N rows (B*T), C channels, V padded vocabulary.
 """
@@ -15,7 +15,7 @@ from megatoken.native.library import DTYPES, loaded_library
 def norm(
     x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, *, rms: bool = False
 ) -> Tensor:
-    """Compute F.layer_norm over the last dimension, or F.rms_norm."""
+    """Compute F.layer_norm, or with `rms` F.rms_norm, over the last dimension."""
     weight_C = weight_C.type_as(x)
     bias_C = None if bias_C is None else bias_C.type_as(x)
     if not torch.is_grad_enabled():
@@ -27,7 +27,7 @@ def norm(
 def _normalize(
     x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the mean and scale of every row."""
+    """Return y, and the mean and the scale of each row (N,), in fp32."""
     C = x.shape[-1]
     N = x.numel() // C
     y = torch.empty_like(x)
@@ -66,7 +66,7 @@ class _Norm(torch.autograd.Function):
 
 
 def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """Compute F.gelu, natively if it is the tanh approximation."""
+    """Compute F.gelu; only the tanh approximation uses a native kernel."""
     if approximate != "tanh":
         return F.gelu(x, approximate=approximate)
     if not torch.is_grad_enabled():
@@ -124,7 +124,7 @@ class _Swiglu(torch.autograd.Function):
 def softmax_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float = 0.0, *, overwrite: bool
 ) -> Tensor:
-    """Compute model.kernels.cross_entropy.softmax_cross_entropy. Rows must be contiguous."""
+    """Compute model.kernels.cross_entropy.softmax_cross_entropy on contiguous rows."""
     loss_N = torch.empty(len(logits_NV), dtype=torch.float32)
     arguments = (logits_NV, targets_N.contiguous(), loss_N, *logits_NV.shape)
     options = (vocab_size, softcap, overwrite)

@@ -1,4 +1,4 @@
-"""Matrix products by the native kernels (kernels/matmul.cc), and the linear layer built on them.
+"""Matmuls with the native kernels (kernels/matmul.cc), and a linear layer built on them.
 
 Shapes: N rows (B*T), I inputs, O outputs.
 """
@@ -14,7 +14,7 @@ from megatoken.native.library import DTYPES, Matmul, Matrix, loaded_library
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Compute F.linear, natively unless autocast chooses the dtype."""
+    """Compute F.linear with a native kernel, or with torch's under autocast."""
     if torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_OI, bias_O)
     if not torch.is_grad_enabled():
@@ -31,9 +31,10 @@ def matmul(
     bias_N: Tensor | None = None,
     row_sums_M: Tensor | None = None,
 ) -> Tensor:
-    """Return a b, written to `out` or added to it, with sums over all of K in fp32.
+    """Compute a @ b (M, N); each sum over K is in fp32.
 
-    Transposed views are not copied. bias_N is added. row_sums_M (fp32) gets the sums of a's rows.
+    out: tensor to write to, or to add to if `accumulate` is set. bias_N: added to each row.
+    row_sums_M: fp32 tensor that receives the sum of each row of a. Transposed views are not copied.
     """
     M, K = a_MK.shape
     N = b_KN.shape[1]
@@ -67,7 +68,7 @@ def _matrix(x: Tensor) -> Matrix:
 def _gradients(
     dy_NO: Tensor, x_NI: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a weight (O, I) and of the bias (O)."""
+    """Return the gradients of a linear layer's weight (O, I) and bias (O,); None if not needed."""
     sums_O = dy_NO.new_empty(dy_NO.shape[1], dtype=torch.float32) if needs_bias else None
     dweight_OI = matmul(dy_NO.t(), x_NI, row_sums_M=sums_O) if needs_weight or needs_bias else None
     return dweight_OI, None if sums_O is None else sums_O.to(dy_NO.dtype)

@@ -1,7 +1,7 @@
 """Operations of the model that have several implementations, equal in values but not in speed.
 
-ATTENTION, BLOCK and LOSS map names to implementations. `Kernels` names one of each;
-train/kernel_autotune.py measures which are fastest.
+ATTENTION, BLOCK and LOSS map names to implementations. A `Kernels` names one implementation of each
+operation; train/kernel_autotune.py measures which are fastest.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The name of one implementation of each operation."""
+    """Which implementation to use for each operation, by name."""
 
     attention: str = "flash"
     loss: str = "torch"

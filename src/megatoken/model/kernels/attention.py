@@ -1,7 +1,7 @@
-"""Implementations of attention by name: the formula, torch's kernels, blocks, native kernels.
+"""Implementations of attention, by name: explicit, torch's kernels, blocked, native.
 
-softmax(q k^T / sqrt(D)) v (Vaswani et al. 2017). Keys and values may have fewer heads than queries;
-neighboring query heads then share one (Ainslie et al. 2023).
+All compute softmax(q k^T / sqrt(D)) v (Vaswani et al. 2017). There can be fewer key and value heads
+than query heads; neighboring query heads then share one (Ainslie et al. 2023).
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width, N = B*H, Q
 queries of a block.
@@ -29,15 +29,14 @@ Dropout = Callable[[Tensor], Tensor] | None  # drops some of the weights (B, H, 
 class AttentionFn(Protocol):
     """Queries (B, H, T, D), keys and values (B, K, S, D) -> (B, H, T, D).
 
-    Training calls it with `causal`, sampling with `causal` for the prompt and without for each
-    token after it, scoring with a mask.
+    Training calls it with `causal`; sampling with `causal` for the prompt, and without it for each
+    later token; scoring with a mask. Without `causal` and mask, a query sees every key.
 
-    mask: bool (B or 1, 1, T, S), True where a query sees a key.
-    causal: T equals S, and a query sees its own key and earlier ones; never with a mask. With
-        neither, a query sees every key.
-    dropout: applied to the weights after the softmax, unless None.
-    window: keys that a query sees under `causal`, including its own; 0 for all. Passed only in
-        layers that have one (model.window).
+    mask: bool (B or 1, 1, T, S), True where a query sees a key. causal: whether a query sees only
+    its own and earlier keys; T then equals S and there is no mask. dropout: function to apply to
+    the weights after the softmax, or None. window: number of latest keys that a query sees under
+    `causal`, including its own; 0 for all. It is passed only in layers that have a window
+    (model.window).
     """
 
     def __call__(
@@ -55,13 +54,16 @@ class AttentionFn(Protocol):
 
 
 def repeat_kv(x_BKSD: Tensor, n_head: int) -> Tensor:
-    """Return a key head per query head (B, H, S, D), copied where heads share one."""
+    """Repeat shared key or value heads, so that there is one per query head: (B, H, S, D)."""
     group = n_head // x_BKSD.shape[1]
     return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
 def causal_mask(T: int, window: int, device: torch.device) -> Tensor:
-    """Return (T, T) bool: a query sees its own key and earlier ones, at most `window` (0: all)."""
+    """Return a bool mask (T, T), True where a query sees a key.
+
+    A query sees its own key and earlier ones, at most `window` in total (0 for no limit).
+    """
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     return causal_TT.triu(1 - window) if window else causal_TT
 
@@ -76,7 +78,7 @@ def explicit_attention(
     dropout: Dropout,
     window: int = 0,
 ) -> Tensor:
-    """Compute the formula with all T x S scores at once."""
+    """Compute attention by its formula, with all T x S scores in memory at once."""
     H, T, D = q_BHTD.shape[-3:]
     k_BHSD = repeat_kv(k_BKSD, H)
     v_BHSD = repeat_kv(v_BKSD, H)
@@ -99,10 +101,10 @@ def flash_attention(
     dropout: Dropout,
     window: int = 0,
 ) -> Tensor:
-    """Call torch's scaled_dot_product_attention, with the backend that it prefers.
+    """Call torch's scaled_dot_product_attention, with the backend that torch prefers.
 
-    Dropout uses the formula, because the masks of torch's kernels depend on the micro-batch. A
-    window becomes a mask, which saves no work.
+    Dropout uses `explicit_attention`, because the dropout masks of torch's kernels depend on the
+    micro-batch size. A window is passed as a mask, which saves no work.
     """
     if dropout is not None:
         return explicit_attention(
@@ -118,8 +120,8 @@ def flash_attention(
         y_BKGD = F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask)
         return y_BKGD.reshape(B, H, 1, D)
     if q_BHTD.is_cuda and (mask is not None or q_BHTD.dtype == torch.float32):
-        # Torch's fused kernels for masks and fp32 do not support groups; its fallback would hold
-        # all scores in fp32.
+        # Torch's fused kernels for masks and fp32 do not support shared key heads; its fallback
+        # would hold all scores in fp32.
         k_BKSD = repeat_kv(k_BKSD, H)
         v_BKSD = repeat_kv(v_BKSD, H)
         K = H
@@ -131,9 +133,9 @@ def flash_attention(
 def backend_attention(
     backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any
 ) -> Tensor:
-    """Call torch's kernel with one backend.
+    """Call torch's scaled_dot_product_attention with the given backend.
 
-    Raises RuntimeError if it does not support the inputs.
+    Raises RuntimeError if the backend does not support the inputs.
     """
     with sdpa_kernel(backend):
         return flash_attention(q_BHTD, k_BKSD, v_BKSD, **options)
@@ -149,9 +151,10 @@ def blocked_attention(
     dropout: Dropout,
     window: int = 0,
 ) -> Tensor:
-    """Multiply a block of queries at a time with the keys it sees: half the products of the square.
+    """Compute causal attention in blocks of queries, each with only the keys that it sees.
 
-    A window needs fewer. Dropout uses the formula.
+    This takes about half the FLOPs of all T x T scores, and fewer with a window. Dropout uses
+    `explicit_attention`.
     """
     assert causal
     assert mask is None
@@ -176,9 +179,9 @@ def native_attention(
     dropout: Dropout,
     window: int = 0,
 ) -> Tensor:
-    """Call the native CPU kernels.
+    """Compute attention with the native CPU kernels.
 
-    A mask uses torch's, dropout the formula; windows are not supported.
+    A mask uses `flash_attention`, and dropout `explicit_attention`. Windows are not supported.
     """
     assert not window
     if dropout is not None:
@@ -191,19 +194,19 @@ def native_attention(
 
 
 class _Blocked(torch.autograd.Function):
-    """Attention by blocks that saves the weights, T*T/2 numbers per head, for the backward."""
+    """Causal attention in blocks. Saves the weights for the backward, T*T/2 numbers per head."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, window: int) -> Tensor:
         B, H, T, D = q_BHTD.shape
-        # Contiguous heads: batched products read them many times.
+        # Make heads contiguous, because batched matmuls read them many times.
         q, k, v = (x.reshape(B * H, T, D) for x in (q_BHTD * (1 / math.sqrt(D)), k_BHTD, v_BHTD))
         # Few enough queries that the scores stay in cache and little of the triangle is wasted.
         block = 64 if T <= 256 else 128
         ctx.block = block
         ctx.window = window
         causal_QQ = torch.full((block, block), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-        # In the layout that the output projection reads and saves, without a copy.
+        # The layout that the output projection reads and saves, so that it makes no copy.
         y_BHTD = q_BHTD.new_empty(B, T, H, D).transpose(1, 2)
         weights = []
         for begin in range(0, T, block):
@@ -257,7 +260,7 @@ ATTENTION: dict[str, AttentionFn] = {
 }
 BUILT_IN = frozenset(ATTENTION)
 CUDA_ONLY = ("cudnn", "fa2")
-CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # flash computes their calls with a mask or a cache
+CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # calls with a mask or a cache use "flash" instead
 WITHOUT_MASK: set[str] = set()  # registered names that support neither sampling nor scoring
 WITHOUT_WINDOW: set[str] = {"native", *CUDA_ONLY}  # names that do not support windows
 
@@ -265,11 +268,10 @@ WITHOUT_WINDOW: set[str] = {"native", *CUDA_ONLY}  # names that do not support w
 def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True) -> None:
     """Add an attention as `machine.attention=NAME`, for training, sampling and scoring.
 
-    Checkpoints record the name, and can be loaded only where it is registered. Raises ConfigError
-    for a built-in name.
-
-    supports_mask: False if `fn` supports only `causal` calls without a cache. Sampling and scoring
-        then raise ConfigError, because another attention would give other values.
+    Checkpoints record the name, and can be loaded only where it is registered. supports_mask: False
+    if `fn` supports only `causal` calls without a cache; sampling and scoring then raise
+    ConfigError, because another attention would compute other values. Raises ConfigError for a
+    built-in name.
     """
     where = "register_attention"
     if name in BUILT_IN:
@@ -290,7 +292,7 @@ def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True
 
 
 def masked_attention(name: str) -> AttentionFn:
-    """Return the implementation for calls with a mask or a cache when `name` is selected."""
+    """Return the attention for calls with a mask or a cache, if `name` is the selected one."""
     if name in WITHOUT_MASK:
         return partial(_refuse_mask, name)
     return flash_attention if name in CAUSAL_ONLY else ATTENTION[name]

@@ -1,4 +1,4 @@
-"""Operations of a transformer block by name: torch's, or the native CPU kernels.
+"""Operations of a transformer block, by name: torch's, or the native CPU kernels.
 
 `int8` is only for decoding, with the weights of native/int8.py.
 """
@@ -16,12 +16,11 @@ from megatoken.native.products import linear as native_linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKernels:
-    """One implementation of each operation.
+    """An implementation of each operation of a block.
 
-    linear: x (..., in), weight (out, in), bias (out) or None -> (..., out).
-    norm: x (..., C), weight (C), bias (C) or None, eps, rms -> (..., C).
-    gelu: x, approximate=`tanh` or `none`.
-    swiglu: gate, up -> silu(gate) * up.
+    linear: x (..., in), weight (out, in), bias (out,) or None -> (..., out). norm: x (..., C),
+    weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
+    like x. swiglu: gate, up -> silu(gate) * up.
     """
 
     linear: Callable[..., Tensor]
@@ -31,14 +30,14 @@ class BlockKernels:
 
 
 def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
-    """Call torch's LayerNorm or RMSNorm."""
+    """Compute LayerNorm, or with `rms` RMSNorm, with torch."""
     if rms:
         return F.rms_norm(x, weight.shape, weight.type_as(x), eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, with torch's SiLU."""
+    """Compute silu(gate) * up with torch."""
     return F.silu(gate) * up
 
 

@@ -1,9 +1,9 @@
 """Cross-entropy of rows of logits, which are overwritten by their gradient: softmax minus one-hot.
 
-Logits x may be capped first: c tanh(x / c) = 2 c s - c with s = sigmoid(2 x / c), which is much
-faster than tanh on a CPU; the softmax ignores the -c. The gradient is then multiplied by 4 s (1 -
-s). Columns from `vocab_size` on are padding, without probability or gradient. The caller zeroes the
-gradient of ignored rows.
+Logits x may be capped first, to c tanh(x / c). This equals 2 c s - c with s = sigmoid(2 x / c),
+which is much faster than tanh on a CPU, and the softmax ignores the -c. The gradient is then
+multiplied by 4 s (1 - s). Columns from `vocab_size` on are padding, with neither probability nor
+gradient. The caller zeroes the gradient of rows without a target.
 
 `softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
 and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
@@ -36,9 +36,9 @@ LOAD_BYTES = 16  # of logits that a thread loads at once
 
 
 class CrossEntropyFn(Protocol):
-    """Logits (N, V), targets (N), vocabulary size, softcap (0: none) -> losses (N).
+    """Logits (N, V), targets (N,), vocabulary size, softcap (0 for none) -> losses (N,).
 
-    Overwrites the logits by their gradient.
+    Overwrites the logits, with their gradient if `overwrite` is set.
     """
 
     def __call__(
@@ -55,11 +55,12 @@ class CrossEntropyFn(Protocol):
 def softmax_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float = 0.0, *, overwrite: bool
 ) -> Tensor:
-    """Return -log p of every row's target in nats (N,), fp32; 0 for negative targets.
+    """Return -log p (N,) of each row's target in nats, in fp32; 0 for negative targets.
 
-    overwrite: leave the gradient of the rows' sum in `logits_NV`. Otherwise it is left undefined.
+    overwrite: whether to leave the gradient of the summed losses in `logits_NV`, whose content is
+    otherwise undefined afterwards.
     """
-    scores_NV = logits_NV.float()  # fp32 logits themselves, not a copy
+    scores_NV = logits_NV.float()  # no copy if the logits are in fp32
     if softcap:
         sigmoid_NV = (scores_NV * (2 / softcap)).sigmoid_()
         torch.mul(sigmoid_NV, 2 * softcap, out=scores_NV)
@@ -82,7 +83,7 @@ def softmax_cross_entropy(
 def fused_softmax_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float = 0.0, *, overwrite: bool
 ) -> Tensor:
-    """Compute `softmax_cross_entropy` by one Triton kernel with a program per row."""
+    """Compute `softmax_cross_entropy` with a Triton kernel that runs one program per row."""
     N, V = logits_NV.shape
     loss_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(N,)](
@@ -121,9 +122,9 @@ def _cross_entropy(
     LOWEST: tl.constexpr = -3e38  # finite, so that a thread without logits adds 0, not NaN
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
-    # Each thread owns WIDTH neighboring columns and keeps its own maximum and sum, so the loop has
-    # no barriers. Loads are bounded by V, whose divisibility by 16 the compiler knows: bounded by
-    # vocab_size they would not be vectorized.
+    # Each thread has WIDTH neighboring columns and its own maximum and sum, so the loop has no
+    # barriers. Loads are bounded by V, which the compiler knows to be divisible by 16; bounded by
+    # vocab_size, they would not be vectorized.
     columns = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     target = tl.load(targets + row)
     is_target = target >= 0

@@ -1,14 +1,15 @@
-// GELU (tanh form, Hendrycks and Gimpel 2016) and SwiGLU's gate (Shazeer 2020), forward and backward, element by element.
+// Element-wise activations, forward and backward: GELU in its tanh form (Hendrycks and Gimpel 2016), SwiGLU's gate (Shazeer 2020).
 #include "common.h"
 
 namespace {
 
-// GELU in the tanh form (Hendrycks and Gimpel 2016), x times this gate: (1 + tanh(z / 2)) / 2 = 1 / (1 + e^-z), with
-// z = sqrt(8 / pi) (x + 0.044715 x^3). e^-z as in exp_approx, n as the lowest bits of y + 1.5 * 2^23.
+// The factor by which GELU multiplies x: (1 + tanh(z / 2)) / 2 = 1 / (1 + e^-z) with z = sqrt(8 / pi) (x + 0.044715 x^3).
+// e^-z is computed as in exp_approx; adding 1.5 * 2^23 to y leaves the integer n in the lowest bits.
 inline float gelu_gate(float x) {
     constexpr float ROOT = 1.59576912f, CUBIC = 0.044715f, LOG2_E = 1.44269504f, ROUND = 12582912.0f;
     const uint32_t unclamped = __builtin_bit_cast(uint32_t, x * (-ROOT * LOG2_E - ROOT * LOG2_E * CUBIC * (x * x)));
-    // |y| <= 126, by integers: of comparisons of floats compilers make branches. A NaN comes back by the factor x.
+    // Clamp |y| to 126 with integer operations, because compilers turn float comparisons into branches. This loses a NaN,
+    // but the caller's factor x restores it.
     const uint32_t clamped = std::min(unclamped & 0x7fffffffu, __builtin_bit_cast(uint32_t, 126.0f)) | (unclamped & 0x80000000u);
     const float y = __builtin_bit_cast(float, clamped);
     const float n = y + ROUND, f = y - (n - ROUND);
@@ -30,7 +31,7 @@ inline float gelu_derivative(float x) {
 
 constexpr Index BLOCK = 4096;
 
-// body(begin, end) over [0, n) in blocks that fit in the first cache.
+// Calls body(begin, end) for blocks of [0, n) that fit in the L1 cache.
 template <class Body> void for_blocks(Index n, Body body) {
 #pragma omp parallel for schedule(static)
     for (Index block = 0; block < (n + BLOCK - 1) / BLOCK; block++) body(block * BLOCK, std::min(n, (block + 1) * BLOCK));
@@ -49,7 +50,7 @@ EXPORT void megatoken_gelu_forward(DType dtype, const void* x, void* y, Index n)
     });
 }
 
-// dx may be dy.
+// dx may be the same memory as dy.
 EXPORT void megatoken_gelu_backward(DType dtype, const void* dy, const void* x, void* dx, Index n) {
     with_type(dtype, [&](auto t) {
         using T = decltype(t);

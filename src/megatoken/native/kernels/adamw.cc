@@ -5,20 +5,20 @@
 
 namespace {
 
-constexpr Index BLOCK = 1 << 15;  // values that a thread takes at a time
+constexpr Index BLOCK = 1 << 15;  // values that a thread processes at a time
 
 inline Index count_blocks(Index n) { return (n + BLOCK - 1) / BLOCK; }
 
 }  // namespace
 
-// What one update of a parameter needs; library.py mirrors it.
+// Settings of one update of a parameter; mirrored in library.py.
 struct AdamW {
     float lr, beta1, beta2, eps, weight_decay;
     float correction1, correction2;  // 1 - beta^step
     float grad_scale;                // the gradient is divided by it
 };
 
-// copy: bf16 copy of the parameter that is written beside it, or null.
+// copy: a bf16 copy of the parameter to update as well, or null.
 EXPORT void megatoken_adamw(float* param, float* exp_avg, float* exp_avg_sq, const void* grad, DType grad_dtype, bf16* copy, Index n,
                             const AdamW* update) {
     const AdamW u = *update;
@@ -40,13 +40,13 @@ EXPORT void megatoken_adamw(float* param, float* exp_avg, float* exp_avg_sq, con
                 exp_avg_sq[i] = v;
                 param[i] = p;
             }
-            if (copy)  // while the block is in the cache
+            if (copy)  // now, while the block is in the cache
                 for (Index i = block * BLOCK; i < end; i++) copy[i] = round_to<bf16>(param[i]);
         }
     });
 }
 
-// The sum of squares, in fp64, in an order that does not depend on the threads.
+// The sum of squares in fp64, added in an order that does not depend on the number of threads.
 EXPORT double megatoken_sum_of_squares(DType dtype, const void* values, Index n) {
     std::vector<double> partial(count_blocks(n));
     with_type(dtype, [&](auto t) {

@@ -1,11 +1,11 @@
-// Attention, softmax(q k^T / sqrt(D)) v, in blocks whose scores stay in the caches (Dao et al. 2022): forward and backward.
+// Attention, softmax(q k^T / sqrt(D)) v, forward and backward, in blocks whose scores stay in the caches (Dao et al. 2022).
 //
-// Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width. Query head h reads the keys of head
-// h / (H / K). Kept for the backward: per query the logarithm (base 2) of the sum of exponentials, over all its keys.
+// Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width. Query head h uses key/value head
+// h / (H / K). The forward saves for the backward each query's log-sum-exp over all its keys, to base 2.
 //
-// Every product has its long operand, queries or keys, in panels that are packed once, and the block's scores as the
-// other. Scores are columns (of B), so that they are packed in the order in which they were computed; results are then
-// transposed, (D, rows), until they are stored.
+// In each matmul with scores, the long operand (queries, keys or values) is A, in panels that are packed once, and the
+// block's scores are the columns of B, so that they are packed in the order in which they were computed. Results are
+// therefore transposed, (D, rows), until they are stored.
 #include <omp.h>
 
 #include <limits>
@@ -16,7 +16,7 @@
 
 namespace {
 
-// (B, heads, rows, D) with strides in elements; D is contiguous.
+// A tensor (B, heads, rows, D) with strides in elements; D is contiguous.
 struct View {
     void* data;
     Index batch_stride, head_stride, row_stride;
@@ -30,12 +30,12 @@ constexpr Index round_up(Index n, Index step) { return (n + step - 1) / step * s
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^y for y <= 0 or little above, with a relative error below 2e-7; 0 below 2^-127. A NaN stays one.
+// 2^y for y up to slightly above 0, with a relative error below 2e-7; results below 2^-127 are 0. A NaN stays NaN.
 inline float exp2_below(float y) {
-    constexpr float TO_INTEGER = 12582912.0f + 127;  // 1.5 * 2^23: what is added to it is rounded; 127: the exponent of 1
+    constexpr float TO_INTEGER = 12582912.0f + 127;  // adding 1.5 * 2^23 rounds to an integer; 127 is the exponent of 1
     y = y < -127.0f ? -127.0f : y;
     const float shifted = y + TO_INTEGER, f = y - (shifted - TO_INTEGER);
-    float p = 1.54035304e-4f;  // 2^f by Taylor's series, |f| <= 1/2
+    float p = 1.54035304e-4f;  // Taylor series of 2^f, |f| <= 1/2
     p = p * f + 1.33335581e-3f;
     p = p * f + 9.61812911e-3f;
     p = p * f + 5.55041087e-2f;
@@ -61,27 +61,27 @@ template <class T> struct Attention {
     using Element = typename P::Element;
     static constexpr Index MR = P::MR, NR = P::NR, STEP = P::K_STEP;
     static_assert(NR % STEP == 0);
-    // A block of the forward is NR queries against this many keys, of the backward this many queries against NR keys.
+    // A block is NR queries and KEYS keys in the forward, QUERIES queries and NR keys in the backward.
     static constexpr Index KEYS = round_up(128, std::lcm(MR, STEP)), QUERIES = round_up(128, NR);
     static constexpr Index QUERY_ROWS = round_up(QUERIES, MR);
 
     Index H, K, Tq, S, D;
     bool causal;
-    float scale = LOG2_E / std::sqrt(float(D));  // of scores, whose exponentials have base 2
+    float scale = LOG2_E / std::sqrt(float(D));  // of scores, which are exponents of 2
     Index D_rows = round_up(D, MR);
 
-    // All rows of a, MR to a panel of k values.
+    // Packs all rows of `a` into panels of MR rows and k values.
     static void pack_rows(const T* a, Index row_stride, Index k_stride, Index rows, Index k, Element* panels) {
         for (Index r = 0; r < rows; r += MR)
             pack_a(a + r * row_stride, row_stride, k_stride, std::min(MR, rows - r), k, panels + r / MR * P::a_size(k));
     }
 
-    // c (D_rows x NR) += A B over k values from `begin` of A's panels, each of k_all values.
+    // c (D_rows x NR) += A B over k values. A's panels have k_all values each, of which those from `begin` on are used.
     void add_product(const Element* a, Index k_all, Index begin, const Element* b, Index k, float* c) const {
         for (Index d = 0; d < D; d += MR) block_product<T>(a + d / MR * P::a_size(k_all) + P::a_size(begin), b, k, c + d * NR, NR, true, D - d);
     }
 
-    // Blocks first, first + step, ... of NR queries, for all query heads of key head `kh`.
+    // Computes blocks first, first + step, ... of NR queries, for all query heads that share key head `kh`.
     void forward(const View& q, const View& k, const View& v, const View& y, float* lse, Index b, Index kh, Index first,
                  Index step) const {
         scratch.rewind();
@@ -125,7 +125,7 @@ template <class T> struct Attention {
         }
     }
 
-    // A single query, which sees all keys: they are read once, so nothing is packed.
+    // Computes a single query that sees all keys. Each key is read only once, so nothing is packed.
     void decode(const View& q, const View& k, const View& v, const View& y, float* lse, Index b, Index kh) const {
         scratch.rewind();
         float *scores = scratch.take<float>(S), *out = scratch.take<float>(D);
@@ -147,8 +147,8 @@ template <class T> struct Attention {
         }
     }
 
-    // Causal. For all query heads of key head `kh`: dq of blocks first, first + step, ... of QUERIES queries where dq_too,
-    // dk and dv of blocks first, first + step, ... of NR keys where dkv_too.
+    // Causal attention, for all query heads that share key head `kh`. If dq_too, computes dq for blocks first, first + step,
+    // ... of QUERIES queries; if dkv_too, dk and dv for blocks first, first + step, ... of NR keys.
     void backward(const View& q, const View& k, const View& v, const View& y, const View& dy, const float* lse, const View& dq,
                   const View& dk, const View& dv, Index b, Index kh, Index first, Index step, bool dq_too, bool dkv_too) const {
         scratch.rewind();
@@ -185,10 +185,10 @@ template <class T> struct Attention {
                 pack_rows(dyp, dy.row_stride, 1, n, D, dy_panels);
                 pack_rows(qp, 1, q.row_stride, D, n, query_t_panels);
                 pack_rows(dyp, 1, dy.row_stride, D, n, dy_t_panels);
-                float delta[QUERIES];  // sum over a query's keys of weight * d weight, which is dy . y
+                float delta[QUERIES];  // sum of weight * d weight over a query's keys, which equals dy . y
                 for (Index i = 0; i < n; i++) delta[i] = dot(yp + i * y.row_stride, dyp + i * dy.row_stride, D);
                 for (Index block = dq_too ? 0 : first; block * NR < q0 + n; block += dq_too ? 1 : step) {
-                    const Index k0 = block * NR, begin = std::max(Index(0), k0 - q0);  // the first query that sees a key of it
+                    const Index k0 = block * NR, begin = std::max(Index(0), k0 - q0);  // the first query that sees a key of the block
                     for (Index i = begin / MR * MR; i < n; i += MR) {
                         block_product<T>(query_panels + i / MR * P::a_size(D), key_columns + block * P::b_size(D), D, weights + i * NR, NR, false, n - i);
                         block_product<T>(dy_panels + i / MR * P::a_size(D), value_columns + block * P::b_size(D), D, dscores + i * NR, NR, false, n - i);
@@ -224,10 +224,10 @@ template <class T> struct Attention {
             }
     }
 
-    // Scores (keys, NR) to 2^(scale * (score - top)) with the greatest so far, whose sums are added to `sum`; `factor` brings
-    // what was summed before to the same top.
+    // Updates `top`, each query's greatest score so far, turns scores (keys, NR) into weights 2^(scale * (score - top)), and
+    // adds them to `sum`. `factor` is what earlier sums must be multiplied by because `top` has changed.
     __attribute__((noinline)) void online_softmax(float* __restrict scores, Index keys, float* __restrict top, float* __restrict sum, float* __restrict factor) const {
-        constexpr Index LANES = 16;  // of a column of vectors that stays in registers
+        constexpr Index LANES = 16;  // queries at a time, so that their maxima and sums stay in registers
         for (Index j0 = 0; j0 < NR; j0 += LANES) {
             float greatest[LANES], total[LANES], offset[LANES];
             for (Index j = 0; j < LANES; j++) greatest[j] = top[j0 + j];
@@ -251,8 +251,8 @@ template <class T> struct Attention {
         }
     }
 
-    // Scores and d weights of rows begin to n (row stride NR) to weights and d scores * sqrt(D). Row i sees columns up to
-    // i + offset.
+    // Turns the scores and d weights in rows begin to n (row stride NR) into weights and d scores * sqrt(D). Row i sees the
+    // columns up to i + offset.
     __attribute__((noinline)) void backward_softmax(float* __restrict scores, float* __restrict dweights, Index begin, Index n, const float* lse, const float* delta,
                           Index offset) const {
         for (Index i = begin; i < n; i++) {
@@ -269,8 +269,8 @@ template <class T> struct Attention {
     }
 };
 
-// body(b, kv head, part, parts): each (b, kv head) alone where that occupies the threads `tasks_per_thread` times, or else
-// in several parts, which must not change any result.
+// Calls body(b, kv head, part, parts) for each (b, kv head). If that gives fewer than `tasks_per_thread` tasks per thread,
+// each is split into several parts, which must not change any result.
 template <class Body> void for_heads(Index B, Index K, Index tasks_per_thread, Body body) {
     const Index parts = std::max(Index(1), (tasks_per_thread * omp_get_max_threads() + B * K - 1) / (B * K));
 #pragma omp parallel
@@ -283,8 +283,8 @@ template <class Body> void for_heads(Index B, Index K, Index tasks_per_thread, B
 
 }  // namespace
 
-// q (B, H, T, D), k and v (B, K, S, D) -> y like q, lse (B, H, T). Causal: T equals S and a query sees no later key.
-// Otherwise every query sees every key.
+// q (B, H, T, D), k and v (B, K, S, D) -> y like q, lse (B, H, T). If causal, T equals S and a query sees no later key;
+// otherwise, every query sees every key.
 EXPORT void megatoken_attention_forward(DType dtype, const View* q, const View* k, const View* v, const View* y, float* lse, Index B,
                                         Index H, Index K, Index T, Index S, Index D, int32_t causal) {
     with_type(dtype, [&](auto t) {
@@ -296,7 +296,7 @@ EXPORT void megatoken_attention_forward(DType dtype, const View* q, const View* 
     });
 }
 
-// The gradients of a causal one. With fewer heads of keys than threads dq is computed apart from dk and dv.
+// The gradients of causal attention. With fewer (b, kv head) than threads, dq is computed separately from dk and dv.
 EXPORT void megatoken_attention_backward(DType dtype, const View* q, const View* k, const View* v, const View* y, const View* dy,
                                          const float* lse, const View* dq, const View* dk, const View* dv, Index B, Index H, Index K,
                                          Index T, Index D) {

@@ -1,7 +1,7 @@
-// What the kernels share: element types, exp and tanh, parallel loops.
+// Shared by all kernels: element types, exp and tanh.
 //
-// Plain C++ that the compiler vectorizes for the instruction set it is given; only products*.h and scores.h have intrinsics.
-// Every result is independent of the number of threads: work is divided by size, and partial sums are added in order.
+// The kernels are plain C++ that the compiler vectorizes for each instruction set; only products*.h and scores.h use
+// intrinsics. No result depends on the number of threads: blocks have fixed sizes, and partial sums are added in order.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ inline float to_float(bf16 x) { return __builtin_bit_cast(float, uint32_t(x.bits
 
 template <class T> T round_to(float x);
 template <> inline float round_to<float>(float x) { return x; }
-// To the nearest, ties to even, as torch does; a NaN stays one.
+// Rounds to nearest, ties to even, as torch does. A NaN stays NaN.
 template <> inline bf16 round_to<bf16>(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -35,8 +35,8 @@ template <class Body> void with_type(DType dtype, Body body) {
     else body(float{});
 }
 
-// e^x with a relative error below 2e-7: 2^n times a polynomial (Taylor's) for e^f, f = x - n ln 2, |f| <= ln(2) / 2; ln 2
-// in two parts. 0 below -87.
+// e^x with a relative error below 2e-7; 0 for x below -87. Computed as 2^n times the Taylor polynomial of e^f, where
+// f = x - n ln 2 and |f| <= ln(2) / 2. For precision, ln 2 is subtracted in two parts.
 inline float exp_approx(float x) {
     const float n = __builtin_rintf(std::min(std::max(x * 1.44269504f, -126.0f), 127.0f));
     const float f = (std::min(x, 88.0f) - n * 0.693145752f) - n * 1.42860677e-6f;

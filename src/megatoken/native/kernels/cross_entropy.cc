@@ -1,14 +1,14 @@
-// Cross-entropy of rows of logits, which are overwritten by their gradient: softmax minus one at the target.
+// Cross-entropy of rows of logits, which are overwritten by their gradient: softmax, minus 1 at the target.
 //
-// The contract of `softmax_cross_entropy` in model/kernels/cross_entropy.py. A row is read twice from the caches and
-// written once; its exponentials stay in fp32 between.
+// Computes the same as `softmax_cross_entropy` in model/kernels/cross_entropy.py. A row is read twice, from the cache, and
+// written once; its exponentials are kept in fp32 in between.
 #include <vector>
 
 #include "common.h"
 
 namespace {
 
-// softcap tanh(x / softcap), or x without one.
+// softcap * tanh(x / softcap), or x if there is no softcap.
 template <bool CAPPED> inline float cap(float x, float softcap) { return CAPPED ? softcap * tanh_approx(x / softcap) : x; }
 
 template <bool CAPPED, class T>
@@ -28,7 +28,7 @@ void cross_entropy(T* logits, const int64_t* targets, float* loss, Index N, Inde
                 top = std::max(top, score);
                 unordered += score != score ? 1.0f : 0.0f;
             }
-            if (unordered > 0) top = NAN;  // std::max passes over a NaN
+            if (unordered > 0) top = NAN;  // std::max ignores a NaN
 #pragma omp simd reduction(+ : total)
             for (Index v = 0; v < vocab_size; v++) {
                 e[v] = exp_approx(cap<CAPPED>(to_float(x[v]), softcap) - top);

@@ -1,18 +1,18 @@
-// Products of few rows with a matrix whose values are held in 8 bits, for decoding, where reading weights is what takes time.
+// A linear layer for few rows with 8-bit weights, for decoding, which spends its time on reading weights.
 //
-// W (O, I) is values (int8) times a scale for each row. A row of x is rounded to integers, too, of as many bits as sums in
-// 32 bits allow: 13 at least, 15 for 768 values, so that sums of products are exact. W is read in the order in which it
-// lies in memory: several rows at once would come at half the speed.
+// W (O, I) is int8 values times a scale for each row. Each row of x is rounded to integers as well, with as many bits as
+// keep 32-bit sums exact: at least 13, and 15 for rows of 768 values. W is read in memory order, because reading several of
+// its rows at once would halve the bandwidth.
 #include "common.h"
 #include "scratch.h"
 
 namespace {
 
-constexpr Index ROWS = 4, CHUNK = 4096;  // rows of x at once; values of a sum in 32 bits
+constexpr Index ROWS = 4, CHUNK = 4096;  // rows of x at once; products per 32-bit sum
 
 thread_local Scratch scratch;
 
-// x = integers times the result; NaN where a value is not finite.
+// Rounds x to `integers`; returns the scale, x = integers * scale, or NaN if a value of x is not finite.
 template <class T> float round_to_integers(const T* x, Index K, int16_t* integers) {
     float top = 0, invalid = 0;
 #pragma omp simd reduction(max : top) reduction(+ : invalid)
@@ -20,14 +20,14 @@ template <class T> float round_to_integers(const T* x, Index K, int16_t* integer
         top = std::max(top, std::abs(to_float(x[p])));
         invalid += to_float(x[p]) * 0.0f;
     }
-    // K products with int8 have a sum below 2^31.
+    // The largest integer with which the sum of K products with int8 values stays below 2^31.
     const float largest = float(std::min(Index(INT16_MAX), Index(INT32_MAX) / (128 * std::clamp(K, Index(1), CHUNK))));
     const float factor = top > 0 && invalid == 0 ? largest / std::max(top, 1e-30f) : 0.0f;
     for (Index p = 0; p < K; p++) integers[p] = int16_t(int32_t(__builtin_rintf(factor > 0 ? to_float(x[p]) * factor : 0.0f)));
     return invalid == 0 ? std::max(top, 1e-30f) / largest : invalid;
 }
 
-// y (M, O) = x W^T + bias: x as integers (M, K) and a scale for each row.
+// y (M, O) = x W^T + bias, where x is given as integers (M, K) and a scale for each row.
 template <Index M, class T>
 void multiply(const int16_t* x, const float* x_scales, const int8_t* values, const float* scales, const T* bias, T* y, Index K, Index O) {
     const int16_t *x1 = x + (M > 1) * K, *x2 = x1 + (M > 2) * K, *x3 = x2 + (M > 3) * K;
@@ -37,7 +37,7 @@ void multiply(const int16_t* x, const float* x_scales, const int8_t* values, con
         float sums[ROWS] = {};
         for (Index first = 0; first < K; first += CHUNK) {
             const Index end = std::min(K, first + CHUNK);
-            int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;  // of integers: the compiler adds in any order
+            int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;  // integer sums, which the compiler may reorder
             for (Index p = first; p < end; p++) {
                 const int16_t value = w[p];
                 s0 += value * x[p];
@@ -55,7 +55,7 @@ void multiply(const int16_t* x, const float* x_scales, const int8_t* values, con
 
 }  // namespace
 
-// y (M, O) = x (M, I) W^T + bias; x, y and bias (or null) of one type, rows contiguous.
+// y (M, O) = x (M, I) W^T + bias. x, y and bias (null for none) have the same type; rows are contiguous.
 EXPORT void megatoken_int8_linear(DType dtype, const void* x, const int8_t* values, const float* scales, const void* bias, void* y, Index M,
                                   Index I, Index O) {
     scratch.rewind();

@@ -1,28 +1,28 @@
-// Matrix products, C (M, N) = op(A) (M, K) op(B) (K, N), with a bias added while a block is in the cache.
+// Matmul: C (M, N) = A (M, K) B (K, N); a bias is added to each tile of C while it is in the cache.
 //
-// The operand with fewer panels is packed once for all threads and stays in the shared cache; of the other one a thread
-// packs some panels, a unit, into its own second-level cache and multiplies them with all shared ones. Rows of A that are
-// contiguous are read as they lie, where the instruction set can. A product of two panels runs over all of K where
-// K <= K_BLOCK. A longer K goes in chunks, between which sums are kept in fp32, and in strips of units for which they fit
-// in the cache. Few rows, as in decoding, are multiplied without packing.
+// The smaller operand is packed once for all threads and stays in the shared cache. Of the larger one, a thread packs a
+// few panels at a time (a unit) into its own L2 cache and multiplies them with all panels of the smaller one. If the
+// instruction set allows, contiguous rows of A are read without packing. Up to K_BLOCK, two panels are multiplied over all
+// of K at once. A longer K is divided into chunks, between which sums are kept in fp32, and the units into strips, so that
+// the sums of a strip fit in the cache. Few rows, as in decoding, are multiplied without packing.
 #include <omp.h>
 
 #include "products.h"
 #include "scratch.h"
 
-// A matrix with strides in elements; one of them is 1. library.py mirrors it and Matmul.
+// A matrix with strides in elements, one of which is 1. Matrix and Matmul are mirrored in library.py.
 struct Matrix {
     void* data;
     Index row_stride, col_stride;
 };
 
-// C = A B + bias, or C += A B + bias where it accumulates.
+// C = A B + bias, or C += A B + bias if `accumulate` is set.
 struct Matmul {
     DType dtype, out_dtype;  // of a, b and bias; of c
     Index M, N, K;
     Matrix a, b, c;          // rows of c are contiguous
     const void* bias;        // (N), or null
-    float* row_sums;         // (M), the sums of A's rows, or null: with A = dy^T the gradient of a bias
+    float* row_sums;         // (M), receives the sums of A's rows, or null; if A = dy^T, they are the gradient of a bias
     int32_t accumulate;
 };
 
@@ -43,9 +43,9 @@ template <class T, class C> struct Product {
     const T *a = (const T*)m.a.data, *b = (const T*)m.b.data;
     float* bias = nullptr;  // in fp32, padded with zeros to whole panels
 
-    // A by rows or B by columns, `width` of which make a panel.
+    // A as rows, or B as columns; `width` of them form a panel.
     struct Operand {
-        bool is_a, unpacked;  // unpacked: but for the last panel, if it is not full, products read A as it lies in memory
+        bool is_a, unpacked;  // unpacked: A is read without packing, except for a last panel that is not full
         const T* data;
         Index stride, k_stride, size, width, panels = count(size, width);
 
@@ -54,7 +54,7 @@ template <class T, class C> struct Product {
         Index rows(Index first, Index last) const { return std::min(last * width, size) - first * width; }
     };
 
-    // Panels first, ..., last - 1 over k values from k0 on, one after another in `packed`.
+    // Packs panels first, ..., last - 1 into `packed`, one after another, with k values from k0 on.
     void pack(const Operand& x, Index first, Index last, Index k0, Index k, Element* packed) const {
         if (x.unpacked) {
             packed += (last - 1 - first) * x.packed_size(k);
@@ -63,7 +63,7 @@ template <class T, class C> struct Product {
         }
         const T* from = x.at(first, k0);
         const Index rows = x.rows(first, last);
-        // Where k is not contiguous, some rows of memory at a time, which have been asked for in the order in which they lie.
+        // If k is not contiguous, pack a few rows of memory at a time, prefetching the next ones in memory order.
         const Index stretch = x.k_stride == 1 || x.stride != 1 ? k : PACKED_ROWS;
         for (Index p = 0; p < k; p += stretch) {
             const Index n = std::min(stretch, k - p);
@@ -96,7 +96,7 @@ template <class T, class C> struct Product {
         }
     }
 
-    // The product with a panel of A as it lies in memory; `first_time` also asks for the next one.
+    // Multiplies with a panel of A that is not packed. If `first_time`, also prefetches the next panel.
     void multiply_unpacked(Index row, Index k0, const Element* b_panel, Index k, float* sum, bool first_time) const {
         const T* rows = a + row * m.a.row_stride + k0;
         if (first_time)
@@ -105,7 +105,7 @@ template <class T, class C> struct Product {
         if constexpr (P::UNPACKED_A) unpacked_product<T>(rows, m.a.row_stride, b_panel, k, sum, NR, k0 > 0);
     }
 
-    // Asks for the memory that `finish` will write and read, while the tile is computed.
+    // Prefetches the memory that `finish` will read and write, while the tile is being computed.
     void prefetch_results(Index row, Index col) const {
         for (Index i = row; i < std::min(row + MR, m.M); i++) {
             const C* c = (C*)m.c.data + i * m.c.row_stride + col;
@@ -113,7 +113,7 @@ template <class T, class C> struct Product {
         }
     }
 
-    // What becomes of a finished tile (MR x NR), whose first value is C's at (row, col).
+    // Adds the bias to a finished tile (MR x NR) and stores it in C at (row, col).
     template <bool ACCUMULATE> void finish(const float* tile, Index row, Index col) const {
         const Index rows = std::min(MR, m.M - row), cols = std::min(NR, m.N - col);
         C* c = (C*)m.c.data + row * m.c.row_stride + col;
@@ -155,7 +155,7 @@ template <class T, class C> struct Product {
     }
 
     static_assert(FEW_ROWS <= MR);
-    // Each column of B, contiguous, is read once; A's rows stay in the cache.
+    // Reads each column of B, which is contiguous, only once; A's rows stay in the cache.
     template <bool ACCUMULATE> void multiply_few_rows() {
         using Value = std::conditional_t<HAS_PAIR_DOT<T>, T, float>;
         Value* rows = scratch.take<Value>(m.M * m.K);
@@ -209,7 +209,7 @@ template <class T, class C> struct Product {
         const Index tile_bytes = MR * NR * sizeof(float), panel_bytes = own.packed_size(chunk) * sizeof(Element);
         const Index strip = chunks == 1 ? own.panels : std::clamp(STRIP_BYTES / (shared.panels * tile_bytes), Index(1), own.panels);
 
-        // Units shrink towards the end of a strip, so that threads end together.
+        // Units get smaller towards the end of a strip, so that all threads finish at about the same time.
         const Index threads = omp_get_max_threads(), largest = std::clamp(UNIT_BYTES / panel_bytes, Index(1), own.panels);
         std::vector<Index> starts = {0};
         for (Index begin = 0; begin < own.panels; begin += strip)

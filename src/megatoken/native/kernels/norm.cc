@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr Index ROWS = 64;  // of a block, whose weight gradients are one partial sum
+constexpr Index ROWS = 64;  // rows per block; each block has one partial sum of the weight gradients
 
 // y = (x - mean) * scale * weight + bias; RMSNorm has no mean and no bias.
 template <class T>
@@ -40,7 +40,7 @@ void norm_forward(const T* x, const T* weight, const T* bias, T* y, float* mean,
     }
 }
 
-// With h = (x - mean) * scale and g = dy * weight: dx = scale * (g - mean(g) - h * mean(g * h)), without mean(g) for RMSNorm.
+// dx = scale * (g - mean(g) - h * mean(g * h)) with h = (x - mean) * scale and g = dy * weight; RMSNorm leaves out mean(g).
 template <class T>
 void norm_backward(const T* dy, const T* x, const float* mean, const float* scale, const T* weight, T* dx, float* dweight, float* dbias,
                    Index N, Index C, bool rms) {

@@ -1,11 +1,11 @@
-// Products of bf16 by AMX's tiles (Intel's manual, volume 1, chapter 18): a block of 32 x 32 sums is four tiles.
+// bf16 matmul with AMX tiles (Intel's manual, volume 1, chapter 18): a block of 32 x 32 sums is four tiles.
 //
-// A tile is 16 rows of 16 lanes of 32 bits, a lane being a pair of neighbouring k. A step of a panel is 32 k: two tiles of
-// A, [row][pair], for rows 0-15 and 16-31, or two of B, [pair][column].
+// A tile has 16 rows of 16 lanes of 32 bits; in A and B, a lane is a pair of bf16 values with consecutive k. A step of a
+// panel is 32 values of k: two tiles of A, [row][pair], for rows 0-15 and 16-31, or two tiles of B, [pair][column].
 #pragma once
 #include "products_vector.h"
 
-#ifdef MEGATOKEN_EMULATE_AMX  // the same source on processors without AMX, for tests
+#ifdef MEGATOKEN_EMULATE_AMX  // for tests on processors without AMX
 struct Tile {
     Lane lanes[16][16];
 };
@@ -18,7 +18,7 @@ inline void tile_load(int t, const void* p, Index stride) {
 inline void tile_store(int t, void* p, Index stride) {
     for (int i = 0; i < 16; i++) __builtin_memcpy((char*)p + i * stride, tiles[t].lanes[i], 64);
 }
-inline void tile_multiply_add(int c, int a, int b) {  // TDPBF16PS: even and odd k are summed apart
+inline void tile_multiply_add(int c, int a, int b) {  // TDPBF16PS sums even and odd k separately
     for (int i = 0; i < 16; i++) {
         float even[16] = {}, odd[16] = {};
         for (int k = 0; k < 16; k++)
@@ -35,11 +35,11 @@ inline void tile_multiply_add(int c, int a, int b) {  // TDPBF16PS: even and odd
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// To be called in a thread before its products: Linux grants AMX on request, and others may have set tiles up otherwise.
+// Each thread must call it before block_product: Linux grants AMX on request, and other code may have configured the tiles.
 inline void prepare_products() {
     static const long granted = syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    (void)granted;  // a refusal ends the process at the next instruction
-    // Constant: the intrinsic does not say that it reads all of it.
+    (void)granted;  // if it is refused, the next instruction kills the process
+    // Static, because the compiler does not know that the intrinsic reads all of it.
     alignas(64) static constexpr struct {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -62,13 +62,13 @@ template <> struct Panel<bf16> {
     static Index b_size(Index k) { return (k + 31) / 32 * 512; }
 };
 
-// 32 rows of A (BY_ROWS) or columns of B, `stride` apart in memory.
+// Packs 32 rows of A (if BY_ROWS) or columns of B, which are `stride` apart in memory.
 template <bool BY_ROWS> void pack_tiles(const bf16* source, Index stride, Index k_stride, Index width, Index k, Lane* panel) {
     for (Index p = 0; p < k; p += 32)
         for (Index first = 0; first < 32; first += 16, panel += 256) {
             const bf16* corner = source + first * stride + p * k_stride;
             const Index count = std::clamp(width - first, Index(0), Index(16)), n = std::min(Index(32), k - p);
-            Lanes lanes[16];  // of a row or column, if k is contiguous, else of a pair
+            Lanes lanes[16];  // if k is contiguous, each holds a row or column; otherwise a pair of k
             if (k_stride == 1) {
                 for (Index i = 0; i < 16; i++) __builtin_prefetch(corner + i * stride + 128);
                 for (Index i = 0; i < 16; i++)
@@ -97,7 +97,7 @@ template <> inline void pack_b<bf16>(const bf16* b, Index k_stride, Index col_st
 }
 
 template <> inline void block_product<bf16>(const Lane* a, const Lane* b, Index k, float* c, Index ldc, bool accumulate, Index) {
-    asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+    asm volatile("" ::: "memory");  // the compiler does not know that the intrinsics read memory
     float* below = c + 16 * ldc;
     if (accumulate) {
         tile_load(0, c, 4 * ldc);
@@ -119,7 +119,7 @@ template <> inline void block_product<bf16>(const Lane* a, const Lane* b, Index 
         tile_load(5, a + 256, 64);
         tile_multiply_add(2, 5, 6);
         tile_multiply_add(3, 5, 7);
-        for (Index line = 512; line < 1024; line += 16) {  // the next step's
+        for (Index line = 512; line < 1024; line += 16) {  // prefetch the next step
             __builtin_prefetch(a + line);
             __builtin_prefetch(b + line);
         }

@@ -1,8 +1,9 @@
-// Products by vectors: FMA on fp32 panels with AVX2 or AVX-512, VDPBF16PS on bf16 panels with AVX512-BF16.
+// Matmul with vectors: FMA on fp32 panels with AVX2 or AVX-512, VDPBF16PS on bf16 panels with AVX512-BF16.
 //
-// A panel is a sequence of steps, each of MR (A) or NR (B) lanes of 32 bits: one k in fp32, or in bf16 a pair of
-// neighbouring k, whose products one instruction adds to one sum. The pair of an odd last k is zero. In a step, a row of
-// A is broadcast and multiplied with the vectors of B; the sums of all rows and vectors stay in registers.
+// A panel is a sequence of steps, each of MR (A) or NR (B) lanes of 32 bits. A lane is an fp32 value or a pair of bf16
+// values with consecutive k, whose products one instruction adds to the same sum; a last k without a partner is paired
+// with zero. In each step, a lane of every row of A is broadcast and multiplied with the vectors of B. The sums of all
+// rows and vectors stay in registers.
 #pragma once
 #include <immintrin.h>
 
@@ -11,7 +12,7 @@ using Lane = uint32_t;
 #ifdef __AVX512F__
 constexpr Index LANES = 16, VECTOR_MR = 12, VECTOR_NR = 32;  // 24 of 32 registers hold sums
 #else
-constexpr Index LANES = 8, VECTOR_MR = 6, VECTOR_NR = 16;  // 12 of 16
+constexpr Index LANES = 8, VECTOR_MR = 6, VECTOR_NR = 16;  // 12 of 16 registers hold sums
 #endif
 
 typedef Lane Lanes __attribute__((vector_size(4 * LANES), may_alias));
@@ -22,7 +23,7 @@ template <class V> inline V load_vector(const void* p) {
     __builtin_memcpy(&v, p, sizeof v);
     return v;
 }
-// The first `count` values, then zeros.
+// Loads the first `count` values, and zeros for the rest.
 inline Lanes load_lanes(const float* p, Index count) {
     if (count == LANES) return load_vector<Lanes>(p);
 #ifdef __AVX512F__
@@ -53,7 +54,8 @@ inline void store_lanes(Lane* p, Lanes v, Index count) {
 #endif
 }
 
-// What a lane is: K values of k; how lanes come from memory, along k or across it; the product of two vectors.
+// Operations on lanes. A lane holds K values of k; `along` loads lanes that follow each other in k, `across` lanes of
+// different rows or columns; `lane` loads a single one.
 struct Fp32Lane {
     static constexpr Index K = 1;
     static Lanes along(const float* p) { return load_vector<Lanes>(p); }
@@ -84,7 +86,7 @@ struct PairLane {
 };
 template <class T> using LaneOf = std::conditional_t<std::is_same_v<T, bf16>, PairLane, Fp32Lane>;
 
-// The sum of products of n values, as fast as they come from memory.
+// The dot product of n values, as fast as they can be read from memory.
 template <class T> constexpr bool HAS_PAIR_DOT = std::is_same_v<T, bf16>;
 inline float pair_dot(const bf16* x, const bf16* y, Index n) {
     constexpr Index PAIRS = 2 * LANES, SUMS = 4;
@@ -109,8 +111,8 @@ template <class T> using LaneOf = Fp32Lane;
 template <class T> constexpr bool HAS_PAIR_DOT = false;
 #endif
 
-// LANES rows of LANES lanes become columns: after each of log2(LANES) rounds of interleaving row i with row i + LANES / 2
-// the index of a value has been rotated by one bit.
+// Transposes LANES rows of LANES lanes. Each of log2(LANES) rounds interleaves row i with row i + LANES / 2, which rotates
+// the bits of each value's index, (row, lane), by one.
 template <size_t... I> inline Lanes interleave(Lanes a, Lanes b, size_t first, std::index_sequence<I...>) {
     return first ? __builtin_shufflevector(a, b, (LANES / 2 + I / 2 + I % 2 * LANES)...) : __builtin_shufflevector(a, b, (I / 2 + I % 2 * LANES)...);
 }
@@ -127,7 +129,7 @@ inline void transpose(Lanes (&rows)[LANES]) {
     }
 }
 
-// One lane after the other: what the vectors of `pack_lanes` leave.
+// Packs what `pack_lanes` could not pack with vectors, one lane at a time.
 template <Index WIDTH, class T>
 __attribute__((noinline)) void pack_rest(const T* source, Index stride, Index k_stride, Index width, Index k, Index step, Lane* panel) {
     using L = LaneOf<T>;
@@ -136,10 +138,10 @@ __attribute__((noinline)) void pack_rest(const T* source, Index stride, Index k_
             panel[step * WIDTH + i] = i < width ? L::lane(source + i * stride + p * k_stride, k_stride, k - p) : 0;
 }
 
-// A panel of WIDTH lanes a step from `width` rows of A or columns of B, `stride` apart in memory.
+// Packs `width` rows of A or columns of B, `stride` apart in memory, into a panel with WIDTH lanes per step.
 template <Index WIDTH, class T> void pack_lanes(const T* source, Index stride, Index k_stride, Index width, Index k, Lane* panel) {
     using L = LaneOf<T>;
-    Index done = 0;  // steps
+    Index done = 0;  // number of steps packed
     if (k_stride == 1) {
         for (; (done + LANES) * L::K <= k; done += LANES)
             for (Index first = 0; first < WIDTH; first += LANES) {
@@ -178,7 +180,7 @@ template <class T> void pack_b(const T* b, Index k_stride, Index col_stride, Ind
     pack_lanes<Panel<T>::NR>(b, col_stride, k_stride, cols, k, panel);
 }
 
-// The first ROWS rows of a block product; the lanes of a step are `row_bytes` apart, those of a row `step_bytes`.
+// Computes the first ROWS rows of a block. In A, rows are `row_bytes` apart, and steps `step_bytes`.
 template <class T, Index ROWS>
 inline __attribute__((always_inline)) void multiply_rows(const void* a, Index row_bytes, Index step_bytes, const Lane* b, Index k, float* c,
                                                          Index ldc, bool accumulate) {
@@ -198,7 +200,7 @@ inline __attribute__((always_inline)) void multiply_rows(const void* a, Index ro
             for (Index j = 0; j < VECTORS; j++) sum[i][j] = L::multiply_add(row, columns[j], sum[i][j]);
         }
     }
-    // As vectors in memory, not by memcpy: sums whose address is taken would be kept there.
+    // Store through a vector pointer, because memcpy would take the address of sums and so keep them in memory.
     typedef float InMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #pragma GCC unroll 32
     for (Index i = 0; i < ROWS; i++, c += ldc)

@@ -1,19 +1,19 @@
-// What attention needs beside products: blocks of fp32 scores as panels of columns, transposed results as rows.
+// Helpers of attention: pack blocks of fp32 scores as panels of columns, and store transposed results as rows.
 #pragma once
 #include "products.h"
 
-// Panels are in fp32, and NR values of every k are a panel of columns as they are; or else, with AVX512-BF16, in bf16.
+// Whether panels are in fp32. If so, rows of NR fp32 scores are a panel of columns as they are; if not, panels are in bf16.
 template <class T> constexpr bool fp32_panels = Panel<T>::K_STEP == 1;
 
 #ifdef __AVX512BF16__
-// Where a panel of columns has the pairs of values p and p + 1 of k in columns j, ..., j + 15.
+// The element of a panel of columns at which the pairs (k = p, k = p + 1) of columns j, ..., j + 15 begin.
 template <class T> Index place_of_pairs(Index p, Index j) {
     if constexpr (Panel<T>::K_STEP == 2) return Panel<T>::b_size(p) + j;
-    else return Panel<T>::b_size(p / 32 * 32) + j / 16 * 256 + p % 32 / 2 * 16;  // a tile of AMX
+    else return Panel<T>::b_size(p / 32 * 32) + j / 16 * 256 + p % 32 / 2 * 16;  // in an AMX tile
 }
 #endif
 
-// k rows of NR columns (row stride NR) as a panel of these columns: written to `panel`, or x itself.
+// Returns x, k rows of NR columns (row stride NR), as a panel of columns: packed into `panel`, or x itself if in fp32.
 template <class T> const typename Panel<T>::Element* pack_scores(const float* x, [[maybe_unused]] Index k,
                                                                          [[maybe_unused]] typename Panel<T>::Element* panel) {
     if constexpr (fp32_panels<T>) return (const typename Panel<T>::Element*)x;
@@ -34,7 +34,7 @@ template <class T> const typename Panel<T>::Element* pack_scores(const float* x,
 #endif
 }
 
-// n <= NR rows of NR values as the columns of a panel of NR values of k each.
+// Packs n <= NR rows of NR values as the columns of a panel with NR values of k.
 template <class T> void pack_scores_transposed(const float* x, Index n, typename Panel<T>::Element* panel) {
     constexpr Index NR = Panel<T>::NR;
     if constexpr (fp32_panels<T>) pack_b<float>(x, 1, NR, n, NR, panel);
@@ -70,7 +70,7 @@ template <class T> void store_lanes_times(const Lanes& x, float factor, T* out) 
 }
 #endif
 
-// x^T, n rows of D values, from x (D x n, row stride NR); row j times factor[j].
+// Stores x^T, n rows of D values, with row j multiplied by factor[j]. x is D x n, with row stride NR.
 template <class T> void store_transposed(const float* x, Index D, Index n, const float* factor, T* out, Index out_stride) {
     constexpr Index NR = Panel<T>::NR;
     for (Index j = 0; j < n; j++)

@@ -1,4 +1,4 @@
-// Buffers of a thread, kept between calls: new pages would cost more than what is computed in them.
+// Buffers that a thread keeps between calls, because allocating new pages would take longer than the computation in them.
 #pragma once
 #include <sys/mman.h>
 
@@ -26,7 +26,7 @@ class Scratch {
         if (next == buffers.size()) buffers.emplace_back();
         Buffer& buffer = buffers[next++];
         if (buffer.bytes < n * sizeof(E)) {
-            const size_t page = n * sizeof(E) < 1 << 17 ? 4096 : 1 << 21;  // large ones in large pages
+            const size_t page = n * sizeof(E) < 1 << 17 ? 4096 : 1 << 21;  // large buffers use large pages
             buffer.bytes = (n * sizeof(E) + page - 1) / page * page;
             buffer.memory.reset();
             buffer.memory.reset(std::aligned_alloc(page, buffer.bytes));
