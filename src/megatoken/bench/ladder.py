@@ -304,7 +304,7 @@ def save_table(rows: list[dict[str, Any]], path: Path, console: Console) -> None
 
 
 def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Path:
-    """Draw bars of each rung's speedup, MFU and peak memory, in pale color if it was left out."""
+    """Draw bars of each rung's speedup, MFU and peak memory, paler if the rung was left out."""
     rungs = [row for row in rows if not row["skipped"]][::-1]
     size = (15, 1.5 + 0.5 * len(rungs))
     figure, axes = pyplot.subplots(1, 3, layout="constrained", sharey=True, figsize=size)

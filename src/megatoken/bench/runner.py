@@ -226,7 +226,7 @@ def _probe(device: Device) -> float:
 
 
 def share_fastest_probe(workers: Sequence[Worker]) -> None:
-    """Set `fastest_probe` of all workers, relative to which rounds count as disturbed."""
+    """Set each worker's `fastest_probe`, to which its own probes are compared."""
     fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
     for worker in workers:
         worker.fastest_probe = fastest

@@ -38,7 +38,7 @@ class Training:
     steps: int = 0
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Train on the next `steps` batches; time each step without the drawing of its batch.
+        """Train on the next `steps` batches; time each step, not counting the drawing of its batch.
 
         Return {"seconds": of each step, "loss": of the last step, "peak_memory_bytes"}.
         """

@@ -65,7 +65,7 @@ class Workload:
             raise
 
     def resize(self, micro_batch: int) -> "Workload":
-        """Return this workload with batches of a single micro-batch of `micro_batch` sequences."""
+        """Return this workload with `micro_batch` sequences per batch, in one micro-batch."""
         tokens = micro_batch * self.model_config.seq_len
         step_config = replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch)
         return replace(self, step_config=step_config)

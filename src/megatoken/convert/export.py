@@ -71,8 +71,8 @@ def export(
 def _prepare(loaded: LoadedModel, dtype: str, warn: Callable[[str], None]) -> int:
     """Modify the model for export; return how many ids were dropped.
 
-    Drops ids that the tokenizer does not have and the value head, which no format can hold, and
-    rounds the weights to `dtype`.
+    Removes ids that the tokenizer lacks, and the value head, because no format can hold it. Rounds
+    the weights to `dtype`.
     """
     model = loaded.model.eval()
     if model.attention_name not in BUILT_IN:

@@ -4,10 +4,10 @@ GPT-2 splits text into words before any merge (`'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}
 ?[^\\s\\p{L}\\p{N}]+| \\s+(?!\\S)|\\s+`, Radford et al. 2019, encoder.py), so the ids of a text are
 the ids of its words in order.
 
-Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. So a word is split
-off only if it and the next character are ASCII. Otherwise all text up to the next white space is
-encoded by the tokenizer. This is also exact: no word contains white space, except one leading
-space.
+Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. A word is therefore
+split off here only if it and the next character are ASCII. Any other text, up to the next white
+space, goes to the tokenizer as if it were one word. The ids stay exact, because a word of GPT-2
+contains no white space except one leading space.
 """
 
 import re

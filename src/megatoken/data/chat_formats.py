@@ -34,7 +34,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 class Example:
     """A parsed row.
 
-    where: file:line. prompt: the messages before the answer, in a chat before its first answer.
+    where: file:line. prompt: the messages that precede the answer (in a chat, the first answer).
     answers: complete conversations, including the prompt; one for a chat, two (chosen, rejected)
     for a preference, none for a prompt. row: the input row, for prompts only.
     """

@@ -51,7 +51,7 @@ _Step = tuple[Segment, ReadPosition, int]  # segment, position after it, bytes o
 def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) -> Iterator[Chunk]:
     """Yield the corpus in chunks, starting at `start`.
 
-    Raises DataError, naming the file, if one cannot be read.
+    Raises DataError, naming the file, if a file cannot be read.
     """
     segments: list[Segment] = []
     counts: Counter[str] = Counter()

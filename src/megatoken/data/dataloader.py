@@ -37,7 +37,7 @@ class Batch:
     """A rank's share of a global batch, with one sequence per row.
 
     targets_BT: the loss ignores negative ones. starts_BT: for each token, the position in its row
-    at which its conversation or document begins; None if every row is a single one. Subclasses add
+    at which its conversation or document begins; None if no row holds more than one. Subclasses add
     tensors (B, ...) for an objective.
     """
 
@@ -120,7 +120,7 @@ class DataLoader:
             raise DataError(f"{what}, a batch has {self.batch_size:,}", "data.path", fix)
         if self.ramp:
             self._check_ranks("budget.batch_start", self.ramp.start // self.seq_len)
-        # Windows are numbered through all sources or shards.
+        # Windows are numbered consecutively across all sources or shards.
         self._first_windows = np.cumsum([0, *counts[:-1]])
         self._first_tokens = np.cumsum([0, *lengths[:-1]])
         window_order: WindowOrder = ShuffledOrder(self.n_windows, self.seed)
@@ -154,9 +154,10 @@ class DataLoader:
         return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
 
     def full_batch(self, step: int) -> Batch:
-        """Return this rank's batch of a step, on the CPU, with `starts_BT` where rows need it.
+        """Return this rank's batch of a step, on the CPU.
 
-        Raises DataError as `rows` does.
+        It has `starts_BT` if rows hold several conversations or documents. Raises DataError as
+        `rows` does.
         """
         if self.marks is not None:
             marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]

@@ -165,7 +165,7 @@ class Tokens:
                 yield error
 
     def _copy(self, index: int, start: int, out: Ids) -> None:
-        """Fill `out` with tokens from index `start` of shard `index` on, also from later shards."""
+        """Fill `out` with tokens from `start` in shard `index` on, continuing in later shards."""
         while len(out):
             file = self._shards[index]
             count = min(len(out), file.shard.tokens - start)

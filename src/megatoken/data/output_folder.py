@@ -52,7 +52,7 @@ class PrepareResult:
 
 @dataclass
 class ResumeState:
-    """Content of `progress.json`: all tokens from before `position` are durably written."""
+    """Content of `progress.json`. Everything before `position` in the corpus is durably written."""
 
     recipe: dict[str, Any]  # everything that decides the bytes of the result
     listing: str  # digest of the inputs with their modification times
@@ -91,7 +91,7 @@ def hold_lock(out: Path) -> Iterator[None]:
 def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
     """Return the manifest of a finished dataset, or None if there is none.
 
-    Raises DataError if the dataset was made with another recipe, or if its inputs have changed.
+    Raises DataError if the dataset was made with other settings, or if its inputs have changed.
     """
     if not (out / MANIFEST_NAME).exists():
         return None
@@ -111,8 +111,8 @@ def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest
 def start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
     """Return the state to start from, and whether it resumes an interrupted preparation.
 
-    Raises DataError if `out` holds tokens made with another recipe or from inputs that have
-    changed, or unrelated data.
+    Raises DataError if `out` holds unrelated data, or tokens made with other settings or from
+    inputs that have changed since.
     """
     saved = _load_state(out)
     if saved and any(saved.tokens.values()):

@@ -37,7 +37,7 @@ from megatoken.system.machine import cpu_count
 
 SAMPLE_BYTES = 64 << 20  # of the corpus that a BPE is trained on
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
-WORKER_BYTES = 4 << 20  # of input per worker, at least
+WORKER_BYTES = 4 << 20  # of input per worker, at least; with less input, there are fewer workers
 MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 
@@ -76,9 +76,9 @@ def prepare(
 
     source: a file, folder, glob pattern or named corpus (sources.py). root: folder with a local
     copy of a named corpus. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes,
-    or 0 for one per core; unless it is 1, a script must call this function under `if __name__ ==
-    "__main__"`. val_fraction: share of documents held out. invalid: what to do with documents that
-    are not UTF-8; "skip" also skips bad rows.
+    or 0 for one per core; unless it is 1, they are spawned, so a script must call this function
+    under `if __name__ == "__main__"`. val_fraction: share of documents held out. invalid: what to
+    do with documents that are not UTF-8; "skip" also skips bad rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, and PeerError if a worker dies.
@@ -189,7 +189,7 @@ class _Writer:
                 with storage_errors(self.out):
                     for split, writer in self.splits.items():
                         added = getattr(ids, split)
-                        # <|endoftext|> stands between documents, so not before the first.
+                        # <|endoftext|> separates documents, so there is none before the first.
                         writer.append(added if writer.tokens else added[1:])
                     self.state.counts.update(chunk.counts)
                     self.state.counts.update(ids.counts)

@@ -213,7 +213,7 @@ def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes
 def begin_upload(address: str) -> Path:
     """Mark an address as unfinished; return the local folder in which to prepare its dataset.
 
-    Raises StorageError if the address is not writable, so that this shows before hours of work.
+    Raises StorageError if the address is not writable, to fail before hours of work.
     """
     store = ObjectStore(address)
     if store.size(MANIFEST_NAME) is None:

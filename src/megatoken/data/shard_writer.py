@@ -20,7 +20,7 @@ _READ_TOKENS = 1 << 20
 class ShardWriter:
     """Appends tokens to the shard files of a split, after the first `tokens` tokens.
 
-    Everything after those is removed at the start. Raises OSError, and DataError if a file is too
+    Creating it removes everything after those. Raises OSError, and DataError if a file is too
     short.
     """
 

@@ -163,7 +163,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Format the counts of `Source.skipped`, as in "2 .pdf, 1 README.md" for two counts."""
+    """Format the counts of `Source.skipped`: {".pdf": 2, ".png": 1} as "2 .pdf, 1 .png"."""
     by_count = sorted(skipped.items(), key=lambda item: -item[1])
     return ", ".join(f"{count:,} {name}" for name, count in by_count)
 
@@ -289,8 +289,8 @@ def _is_output(folder: Path, out: Path | None) -> bool:
 def download(url: str, target: Path, sha256: str, alternative: str = "") -> bytes:
     """Return the bytes at `url`, cached in `target`.
 
-    alternative: another way out for the user, added to the error message. Raises DataError if the
-    download fails or has another sha256.
+    alternative: further advice to add to the error message. Raises DataError if the download fails
+    or has another sha256.
     """
     with suppress(OSError):
         cached = target.read_bytes()

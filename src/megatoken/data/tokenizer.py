@@ -112,7 +112,7 @@ class Tokenizer:
     def drops_unknown(self) -> bool:
         """Whether encoding drops text outside the vocabulary.
 
-        A BPE does, if it has no unk token and not all of the 256 bytes.
+        A BPE does if it has no unk token and lacks tokens for some of the 256 bytes.
         """
         model = self._content["model"]
         if model["type"] != "BPE" or model.get("unk_token"):
@@ -259,7 +259,7 @@ class Tokenizer:
     def _encode_text(self, text: str) -> Ids:
         what = f"the tokenizer cannot encode {text[:40]!r}"
         with _data_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
-            # The batch call keeps no offsets, so it takes half the time, 3/4 of the memory.
+            # The batch call keeps no offsets, so it takes half the time and 3/4 of the memory.
             encoding = self._inner.encode_batch_fast([text], add_special_tokens=False)[0]
             return np.array(encoding.ids, dtype=np.uint32)
 
@@ -410,7 +410,7 @@ def _drop_defaults(value: Any) -> Any:
 
 
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json splits text into GPT-2's words and encodes each by itself."""
+    """Return whether a tokenizer.json encodes each of GPT-2's words separately."""
     model = content["model"]
     splitter = content["pre_tokenizer"] or {}
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

@@ -28,7 +28,7 @@ from megatoken.system.gpus import Gpu
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, Chinchilla)
 GPU_COUNTS = tuple(2**i for i in range(11))
-# Range of measured over predicted tokens/s that holds four in five published runs
+# Range of measured divided by predicted tokens/s that contains four in five published runs
 # (tests/estimate/test_published.py).
 SLOWEST = 0.77
 FASTEST = 1.12

@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per number of an activation or a gathered weight."""
+        """Bytes of one element of an activation or a gathered weight."""
         return 2 if self.is_16_bit else 4
 
     @property
@@ -256,14 +256,14 @@ def _product_seconds(gpu: Gpu, rows: int, columns: int, depth: int, precision: s
 
 def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int) -> float:
     context = model.seq_len
-    if layout.attention == "explicit":  # full squares, several times through memory
+    if layout.attention == "explicit":  # all T x T scores, read and written several times
         traffic = tokens * context * model.n_head * PROGRAMS[layout.program].score_bytes
         flops = 12 * tokens * context * model.d_model
         products = flops / product_rate(gpu, layout.precision) * 2
         return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + products)
     share = ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS)
     share = share * context / (context + HALF_SPEED_CONTEXT)
-    flops = 7 * tokens * context * model.d_model  # half of each square, recomputed in the backward
+    flops = 7 * tokens * context * model.d_model  # half of the scores, recomputed in the backward
     return model.n_layer * flops / (gpu.peak_flops(layout.precision) * share)
 
 

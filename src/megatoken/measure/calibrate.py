@@ -35,7 +35,7 @@ FEWEST_ROUNDS = 3
 
 
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
-    """Measure for about `seconds`, cache the result, and return it with the device.
+    """Measure for about `seconds`; cache the result and return (device, calibration).
 
     Raises ConfigError if not even one sequence fits in memory.
     """

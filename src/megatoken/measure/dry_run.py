@@ -141,7 +141,7 @@ def fake_process_group(processes: int) -> Iterator[None]:
 def build(
     config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
 ) -> tuple[TrainState, StepConfig, Device]:
-    """Build the first process's training state on fake tensors, its step settings and device."""
+    """Return the state, step settings and device of the first process, with fake tensors."""
     machine = config.machine
     precision = "bf16" if machine.precision == "auto" else machine.precision
     device = Device(

@@ -1,4 +1,4 @@
-"""Causal attention by the native kernels (kernels/attention.cc).
+"""Causal attention with the native kernels (kernels/attention.cc).
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width.
 """

@@ -43,7 +43,8 @@ def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
 def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
     """Compute F.linear with 8-bit weights.
 
-    Up to MOST_ROWS rows of x are computed in integers, to which x is rounded with 13 bits or more.
+    Up to MOST_ROWS rows of x are rounded to integers of at least 13 bits and multiplied exactly.
+    With more rows, the weights are converted to x's dtype.
     """
     width = x.shape[-1]
     outputs = len(weight_OI)

@@ -24,7 +24,7 @@ Poll = Callable[[], None]  # called between batches; raises StopRequested on all
 class RolloutBatch(Batch):
     """Sampled answers, whose tokens are the targets.
 
-    The further tensors are computed before the step, each (B, T) and 0 outside the answers:
+    The other tensors are computed before the step, each (B, T) and 0 outside the answers:
     log-probabilities under the model that sampled them and under the reference model, advantages,
     and for PPO values and returns.
     """

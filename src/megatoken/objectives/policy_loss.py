@@ -90,9 +90,9 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Return (B, T) half the squared error of the value or of its clipped version, if larger.
+    """Return (B, T): half the larger of the squared errors of the value and the clipped value.
 
-    The clipped version differs from the old value by at most `clip`.
+    The clipped value differs from the old value by at most `clip`.
     """
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

@@ -106,8 +106,8 @@ class RolloutBatches:
     def get(self, number: int) -> RolloutBatch:
         """Return batch `number`, after sampling its rollout if this is the rollout's first batch.
 
-        Batches have been skipped if the number exceeds the step; a skipped batch takes the rest of
-        its rollout with it. If the reward function fails on a rank, all ranks raise its error.
+        The number exceeds the step if batches have been skipped; skipping a batch also skips the
+        rest of its rollout. If the reward function fails on a rank, all ranks raise its error.
         """
         step = self._learner.policy.step
         updates = self._objective.updates
@@ -180,7 +180,7 @@ class RolloutBatches:
         rewards_PG: Tensor,
         width: int,
     ) -> RolloutBatch:
-        """Build the batch: rows, advantages and what else the objective needs.
+        """Build the batch: rows, advantages and whatever else the objective needs.
 
         model: the model that sampled the answers. width: number of columns of all tensors.
         """
@@ -285,7 +285,7 @@ class RolloutBatches:
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError if there are no prompts or one and its answer can exceed the context."""
+    """Raise ConfigError without prompts, or if one plus its answer may exceed the context."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
         raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")

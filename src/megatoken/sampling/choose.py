@@ -70,7 +70,10 @@ def choose_ids(
 
 
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Return each row's cumulative sum, computed on the CPU if torch must be deterministic."""
+    """Return each row's cumulative sum.
+
+    If torch must be deterministic, it is computed on the CPU, because CUDA's sums vary.
+    """
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
     return probs_NK.cumsum(-1)

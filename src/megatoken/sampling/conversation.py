@@ -83,7 +83,7 @@ class Conversation:
 def fit_context(
     template: ChatTemplate, messages: Sequence[Message], context: int, new_tokens: int
 ) -> tuple[list[Message], list[int]]:
-    """Drop the oldest turns until the rest fits the context; return its messages and ids.
+    """Drop the oldest turns until the others fit the context; return (messages, their ids).
 
     The ids end with the assistant's header. The system message is never dropped. Room for
     `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises ConfigError

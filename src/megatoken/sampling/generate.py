@@ -87,7 +87,7 @@ def generate_ids(
 
 
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
-    """Optimize a model's weights for generation on a CPU, in place, so it cannot train any more.
+    """Optimize a model's weights in place for generation on a CPU; do not train it afterwards.
 
     In bf16, the weights are rounded, and native kernels are used if available. In fp32, matrices
     with more outputs than inputs are stored column-major, which speeds up matmuls with a single
@@ -142,7 +142,7 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
 class TextStream:
     """Decodes ids to text one at a time, without splitting a character.
 
-    prompt_ids: the ids before them.
+    prompt_ids: the ids that precede them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:

@@ -40,7 +40,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 class ApiError(HTTPException):
-    """An error response: HTTP status, readable message, OpenAI's code, and bad parameter."""
+    """An error response: HTTP status, message, OpenAI's code, and the parameter at fault."""
 
     def __init__(self, status: int, message: str, code: str = "", param: str = "") -> None:
         super().__init__(status, message)

@@ -57,7 +57,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
 
     def view_params(self, params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return megatoken's parameters or gradients as views with a file's names and shapes."""
+        """Return megatoken's parameters (or gradients) as views named and shaped as in a file."""
         q = config.d_model
         kv = config.kv_heads * config.d_head
         rows = {
