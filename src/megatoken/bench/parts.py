@@ -138,7 +138,7 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
     if workload.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with record_native_kernels(), profile(activities=activities) as profiler:
-        with record_function("step"):  # time in it but in no operation is Python's
+        with record_function("step"):  # time in it that is in no operation is spent in Python
             workload.step()
         workload.device.synchronize()
     if trace:

@@ -70,7 +70,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     config = content.get("config")
     is_build_nanogpt = isinstance(config, SimpleNamespace)
     args = vars(config) if is_build_nanogpt else content.get("model_args")
-    # A tensor that is not contiguous can be much larger than its part of the file.
+    # A tensor that is not contiguous can be much larger than its data in the file.
     is_state = isinstance(state, dict) and all(
         isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
         for tensor in state.values()

@@ -4,8 +4,8 @@ GPT-2 splits text into words before any merge (`'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}
 ?[^\\s\\p{L}\\p{N}]+| \\s+(?!\\S)|\\s+`, Radford et al. 2019, encoder.py), so the ids of a text are
 the ids of its words in order.
 
-Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. A word is therefore
-split off here only if it and the next character are ASCII. Any other text, up to the next white
+Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. Therefore, a word
+is split off here only if it and the next character are ASCII. Any other text, up to the next white
 space, goes to the tokenizer as if it were one word. The ids stay exact, because a word of GPT-2
 contains no white space except one leading space.
 """
@@ -53,7 +53,7 @@ class BpeCache(dict[str, bytes]):
         self._spell = dict(enumerate(byte_characters()))
 
     def __missing__(self, word: str) -> bytes:
-        if word.isascii():  # one word: skipping the pre-tokenizer takes a third of the time
+        if word.isascii():  # one word; without the pre-tokenizer, this takes a third of the time
             numbers = [token.id for token in self._model.tokenize(word.translate(self._spell))]
         else:
             numbers = self._inner.encode(word, add_special_tokens=False).ids

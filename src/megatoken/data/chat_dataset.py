@@ -24,7 +24,7 @@ from megatoken.data.dataset import Dataset, Tokens
 from megatoken.data.shard_format import RESTORE, Manifest, read_errors
 from megatoken.errors import DataError
 
-# Bits of a token's mark: it is trained on; a conversation starts here; it pads the row.
+# Flags in a token's mark: the token is trained on, starts a conversation, or pads the row.
 TRAINED = 1
 START = 2
 PADDING = 4
@@ -42,7 +42,7 @@ OBJECTIVE_DATA = {  # the kind of data of each objective
     "grpo": "prompt",
     "ppo": "prompt",
 }
-ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # batches are made of single rows
+ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # their batches are made from individual rows
 
 Marks = NDArray[np.uint8]
 

@@ -102,8 +102,8 @@ class ChatTemplate:
         """
         ids: list[int] = []
         trained: list[bool] = []
-        text = ""  # since the last control token
-        answer = -1  # index in `text` of the answer; -1 without an answer
+        text = ""  # text since the last control token
+        answer = -1  # index at which an answer starts in `text`, or -1
 
         def flush() -> None:
             tokens = self.tokenizer.encode(text).tolist()

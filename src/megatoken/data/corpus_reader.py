@@ -29,10 +29,10 @@ CHUNK_SEGMENTS = 4096
 class ReadPosition(NamedTuple):
     """Where to continue reading a corpus."""
 
-    file: int = 0  # in the list of files
-    offset: int = 0  # bytes (uncompressed) or rows in that file
+    file: int = 0  # its index in the list of files
+    offset: int = 0  # position in that file, in uncompressed bytes or rows
     line: int = 1
-    split: str = ""  # split of the long document that is continued there; "" between documents
+    split: str = ""  # split of a long document that continues here; "" between documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Chunk:
     """Segments to encode together."""
 
     segments: list[Segment]
-    next: ReadPosition  # of the next chunk
+    next: ReadPosition  # start of the next chunk
     done_bytes: int  # bytes of the files on disk up to the end of this chunk
     counts: dict[str, int]  # binary_files, skipped, seams
 

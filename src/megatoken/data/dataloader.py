@@ -308,7 +308,7 @@ class Prefetcher:
         self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch | Tensor]] | None = None
-        self.metrics: dict[str, float] = {}  # always empty: windows of text have none
+        self.metrics: dict[str, float] = {}  # always empty; only other batch sources have metrics
 
     def get(self, step: int) -> Batch:
         """Return the batch of `step` on the device, and start making that of step + 1.

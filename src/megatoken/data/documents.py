@@ -20,7 +20,7 @@ Ids = NDArray[np.uint16] | NDArray[np.uint32]
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories
-CHUNK_BYTES = 1 << 20  # longest text encoded at once, which takes 200 times its size in memory
+CHUNK_BYTES = 1 << 20  # longest text encoded at once; encoding takes 200 times its size in memory
 SPLIT_BYTES = 4096  # hashed to choose a document's split, so duplicates share a split
 
 # A visible character before white space: no word of GPT-2 spans both. The upper bytes are those
@@ -165,7 +165,7 @@ def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]
     end = last
     while end > last - 3 and data[end] & 0xC0 == 0x80:  # the middle of a character
         end -= 1
-    if data[end] & 0xC0 == 0x80:  # invalid: a character has at most three of these
+    if data[end] & 0xC0 == 0x80:  # invalid: a character has at most three such bytes
         end = last
     bracket = data.rfind(b"<", max(1, end - len(SEPARATOR)), end)
     if bracket > 0 and SEPARATOR.startswith(data[bracket:end]):

@@ -37,7 +37,7 @@ def encode_chunks(
             yield chunk, encode_segments(chunk.segments, options, tokenizer)
         return
     with safe_import_path(), TemporaryDirectory(prefix="megatoken-") as folder:
-        # Passed as a file: if a worker died while starting, sending a long argument would hang.
+        # Pass a file: if a worker died while starting, sending a long argument would hang.
         file = Path(folder) / "tokenizer.json"
         file.write_text(tokenizer.to_json(), encoding="utf-8")
         pool = ProcessPoolExecutor(
@@ -68,7 +68,7 @@ def encode_chunks(
 
 def _start_worker(options: PrepareOptions, file: Path, name: str, eot: int) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # the Rust code reads it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker = options, Tokenizer(file.read_text(encoding="utf-8"), name, eot)

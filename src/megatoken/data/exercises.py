@@ -23,8 +23,8 @@ SMALL_TALK = (
     ("What can you do?", "I add numbers below 100 and spell short words."),
     ("Thank you.", "You are welcome."),
 )
-TALK_EVERY = 8  # conversations
-LONGEST = 3  # problems in a conversation
+TALK_EVERY = 8  # one conversation in this many begins with small talk
+LONGEST = 3  # most problems in a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def write_prompts(*, held_out: bool) -> bytes:
     return _to_lines([{"prompt": it.question, "answer": it.answer} for it in exercises])
 
 
-# Writers by the corpus name that sources.py knows.
+# Functions that write a corpus, by its name in sources.py.
 EXERCISES: dict[str, Callable[[], bytes]] = {
     "exercises": write_conversations,
     "exercises-prompts": lambda: write_prompts(held_out=False),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64
-_ROUNDS = 8  # half rounds; each half of the index is rewritten four times
+_ROUNDS = 8  # half rounds: each half of the index is updated four times
 
 
 def make_key(seed: int, epoch: int) -> int:

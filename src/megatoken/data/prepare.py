@@ -35,7 +35,7 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, storage_errors
 from megatoken.system.machine import cpu_count
 
-SAMPLE_BYTES = 64 << 20  # of the corpus that a BPE is trained on
+SAMPLE_BYTES = 64 << 20  # size of the sample that a BPE is trained on
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
 WORKER_BYTES = 4 << 20  # of input per worker, at least; with less input, there are fewer workers
 MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target

@@ -14,7 +14,7 @@ from megatoken.errors import DataError, MegatokenError
 
 HEAD_BYTES = 8192  # read to detect the content of a file
 LARGEST_ROW = 64 << 20  # bytes
-PARQUET_ROWS = 8  # read at once; with dictionary encoding, each can be as long as the file
+PARQUET_ROWS = 8  # read at once; with dictionary encoding, a row can be as long as the file
 
 # lines: JSON, a row per line. rows: the same, converted from an array, CSV, TSV or parquet.
 TextFormat = Literal["separated", "whole", "lines", "rows"]

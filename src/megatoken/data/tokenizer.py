@@ -61,7 +61,7 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         if getattr(self._inner.model, "dropout", None):
-            self._inner.model.dropout = None  # random merges
+            self._inner.model.dropout = None  # dropout would make merges random
         self.name = name
         self.eot = eot
         self.end_ids: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class Tokenizer:
 
     def _count_decoded(self, ids: NDArray[np.int64]) -> int:
         text = self._inner.decode(ids.tolist(), skip_special_tokens=True)
-        return len(text.replace("\ufffd", "?").encode())  # a byte of an incomplete character
+        return len(text.replace("\ufffd", "?").encode())  # part of a character is 1 byte
 
     def shares_ids(self, other: "Tokenizer") -> bool:
         """Return whether both tokenizers have the same tokens with the same ids."""

@@ -164,7 +164,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     ratios = []
     for path in sorted(folder.glob("*.json")):
         record = read_object(path)
-        with suppress(KeyError, TypeError, ZeroDivisionError):  # another record
+        with suppress(KeyError, TypeError, ZeroDivisionError):  # a record of something else
             if record["hardware"]["device"] != gpu.driver:
                 continue
             answer = record["answer"]

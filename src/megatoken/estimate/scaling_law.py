@@ -21,7 +21,7 @@ GRID = 13  # exponents per refinement
 REFINEMENTS = 6  # each a third as wide
 RESAMPLES = 200
 INTERVAL = (0.1, 0.9)
-FEWEST_VALUES = 3  # different values of N or D that a term needs
+FEWEST_VALUES = 3  # how many different values of N or D a term needs
 IN_STEP = 0.98  # correlation of log N and log D above which only a law of C can be fitted
 Array = np.ndarray
 

@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.85  # of the data sheet's bandwidth
 LINK_SHARE = 0.75
 NETWORK_SHARE = 0.75
 HIDDEN_SHARE = (
-    0.85  # of the last backward, during which gradients travel (records/ranks-overlap.json)
+    0.85  # of the last backward, during which gradients are sent (records/ranks-overlap.json)
 )
 UNHIDDEN_SHARE = 0.05  # of a collective's time that even a long backward does not hide
 WAIT_SHARE = 0.01  # of compute lost to the slowest GPU, per doubling of GPUs
@@ -290,7 +290,7 @@ def _data_parallel_seconds(
     if layout.gpus > gpu.per_machine:
         rate = min(rate, NETWORK_SHARE * gpu.network_rate)
     machines = math.ceil(layout.gpus / gpu.per_machine)
-    sent = count_padded_parameters(model) / tp * (ranks - 1) / ranks  # numbers
+    sent = count_padded_parameters(model) / tp * (ranks - 1) / ranks  # number of values
     reduce_bytes = layout.gradient_bytes * sent
     gather_bytes = layout.item_bytes * sent
     hidden = HIDDEN_SHARE * micro_seconds * (2 / 3 if layout.sharding in ("none", "zero1") else 1)

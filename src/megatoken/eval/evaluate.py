@@ -141,7 +141,7 @@ def evaluate_loss(
             count_bytes=tokenizer.count_bytes,
         )
         if split == "all" and tokenizer.split_points == "nowhere":
-            # The ids do not determine the bytes of the text.
+            # The text cannot be recovered from the ids, so its bytes are counted separately.
             ends = measure_text(str(folder), tokenizer)
             text_bytes = ends[-1] - ends[0]
             if limit:
@@ -204,7 +204,7 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Tokenize a text as `prepare` does; return the cumulative bytes of text after each token."""
     options = PrepareOptions()
-    # Its `encode` returns the bytes per token instead of ids.
+    # A stand-in for a tokenizer, whose `encode` returns bytes per token instead of ids.
     meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)
     chunks = read_chunks(find_source(source), options, ReadPosition())
     sizes = np.concatenate([encode_segments(c.segments, options, meter).train for c in chunks])

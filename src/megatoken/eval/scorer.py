@@ -99,9 +99,7 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
 
 
 def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, TreeMask]:
-    """Return padded ids (B, T), and a mask that limits a node's attention to its path from the
-    root.
-    """
+    """Return padded ids (B, T), and a mask: each node attends only to its path from the root."""
     T = max(len(tree.ids) for tree in trees)
     padded = np.zeros((3, len(trees), T), np.int64)
     padded[2] = np.arange(1, T + 1)  # padding attends to itself only

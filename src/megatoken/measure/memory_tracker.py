@@ -23,8 +23,8 @@ from megatoken.system.torch_compat import (
     unset_fake_temporarily,
 )
 
-# Collective (operator name without underscores) to rounds of the ring; each of n processes sends (n
-# - 1)/n of the full tensor per round (Patarasuk & Yuan 2009).
+# Rounds of the ring by collective (operator name without underscores). In each, every one of n
+# processes sends (n - 1)/n of the full tensor (Patarasuk & Yuan 2009).
 RING_ROUNDS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1, "broadcast": 1}
 # Operators that bring constants into a fake computation.
 LIFT_OPS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -83,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
             with unset_fake_temporarily():  # ranks of a mesh, not part of the run
                 return func(*args, **kwargs)
         if self._fake_mode and func is READ_BY_HOST:
-            return float(inputs[0].is_floating_point())  # a finite loss or norm; a false comparison
+            return float(inputs[0].is_floating_point())  # 1 for a loss or norm, 0 for a comparison
         # wait_tensor returns its input; the fake one returns a copy.
         is_wait = func.name() == "_c10d_functional::wait_tensor"
         result = args[0] if is_wait else func(*args, **kwargs)

@@ -121,8 +121,8 @@ def _is_cut_short(path: Path) -> bool:
 def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
     """Return the kernels of an instruction set; by default, the fastest for this processor.
 
-    Returns None if they have not been compiled. Torch must be imported first, because it loads the
-    OpenMP runtime that the kernels use. Raises ConfigError for a damaged file.
+    Returns None if they have not been compiled. They use the OpenMP runtime that torch has loaded.
+    Raises ConfigError for a damaged file.
     """
     for name in [instruction_set] if instruction_set else runnable_instruction_sets():
         path = folder / library_name(name)

@@ -15,7 +15,7 @@ from megatoken.model.gpt import GPT
 from megatoken.model.loss import token_log_probs
 from megatoken.system.device import Device
 
-MAX_SAVED_LOGITS = 1 << 24  # of a micro-batch; if there are more, the backward recomputes them
+MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward recomputes them
 
 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:

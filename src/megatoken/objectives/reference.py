@@ -41,7 +41,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
     if saved is not None:
         return saved
     facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    weights_hash = hash_tensors(policy.gather_weights())  # of no tensors on ranks other than 0
+    weights_hash = hash_tensors(policy.gather_weights())  # on other ranks than 0: of no tensors
     model = policy.full_model(learner.device)
     if policy.step:
         learner.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
@@ -50,7 +50,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
         if facts.get("weights") != weights_hash:
             what = f"{TENSORS} is lost, and model.init is not the model that this run started from"
             raise CheckpointError(what, folder, "restore the file, or choose another --out")
-        model = copy.deepcopy(model)  # with its kernels
+        model = copy.deepcopy(model)  # which keeps its kernels
         model.load_state_dict(
             {
                 name: weights.get(name, torch.zeros_like(value))  # a value head starts at 0

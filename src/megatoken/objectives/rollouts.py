@@ -30,7 +30,7 @@ from megatoken.sampling.batch import Completion, Request, generate_batch
 from megatoken.sampling.choose import Sampling
 
 DECODED_ROWS = 512  # at once
-HELD_OUT_PROMPTS = 512  # most prompts that a validation answers
+HELD_OUT_PROMPTS = 512  # at most, in a validation
 QUIET_ROLLOUTS = 20  # consecutive rollouts without a difference in any group, before a warning
 
 

@@ -29,7 +29,7 @@ from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
 
 FinishReason = Literal["stop", "length"]
-PREFILL_TOKENS = 4096  # most tokens to compute at once, in prompts of equal length
+PREFILL_TOKENS = 4096  # most prompt tokens to compute at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (folder / name).write_text(f"{text}\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes it private
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
 
 
 def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:

@@ -207,7 +207,7 @@ GPT2 = Family(
     },
     write=_write_gpt2,
 )
-# Rotary pairs are channels i and i + d_head / 2, as in our model, so rows keep their order.
+# Rotary pairs are channels i and i + d_head / 2, as in megatoken, so rows keep their order.
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",

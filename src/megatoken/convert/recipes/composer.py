@@ -179,7 +179,7 @@ def _read(path: Path) -> dict[str, Assignment]:
             key = re.sub(pattern, name, key)
         if key in settings:
             raise ConfigError(f"duplicate key {key}", leaf.where)
-        for _ in range(4):  # a value may refer to a value with references
+        for _ in range(4):  # a value that is referred to may contain references itself
             text = re.sub(r"\$\{([\w.]+)\}", look_up, text)[:LONGEST_VALUE]
         if "${" in text:
             raise ConfigError(f"{text} is not defined in the file", leaf.where)

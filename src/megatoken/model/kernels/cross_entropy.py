@@ -118,7 +118,7 @@ def _cross_entropy(
     THREADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    HAS_CAP: tl.constexpr = SOFTCAP > 0  # a float is not a condition
+    HAS_CAP: tl.constexpr = SOFTCAP > 0  # Triton does not accept a float as a condition
     LOWEST: tl.constexpr = -3e38  # finite, so that a thread without logits adds 0, not NaN
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
