@@ -1,4 +1,4 @@
-"""Actions between steps, each at its own interval: validate, score tasks, sample, save."""
+"""Actions that run between steps, each at its own interval: validate, score tasks, sample, save."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,10 +34,10 @@ DEFAULT_QUESTION = "Hello."  # for chat samples if sample.prompt is empty
 
 @dataclass(slots=True)
 class Action:
-    """A call to make before every step that is a multiple of `every` (0: never).
+    """A function to call before every step whose number is a multiple of `every`; 0 disables it.
 
-    at_start: also before step 0. at_end: also after the last step.
-    seconds: the time of the longest call so far.
+    at_start: whether to call it before step 0, too. at_end: whether to call it after the last step.
+    seconds: duration of the longest call so far.
     """
 
     every: int
@@ -51,14 +51,14 @@ class Action:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something with the interval `every` (0: never) falls on `step`."""
+    """Return whether `step` is a multiple of `every`; always False if `every` is 0."""
     return every > 0 and step % every == 0
 
 
 def list_actions(run: Run, saver: CheckpointSaver) -> list[Action]:
-    """Return the actions of a run in call order, with their intervals in steps.
+    """Return the run's actions in the order in which they are called.
 
-    The save comes first, so that its files are written while the other actions compute.
+    Saving comes first: its files are then written in the background during the other actions.
     """
 
     def poll() -> None:
@@ -89,7 +89,9 @@ def list_actions(run: Run, saver: CheckpointSaver) -> list[Action]:
 
 
 def validate(run: Run, poll: Poll) -> None:
-    """Measure the validation loss, unless nothing is held out or this step is already logged.
+    """Measure, log and print the validation loss of the current step.
+
+    Does nothing without held-out data, or if the loss of this step is already in the log.
 
     poll: called on all ranks before each batch; may raise StopRequested.
     """
@@ -114,10 +116,10 @@ def validate(run: Run, poll: Poll) -> None:
 
 
 def _validate_text(run: Run, poll: Poll) -> dict[str, Any]:
-    """Return loss (nats), bits_per_byte and target_tokens of the held-out text.
+    """Return a dict with loss (nats), bits_per_byte and target_tokens of the held-out text.
 
-    For a mixture, `sources` holds each dataset's values; the losses are means weighted by the
-    datasets' shares in training, and the tokens are summed.
+    For a mixture, the losses are averaged over datasets, weighted by their shares of the training
+    tokens; the token counts are added; and `sources` maps each dataset to its own dict.
     """
     parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
     sources = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
@@ -147,7 +149,10 @@ def _describe_text_loss(row: dict[str, Any]) -> str:
 
 
 def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
-    """Return the values of `_validate_text` for at most `evaluate.tokens` of a held-out split."""
+    """Return loss, target_tokens and bits_per_byte of one dataset's held-out split.
+
+    At most `evaluate.tokens` tokens are read.
+    """
     state = run.state
     loader = run.data.loader
     assert loader is not None
@@ -156,7 +161,7 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
         windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
     else:
         windows = evaluation_windows(dataset.val, seq_len=loader.seq_len, limit_tokens=limit_tokens)
-    # Forwards have the same windows for any number of ranks, and all ranks run equally many.
+    # Each forward gets the same windows for any number of ranks; all ranks run equally many.
     size = run.step_config.micro_batch
     dims = state.dims
     starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
@@ -185,10 +190,10 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
 
 
 def score_tasks(run: Run, poll: Poll) -> None:
-    """Score the tasks whose scores at this step are not logged yet.
+    """Score the model on each multiple-choice task that has no logged score for this step.
 
-    A tensor-parallel model is gathered on rank 0, which scores without the others; `poll` is then
-    called only between tasks.
+    A tensor-parallel model is gathered on rank 0, which scores it while the other ranks wait.
+    `poll`, which all ranks must call, is then called only between tasks, not between batches.
     """
     state = run.state
     logged = run.progress.logged
@@ -212,9 +217,10 @@ def score_tasks(run: Run, poll: Poll) -> None:
 
 
 def sample(run: Run) -> None:
-    """Generate text from `sample.prompt`, or answer it, and save it in RUN/samples.
+    """Generate text on rank 0, print it, and save it in RUN/samples.
 
-    A sharded model is gathered on rank 0.
+    A pretrained model continues `sample.prompt`; other objectives answer it as a chat message. A
+    sharded model is first gathered on rank 0.
     """
     step = run.state.step
     if ("sample", step) in run.progress.logged:

@@ -1,4 +1,4 @@
-"""Open a run's source of batches, and its validation unless that is the loss of held-out text."""
+"""Open a run's source of training batches, and the validation that goes with its objective."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +18,11 @@ Validation = Callable[[Poll], dict[str, Any]]
 def open_batches(
     plan: RunPlan, state: TrainState, log: RunLog, reward: str | Reward | None
 ) -> tuple[BatchSource, Validation | None]:
-    """Return the source of batches and the validation function (None: loss of held-out text).
+    """Return the source of training batches and the validation function.
 
-    Batches hold windows of text, preference pairs or sampled answers. Call it after the run is
-    restored.
+    The function is None for objectives validated by the loss on held-out text. Depending on the
+    objective, batches hold windows of text, preference pairs or sampled answers. Call this only
+    after `state` has been restored from a checkpoint.
     """
     device = plan.device
     steps = plan.step_config

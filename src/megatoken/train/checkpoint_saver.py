@@ -32,9 +32,9 @@ class CheckpointSaver:
         self._prune()  # a run killed after a commit may have left one too many
 
     def save(self) -> None:
-        """Start a checkpoint of this step, after committing the pending one.
+        """Start writing a checkpoint of the current step, unless this step was already saved.
 
-        Raises StorageError.
+        The pending checkpoint, if any, is committed first. Raises StorageError.
         """
         step = self._run.state.step
         if ("save", step) in self._run.progress.logged:
@@ -59,7 +59,10 @@ class CheckpointSaver:
         run.progress.logged.add(("save", step))
 
     def commit_pending(self) -> None:
-        """Commit the pending checkpoint, if any, then prune old ones. Raises StorageError."""
+        """Wait for the pending checkpoint, if any, commit it, and prune old ones.
+
+        Raises StorageError.
+        """
         pending = self._pending
         self._pending = None
         if pending is not None:
@@ -89,7 +92,7 @@ class CheckpointSaver:
             self._prune()
 
     def finish_mirror(self) -> None:
-        """Wait until the newest checkpoint is in `save.mirror`, or cannot be copied."""
+        """Wait until the newest checkpoint is copied to `save.mirror` or the last retry failed."""
         if self._run.config.save.mirror:
             if self.mirror.finish():
                 self._prune_here()
@@ -115,13 +118,16 @@ class CheckpointSaver:
             run.log.write("event", what="old checkpoints not removed", message=str(error))
 
     def find_best(self) -> int | None:
-        """Return the step of the best checkpoint if `save.keep_best` is set."""
+        """Return the step of the checkpoint with the lowest validation loss.
+
+        Returns None if `save.keep_best` is off or no checkpoint has a validation loss.
+        """
         if not self._run.config.save.keep_best:
             return None
         return self._run.progress.best_step(list_steps(self._root))
 
     def _link_best(self) -> None:
-        """Point RUN/best to the best checkpoint; the link is replaced atomically."""
+        """Atomically point the symlink RUN/best at the best checkpoint."""
         run = self._run
         step = self.find_best()
         if not run.is_main or step is None:
@@ -132,14 +138,14 @@ class CheckpointSaver:
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(step_folder(Path(CHECKPOINTS), step))
             new_link.replace(link)
-        except (OSError, NotImplementedError) as error:  # the disk may lack links
+        except (OSError, NotImplementedError) as error:  # no symlinks on this file system
             message = f"{error}: it is step {step}"
             run.log.write("event", what="no link to the best checkpoint", message=message)
 
     def save_last(self) -> None:
-        """Save and commit the last step; if that fails, retry after LAST_SAVE_RETRY_SECONDS.
+        """Save and commit the current step, retrying with pauses of LAST_SAVE_RETRY_SECONDS.
 
-        Raises StorageError.
+        Raises StorageError if the last attempt fails.
         """
         for pause in (*LAST_SAVE_RETRY_SECONDS, None):
             try:
@@ -153,17 +159,18 @@ class CheckpointSaver:
                 time.sleep(pause)
 
     def try_save(self) -> None:
-        """Call `save`; a failure is logged and training continues from intact checkpoints."""
+        """Call `save`, but log a storage failure instead of raising it."""
         self._try(self.save)
 
     def try_commit(self) -> None:
-        """Call `commit_pending`; a failure is logged."""
+        """Call `commit_pending`, but log a storage failure instead of raising it."""
         self._try(self.commit_pending)
 
     def try_commit_alone(self) -> None:
-        """Commit on rank 0 after another rank was lost, if the model is unsharded.
+        """Commit the pending checkpoint without the other ranks, after one of them was lost.
 
-        Rank 0 then wrote all the files.
+        Possible only on rank 0 and for an unsharded model, whose files are all written by rank 0;
+        otherwise does nothing.
         """
         run = self._run
         if self._pending is not None and run.is_main and run.state.dims.is_unsharded:
@@ -171,7 +178,7 @@ class CheckpointSaver:
             self.try_commit()
 
     def commit_if_written(self) -> None:
-        """Commit the pending checkpoint if all ranks have written it; log finished uploads."""
+        """Commit the pending checkpoint once all ranks have written it; log a finished upload."""
         self.mirror.report()
         if self._pending is not None and self._pending.is_written():
             self.try_commit()

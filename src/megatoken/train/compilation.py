@@ -1,8 +1,9 @@
 """Compile the forward, and run one forward and backward to check that it works.
 
-A sharded model does not survive an exception in its forward or backward: FSDP2 would reduce no
-gradients from then on, and other ranks would wait in a collective. So the compiler is first tried
-on a small model in this process only. An unsharded model is tried without its replicas.
+A sharded model cannot recover from an exception in its forward or backward: FSDP2 would no longer
+reduce gradients, and other ranks would wait in a collective. So the compiler is first tried on a
+small model in each process by itself. An unsharded model is compiled and run without communication
+between replicas.
 """
 
 import math
@@ -33,14 +34,14 @@ GRADIENT_TOLERANCE = 1e-2  # between norms of one gradient, which some kernels s
 def compile_forward(
     state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
 ) -> str:
-    """Compile the compute model and run it; return why that failed, or "" if it did not.
+    """Compile the compute model and run it once; return an error message, "" on success.
 
-    After a failure on any rank, the model is uncompiled on all ranks. Raises ConfigError if a
-    sharded model fails to compile although the small model did not.
+    If compilation fails on any rank, all ranks use the uncompiled model. Raises ConfigError if a
+    sharded model fails to compile after the small trial model succeeded.
 
-    mode: `on` compiles the full model; `blocks` compiles it by blocks, which share the code of the
-    first; `graphs` compiles the full model with CUDA graphs. A sharded model is always compiled by
-    blocks.
+    mode: `on` compiles the full model; `blocks` compiles each block separately, so that all blocks
+    share the code generated for the first; `graphs` compiles the full model with CUDA graphs. A
+    sharded model is always compiled by blocks.
     """
     shape = step_config.micro_batch, state.model.config.seq_len
     ids = torch.zeros(shape, dtype=torch.int64, device=device.torch_device)
@@ -69,15 +70,15 @@ def compile_forward(
 
 
 def without_replicas(state: TrainState) -> TrainState:
-    """Return a copy of the state that computes as a single process, unless the model is sharded.
+    """Return a copy of the state that does not communicate; a sharded state is returned as it is.
 
-    A failure in its forward or backward then leaves no other rank in a collective.
+    An exception in the copy's forward or backward cannot leave other ranks in a collective.
     """
     return replace(state, comm=Comm(DistEnv())) if state.dims.is_unsharded else state
 
 
 def free_gradients(state: TrainState, device: Device) -> None:
-    """Drop all gradients and unused GPU memory."""
+    """Set all gradients to None and release cached GPU memory."""
     state.compute_model.zero_grad(set_to_none=True)
     state.optimizer.zero_grad(set_to_none=True)
     if device.type == "cuda":
@@ -87,7 +88,7 @@ def free_gradients(state: TrainState, device: Device) -> None:
 def _compile_full(
     state: TrainState, step_config: StepConfig, device: Device, ids: Tensor, mode: str
 ) -> None:
-    """Compile an unsharded model and run it. Raises what the compiler raises."""
+    """Compile an unsharded model and run it; exceptions of the compiler pass through."""
     if mode != "graphs":
         if mode == "blocks":
             _compile_blocks(state.compute_model)
@@ -122,7 +123,7 @@ def _compile_split(state: TrainState, step_config: StepConfig, device: Device, i
 
 
 def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
-    """Compile and run a block like those of a sharded model. Raises what the compiler raises."""
+    """Compile and run a one-block copy of the model; exceptions of the compiler pass through."""
     config = replace(model.config, n_layer=1, vocab_size=1)
     small = GPT(config, seed=None).to(device.torch_device, device.dtype)
     set_attention(small, model.attention_name)

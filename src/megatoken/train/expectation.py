@@ -21,7 +21,10 @@ EXACT_SHARE = 0.005  # smaller relative deviations are reported as exact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Seconds of a step with the full batch, peak bytes of a process, and their source."""
+    """The expected seconds per full-batch step and peak bytes per process.
+
+    source: how they were obtained, for printing.
+    """
 
     step_seconds: float
     memory_bytes: int
@@ -36,7 +39,10 @@ class Expectation:
         return f"{duration} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
 
     def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
-        """Describe how the time of `batches` full batches and the memory differ from the plan."""
+        """Describe how the measured time and memory differ from the expected ones.
+
+        batches: training length in full batches. seconds: time of all steps.
+        """
         time_error = seconds / (batches * self.step_seconds) - 1
         memory_error = memory_bytes / self.memory_bytes - 1
         time_text = _describe_deviation(time_error, "longer", "shorter")
@@ -48,14 +54,17 @@ class Expectation:
 
 
 def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
-    """Return what a calibration depends on, except layers and micro-batch, as text."""
+    """Return the cache key of a calibration: everything it depends on but depth and micro-batch."""
     return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
 
 
 def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
-    """Return the cached calibration for the model's width and micro-batch, or None."""
+    """Return the cached calibration for this model at any depth, or None.
+
+    None also if it was measured at another micro-batch.
+    """
     saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
     if saved is None or saved["micro_batch"] != micro_batch:
         return None
@@ -69,9 +78,10 @@ def _describe_deviation(share: float, above: str, below: str) -> str:
 
 
 def expect(run: Run) -> Expectation | None:
-    """Return the expectation from `megatoken plan --calibrate`, or else from arithmetic.
+    """Return the expected time and memory of a run, or None if they cannot be predicted.
 
-    Arithmetic needs a known GPU. Returns None if neither is available.
+    A calibration by `megatoken plan --calibrate` is preferred. Without one, they are computed from
+    the specifications of the GPU, if it is a known model.
     """
     config = run.config
     model = run.data.model_config

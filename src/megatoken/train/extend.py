@@ -1,8 +1,9 @@
 """Extend the budget of a finished run (`train --extend`), and report changed learning rates.
 
-A learning-rate decay is planned for a certain end. With cosine and linear, the rate jumps up to the
-new, longer curve. Schedules that decay only at the end, such as wsd, are meant to be extended:
-training continues from a checkpoint before the decay, as if the new end had always been planned.
+A learning-rate schedule depends on the length of the run. When a cosine or linear schedule is
+extended, the rate jumps up to the new, longer curve. Schedules that decay only at the end, such as
+wsd, are meant to be extended: training continues from a checkpoint before the decay, as if the run
+had always had its new length.
 """
 
 import shutil
@@ -38,10 +39,11 @@ SCHEDULE_KEYS = (
 def extend_budget(
     resolved: ResolvedConfig, data: RunData, length: Duration, context: RunContext
 ) -> ResolvedConfig:
-    """Return the config with `length` added to the budget of a run that has reached its end.
+    """Return the config with `length` added to its budget, if the run has reached its end.
 
-    If the run is unfinished, the config is returned unchanged, so the same command can be repeated
-    after a stop. All ranks must call it. Raises ConfigError for a run without a checkpoint.
+    The config of an unfinished run is returned unchanged: if an extended run is stopped, repeating
+    the command with --extend only resumes it. All ranks must call this. Raises ConfigError for a
+    run without a checkpoint.
     """
     saved_steps: list[int] = context.comm.run_on_rank0(
         lambda: list_steps(context.out / CHECKPOINTS)
@@ -63,7 +65,7 @@ def extend_budget(
 def _lengthen(
     budget: BudgetConfig, steps: StepConfig, total_steps: int
 ) -> tuple[str, BudgetConfig]:
-    """Return the key of the setting that limits the budget, and the budget for `total_steps`."""
+    """Return the key of the budget setting to change, and a budget of `total_steps` steps."""
     tokens = steps.tokens_before(total_steps)
     if budget.steps:
         return "budget.steps", replace(budget, steps=total_steps)
@@ -73,9 +75,11 @@ def _lengthen(
 
 
 def set_aside_decay(plan: RunPlan, changes: Sequence[Change]) -> None:
-    """Set aside a lengthened run's checkpoints from a decay at the old end, so it resumes before.
+    """Move an extended run's checkpoints from the old decay out of the way.
 
-    They move to the run folder RUN/finished-step-N, with copies of the log and config so far.
+    The run then resumes from the newest checkpoint before the decay. The others move to
+    RUN/finished-step-N, a run folder with copies of the log and config so far. Does nothing for
+    schedules that decay from the start.
     """
     schedule = plan.config.optim.schedule
     old = previous_steps(plan.config, plan.step_config, changes)
@@ -132,7 +136,7 @@ def _is_intact(checkpoint: Path) -> bool:
 def previous_steps(
     config: Config, steps: StepConfig, changes: Sequence[Change]
 ) -> StepConfig | None:
-    """Return the lengths and schedule before `changes`, or None if none of them changed."""
+    """Return the step config before `changes`, or None if its lengths and schedule are the same."""
     old = {
         change.key: parse_value(FIELDS[change.key], change.old)
         for change in changes
@@ -178,7 +182,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
 
 
 def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: float) -> str:
-    """Describe the learning rate from `step` to the end. old_lr: the rate one step earlier."""
+    """Describe the learning rate from `step` to the end. old_lr: the rate at the previous step."""
     lr = schedule.lr(step)
     end = schedule.lr(total_steps - 1)
     if abs(lr - old_lr) <= 0.01 * old_lr:

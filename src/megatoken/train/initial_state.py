@@ -1,6 +1,6 @@
-"""The model and optimizer that a run starts with: new weights, `model.init`, or user objects.
+"""Build the model and optimizer of a run: new weights, those of `model.init`, or user objects.
 
-Loading a checkpoint over them is in restore.py.
+restore.py then replaces their state if the run has a checkpoint.
 """
 
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # also attention.value_tok
 def build_train_state(
     plan: RunPlan, model: GPT | None, optimizer: torch.optim.Optimizer | None
 ) -> TrainState:
-    """Put the model on its device and build its optimizer.
+    """Build the run's model, unless `model` is given, move it to the device, and add an optimizer.
 
-    Without a user's model, the weights are new or those of `model.init`. The latter are not loaded
-    if a checkpoint will replace them.
+    The weights of a built model are initialized from the seed or loaded from `model.init`; they are
+    not loaded if the run has a checkpoint, which will replace them.
 
-    model, optimizer: the user's, with the initial weights.
+    model, optimizer: the user's objects, or None to build them. model holds the initial weights.
     """
     config = plan.config
     if model is not None:
@@ -51,11 +51,11 @@ def build_train_state(
 
 
 def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
-    """Fill in the architecture from `model.init`, unless the config sets its own.
+    """Copy the architecture of `model.init` into the config, unless the config sets its own.
 
-    A config that sets only the context length or value head still takes the rest. Once the run in
-    `out` has a checkpoint, the architecture is read from it, because `model.init` may be gone.
-    Raises what `load_pretrained` raises.
+    model.seq_len and model.value_head may be set without preventing the copy, and are kept. Once
+    the run in `out` has a checkpoint, the architecture is read from there, because `model.init` may
+    no longer exist. Raises what `load_pretrained` raises.
     """
     model = resolved.config.model
     own_fields = {
@@ -113,11 +113,11 @@ def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: 
 
 
 def add_mean_rows(values: Tensor, n_old: int, n_new: int, config: ModelConfig) -> Tensor:
-    """Return a table (padded vocabulary, width) whose new rows are the mean of the old ones.
+    """Extend a table (vocabulary, width) by rows [n_old, n_new), each the mean of the old rows.
 
-    Rows [n_old, n_new) are new. A new token's logit is then the mean of the old logits, and its
-    probability at most 1/n_old (Hewitt 2021). With rows of zeros it would take nearly all the
-    probability where the other logits are far below 0.
+    The result has the padded vocabulary of `config`. A new token's logit is then the mean of the
+    old logits, and its probability at most 1/n_old (Hewitt 2021). A row of zeros would instead give
+    the new token nearly all the probability wherever the old logits are far below 0.
     """
     table = values.new_zeros(config.padded_vocab_size, values.shape[1])
     n_copied = min(len(table), len(values))
@@ -127,7 +127,7 @@ def add_mean_rows(values: Tensor, n_old: int, n_new: int, config: ModelConfig) -
 
 
 def _list_differences(actual: ModelConfig, expected: ModelConfig) -> list[str]:
-    """Return `model.field=value` of `actual` for each field of the architecture that differs."""
+    """Return the settings, as `model.field=value`, in which `actual` differs from `expected`."""
     expected_fields = expected.architecture()
     return [
         f"model.{name}={value}"
@@ -137,7 +137,10 @@ def _list_differences(actual: ModelConfig, expected: ModelConfig) -> list[str]:
 
 
 def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `model.init`; a shorter context keeps the first learned positions."""
+    """Yield (name, weights) of `model.init`, adapted to the run's vocabulary and context.
+
+    A shorter context keeps the first rows of learned position embeddings.
+    """
     console = plan.console
     name = plan.config.model.init
     model_config = plan.data.model_config

@@ -30,12 +30,12 @@ from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
 CACHE_FILE = "kernels.json"
-# Required speed-up over the plain implementation: on a CPU less is noise of a busy machine.
+# Required speed-up over the plain implementation. On a CPU, smaller differences may be noise.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 BLOCK_MARGIN = 1.0  # most of a block is attention, which is timed separately
 # Per operation: at most 50 rounds in half a second, at least 3.
 TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}
-MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
+MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # more do not change the ranking
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
 Errors = dict[str, str]  # "operation implementation" -> why it does not run here
@@ -43,10 +43,10 @@ Errors = dict[str, str]  # "operation implementation" -> why it does not run her
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """The chosen implementations, and the timings behind them (empty if the config names them all).
+    """The chosen implementation of each operation, and the timings that decided.
 
-    errors: of implementations that failed when timed. library: name of the native library; empty if
-    no native kernel is chosen.
+    seconds: empty if the config left no choice. errors: messages of implementations that failed
+    when timed. library: name of the native library; "" if no native kernel is chosen.
     """
 
     kernels: Kernels
@@ -60,11 +60,11 @@ class KernelChoice:
         return f"{text} ({self.library})" if self.library else text
 
     def sums_in_same_order(self, other: "KernelChoice") -> bool:
-        """Return whether both choices give the same bits."""
+        """Return whether training with either choice gives the same bits."""
         return replace(self, seconds={}, errors={}) == replace(other, seconds={}, errors={})
 
     def explain(self) -> list[tuple[str, str]]:
-        """Return (operation, chosen implementation and all timings) pairs to print."""
+        """Return pairs to print: the operation, then its chosen implementation and all timings."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
         rows = []
         for op, seconds in self.seconds.items():
@@ -73,7 +73,7 @@ class KernelChoice:
         return rows + [("failed", f"{form}: {reason}") for form, reason in self.errors.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as saved in machine.json."""
+        """Return the choice as JSON for machine.json."""
         return {
             "kernels": asdict(self.kernels),
             "masters": self.master_weights,
@@ -105,8 +105,9 @@ def autotune(
 ) -> KernelChoice:
     """Choose the fastest implementation of every operation that `machine` leaves to `auto`.
 
-    Trials take a few seconds. compiled: time implementations compiled, as the model will be; only
-    on CUDA.
+    Timing takes a few seconds.
+
+    compiled: whether to time blocks under torch.compile; ignored except on CUDA.
     """
     compiled = compiled and device.type == "cuda"
     if machine.attention in CUDA_ONLY:
@@ -137,7 +138,7 @@ def autotune(
     chosen = {name: forms[0] for name, forms in options.items()}
     for name, timings in seconds.items():
         chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
-    # Native products take low-precision weights, which autocast would have to make at every use.
+    # Native matmuls need low-precision weights, which autocast would have to cast at every use.
     master_weights = chosen.pop("mixed") == "masters" or (
         chosen["block"] == "native" and device.precision == "bf16"
     )
@@ -152,7 +153,7 @@ def autotune(
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
-    """Switch a state to the chosen implementations; weights and optimizer state stay."""
+    """Switch a state to the chosen implementations without changing weights or optimizer state."""
     set_attention(state.model, choice.kernels.attention)
     set_block_kernels(state.model, choice.kernels.block)
     state.cross_entropy_fn = LOSS[choice.kernels.loss]
@@ -163,7 +164,10 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
-    """Return the configured implementation per operation, by its name in machine.json."""
+    """Return the implementation that the config asks for (or `auto`) by operation.
+
+    The keys are the names of operations in machine.json.
+    """
     return {
         "block": machine.gemm_backend,
         "attention": machine.attention,
@@ -177,19 +181,20 @@ def list_requests(machine: MachineConfig) -> dict[str, Any]:
 def list_options(
     machine: MachineConfig, device: Device, dropout: float, *, has_windows: bool = False
 ) -> dict[str, list[str]]:
-    """Return the implementations of each operation that can run here, the plain one first.
+    """Return the implementations of each operation that can run here, plain PyTorch first.
 
-    A deterministic run uses the plain ones: the fastest depends on the number of threads. With
-    dropout every attention trains by the explicit formula (model/kernels/attention.py).
+    A deterministic run gets only the plain ones, because which one is fastest depends on the number
+    of threads. With dropout, no other attention is listed: all of them would fall back to the
+    explicit formula in training (model/kernels/attention.py).
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
-    if device.type == "cpu" and machine.compile in ("auto", "off"):  # else the compiler's kernels
+    if device.type == "cpu" and machine.compile in ("auto", "off"):  # else torch.compile's kernels
         native = ["native"] if find_library() else []
         if not dropout:
-            # Native attention is at least as fast as blocks of torch's products.
+            # Native attention is at least as fast as torch matmuls on blocks.
             options["attention"] += native if native and not has_windows else ["blocked"]
-        if native and device.precision == "fp32":  # torch's products may be at the hardware's limit
+        if native and device.precision == "fp32":  # torch's matmuls may be faster
             options["block"] += ["torch+native", "native"]
         elif machine.master_weights != "off":
             options["block"] += native
@@ -197,7 +202,7 @@ def list_options(
             options["loss"] += native
         elif machine.fused == "on" and native:
             options["loss"] = native
-        options["adamw"] = native or ["torch"]  # not timed: it moves a part of torch's bytes
+        options["adamw"] = native or ["torch"]  # not timed: it moves fewer bytes than torch's
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:
         options["attention"] += CUDA_ONLY
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
@@ -214,14 +219,14 @@ def list_options(
 
 
 def pick(seconds: Mapping[str, float], margin: float) -> str:
-    """Return the fastest implementation if it beats the first one by the factor `margin`."""
+    """Return the fastest implementation, or the first unless it is beaten by a factor `margin`."""
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
 
 
 def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
-    """Raise ConfigError if a CUDA backend does not support these heads."""
+    """Raise ConfigError if the attention `form` cannot run with these heads on this device."""
     heads = torch.zeros(
         1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device
     )
@@ -236,7 +241,7 @@ def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
 def _time_in_memory(
     config: ModelConfig, device: Device, seqs: int, *trial: Any
 ) -> tuple[Timings, Errors]:
-    """Call `_time_options`, halving the sequences until they fit in memory."""
+    """Call `_time_options`, halving the number of sequences until they fit in memory."""
     while True:
         try:
             return _time_options(config, device, seqs, *trial)
@@ -253,7 +258,7 @@ def _time_options(
 ) -> tuple[Timings, Errors]:
     """Time forward and backward of each operation's implementations in interleaved rounds.
 
-    Returns the timings, and why others failed.
+    Returns the timings, and the errors of implementations that failed.
     """
     trials = _build_trials(config, device, seqs, compiled)
 
@@ -266,7 +271,7 @@ def _time_options(
     errors: Errors = {}
     for name, forms in options.items():
         if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
-            continue  # decided: native products take low-precision weights
+            continue  # decided: native matmuls need low-precision weights
         calls = {}
         for form in forms:
             call = partial(run_trial, name, form)
@@ -278,7 +283,7 @@ def _time_options(
         if forms[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
         timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
-        # The best repeat: other load on the machine only adds time.
+        # The best repeat, because other load on the machine only adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
     return best, errors
 
@@ -286,9 +291,10 @@ def _time_options(
 def _build_trials(
     config: ModelConfig, device: Device, seqs: int, compiled: bool
 ) -> dict[str, Callable[[str], Tensor | None]]:
-    """Return the forward of each operation by implementation.
+    """Return for each operation a function that runs its forward with a named implementation.
 
-    Weights are timed in a full block, attention and the loss alone.
+    The functions for `block` and `mixed` run a full block, those for `attention` and `loss` only
+    that operation. A function that includes the backward returns None.
     """
     B, T, C = seqs, config.seq_len, config.d_model
     block = (
@@ -340,9 +346,12 @@ def _build_trials(
 
 
 def _find_error(call: Callable[[], object]) -> str:
-    """Return why an implementation does not run on this GPU or with this head size, or ""."""
+    """Call a function and return the message of its exception, or "" if it succeeds.
+
+    Out-of-memory errors are raised.
+    """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a backend that declines
+        with warnings.catch_warnings(action="ignore"):  # warnings of unsupported backends
             call()
     except Exception as error:
         if is_out_of_memory(error):

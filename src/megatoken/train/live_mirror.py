@@ -15,10 +15,11 @@ RETRY_SECONDS = (5.0, 20.0)  # pauses before retrying the last upload of a run
 
 
 def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
-    """Fetch the newest complete checkpoint if the folder has none; return whether one was fetched.
+    """Fetch the mirror's newest complete checkpoint if the run folder has none.
 
-    Raises ConfigError if the mirror belongs to another run or is ahead of this one, StorageError if
-    it cannot be read and the folder has no checkpoint.
+    Returns whether a checkpoint was fetched. Raises ConfigError if the mirror belongs to another
+    run or has later checkpoints than a run folder with checkpoints, and StorageError if it cannot
+    be read and the run folder has no checkpoint.
     """
     if not mirror:
         return False
@@ -40,8 +41,8 @@ def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
 def check_mirror(mirror: str, step: int, context: RunContext) -> None:
     """Check that `save.mirror` is writable and belongs to this run.
 
-    Raises ConfigError if it belongs to another run. If it cannot be written, raises StorageError
-    before the first step and only warns later.
+    Raises ConfigError if it belongs to another run. If it is not writable, raises StorageError for
+    a new run (`step` 0), but only warns when a run resumes.
     """
     if not mirror:
         return
@@ -54,9 +55,9 @@ def check_mirror(mirror: str, step: int, context: RunContext) -> None:
 
 
 class Mirror:
-    """Uploads of a run's checkpoints. Does nothing without `save.mirror` or on ranks other than 0.
+    """Uploads a run's checkpoints to `save.mirror` in the background, from rank 0.
 
-    A failed upload never stops training.
+    Does nothing on other ranks or if `save.mirror` is empty. A failed upload never stops training.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -78,7 +79,7 @@ class Mirror:
         return self._uploads.step if self._uploads else None
 
     def start(self) -> None:
-        """Upload the newest checkpoint unless an upload is running."""
+        """Upload the newest checkpoint, after the current upload if one is running."""
         if self._uploads is None:
             return
         progress = self._log.progress
@@ -89,7 +90,10 @@ class Mirror:
             self._console.warn(f"not copied to save.mirror: {error}")
 
     def report(self, *, wait: bool = False) -> bool:
-        """Log an upload that has ended; return whether one succeeded. wait: wait for it to end."""
+        """Log the upload that has just ended, if any, and return whether it succeeded.
+
+        wait: whether to wait for the current upload to end.
+        """
         answer = self._uploads.poll(wait=wait) if self._uploads else None
         if answer is None:
             return False
@@ -106,7 +110,10 @@ class Mirror:
         return True
 
     def finish(self) -> bool:
-        """Wait until the newest checkpoint is uploaded, with retries; False without a mirror."""
+        """Upload the newest checkpoint and wait for it, with retries.
+
+        Returns False if there is nothing to do on this rank, True otherwise, even after a failure.
+        """
         if self._uploads is None:
             return False
         self._console.print(f"copying to {self._save.mirror}")

@@ -1,11 +1,11 @@
 """Find the fastest micro-batch that fits in memory, by timing the model before the first step.
 
-Only forward and backward run. Gradients are dropped; weights, optimizer and random state do not
-change.
+Only forward and backward run, and their gradients are discarded: weights, optimizer state and
+random state do not change.
 
-A sharded model does not survive an exception in its forward or backward: FSDP2 would reduce no
-gradients from then on, and other ranks would wait in a collective. So the memory of its next size
-is predicted before that size is tried.
+A sharded model cannot recover from an out-of-memory error in its forward or backward: FSDP2 would
+no longer reduce gradients, and other ranks would wait in a collective. So the memory of each size
+is predicted from the previous one before it is tried.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ from megatoken.train.step import forward_backward
 
 RATES = "micro_batches.json"  # file in the measurement cache
 MAX_CPU_TOKENS = 8192  # fewer already fill a CPU's caches; on a GPU, memory is the limit
-MARGIN = 1.02  # by which a smaller size must be faster, since a larger one accumulates less often
+MARGIN = 1.02  # factor by which a smaller size must be faster; a larger one accumulates less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
 REPEATS = 3  # runs of each size, the first of which warms up
 LONG_SECONDS = 0.5  # after a longer first run, one more is enough on a CPU
-MEMORY_SHARE = 0.95  # of free memory for a sharded model; blocks leave gaps
+MEMORY_SHARE = 0.95  # share of free memory that a sharded model may use, because of fragmentation
 
 
 def find_rates(
@@ -42,11 +42,11 @@ def find_rates(
     device: Device,
     batch_seqs: int,
 ) -> tuple[dict[int, float], bool]:
-    """Return the rates of `tune_micro_batch`, and whether they came from the cache.
+    """Return tokens/s by micro-batch size, and whether they came from the cache.
 
-    Only rates of a single process on a CPU are cached, for models that differ only in depth. There
-    several sizes are often equally fast, so measuring again could change the rounding and the
-    memory of identical runs.
+    They are cached only for a single process on a CPU, where several sizes are often equally fast:
+    without the cache, two identical runs could choose different sizes and so round differently.
+    Models that differ only in depth share a cache entry.
     """
     if device.type != "cpu" or not state.comm.is_single_process:
         return tune_micro_batch(state, step_config, device, batch_seqs), False
@@ -61,7 +61,10 @@ def find_rates(
 
 
 def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Return as text what the speed of forward and backward depends on, except depth and batch."""
+    """Return a cache key for the speed of forward and backward.
+
+    It names all that the speed depends on, except the model's depth and the batch size.
+    """
     shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
     threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
     return (
@@ -75,13 +78,13 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
 def tune_micro_batch(
     state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int
 ) -> dict[int, float]:
-    """Return tokens/s by micro-batch size. All ranks must call it and measure together.
+    """Time growing micro-batch sizes and return tokens/s by size. All ranks must call it.
 
-    Sizes grow until one runs out of memory, or two in a row are no faster than the best; for a
-    sharded model, they stop before a size that is predicted not to fit. A size at less than half
-    the best rate is timed again, since the machine may have been busy. A lone candidate is not
-    timed and gets 0. Raises ConfigError if not even one sequence fits. Sharded models pass
-    out-of-memory errors on.
+    It stops after a size that runs out of memory, or after two sizes in a row that are no faster
+    than the best so far. For a sharded model, it stops before a size that is predicted not to fit,
+    and an out-of-memory error is not caught. A size that reaches less than half the best rate is
+    timed twice, because the machine may have been busy. If there is only one size to try, it is not
+    timed and its rate is 0. Raises ConfigError if not even one sequence fits.
     """
     seq_len = state.model.config.seq_len
     sizes = candidate_sizes(batch_seqs, seq_len, device.type)
@@ -92,7 +95,7 @@ def tune_micro_batch(
     n_slower = 0
     bytes_per_seq = 0.0  # of the previous size
     for size in sizes:
-        # Bytes per sequence do not grow with the size, because part of the memory is constant.
+        # An upper bound: part of the measured memory does not grow with the size.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
         best = max(rates.values(), default=0.0)
@@ -118,7 +121,8 @@ def _time_on_all(
 ) -> tuple[float, float]:
     """Return the seconds for `rows` sequences, and the bytes per sequence of a micro-batch.
 
-    The seconds are the same on all processes; 0 if any of them runs out of memory.
+    All ranks get the seconds of rank 0, or 0 if any rank runs out of memory. The bytes are this
+    rank's.
     """
     seconds = needed = 0.0
     try:
@@ -143,9 +147,11 @@ def _free_bytes(device: Device) -> float:
 def _time_forward_backward(
     state: TrainState, step_config: StepConfig, device: Device, rows: int
 ) -> tuple[float, int]:
-    """Return the shortest seconds for `rows` sequences, and the bytes they needed on a GPU.
+    """Return the best time in seconds for `rows` sequences, and the bytes allocated for it.
 
-    rows: two micro-batches if the batch allows, so that the second adds to existing gradients.
+    The bytes are 0 except on CUDA.
+
+    rows: two micro-batches if the batch is large enough, so that the time includes accumulation.
     """
     config = state.model.config
     # Many different ids, as in text, without drawing from the random state.
@@ -167,13 +173,16 @@ def _time_forward_backward(
 
 
 def pick_micro_batch(rates: Mapping[int, float]) -> int:
-    """Return the largest size that no other one beats by more than MARGIN."""
+    """Return the largest size whose rate is within the factor MARGIN of the best one."""
     best = max(rates.values())
     return max(size for size, rate in rates.items() if rate * MARGIN >= best)
 
 
 def candidate_sizes(batch_seqs: int, seq_len: int, device_type: str) -> list[int]:
-    """Return divisors of the batch to try, ascending: each at least 1.5 times the previous one."""
+    """Return the micro-batch sizes to try, ascending, each at least 1.5 times the previous one.
+
+    All divide `batch_seqs`, the sequences of a step on this rank.
+    """
     largest = batch_seqs if device_type != "cpu" else max(1, MAX_CPU_TOKENS // seq_len)
     sizes: list[int] = []
     for size in range(1, min(batch_seqs, largest) + 1):

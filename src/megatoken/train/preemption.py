@@ -2,8 +2,8 @@
 
 SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only
 set a flag; the loop then saves. A second SIGTERM or SIGINT ends the process at once with
-ExitCode.STOPPED. Ranks of a launcher leave that to it, because a rank may receive the first signal
-twice, and its handler is delayed during a long matmul.
+ExitCode.STOPPED. Ranks started by a launcher ignore the second signal, because they may receive the
+first one twice, and because a long matmul delays the handler; the launcher kills them instead.
 """
 
 import math
@@ -27,12 +27,15 @@ class StopRequested(Exception):
 
 
 class PreemptionHandler:
-    """Context manager around the training loop; `stop_requested` is the reason to stop, if any."""
+    """Context manager around the training loop that records requests to stop.
+
+    The loop polls `stop_requested`, which holds the reason.
+    """
 
     def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
-        """Start the time limit (None: no limit).
+        """Start the clock of the time limit; None for no limit.
 
-        steps: the loop stops only after multiples of this.
+        steps: the loop can stop only at step numbers that are multiples of this.
         """
         self._steps = steps
         self._limit = time_limit_seconds or 0.0
@@ -61,7 +64,10 @@ class PreemptionHandler:
         return self.stop_before(0.0)
 
     def stop_before(self, seconds: float) -> str:
-        """Return `stop_requested`, reserving `seconds` for an action before the next step."""
+        """Return the reason to stop now, assuming that an action of `seconds` comes next.
+
+        "" if the action still fits in the time limit and nothing else asks to stop.
+        """
         if self._signal and not self._reason:
             return name_cause(self._signal)  # may change: a dying launcher takes a moment
         if (
@@ -72,16 +78,17 @@ class PreemptionHandler:
         return self._reason
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to save and stop. The first reason is kept."""
+        """Ask the loop to save and stop. Only the first reason is recorded."""
         if not self._signal:
             self._reason = self._reason or reason
 
     @property
     def reserve_seconds(self) -> float:
-        """Seconds to reserve for the steps until the loop can stop, and for a save.
+        """Seconds before the time limit at which the loop must stop, to have time to save.
 
-        They are 1.5 times the sum of these steps, each as long as the longest recent one, and of
-        the longest save so far. Before the first, a save counts as 5% of the limit, at most 30 s.
+        1.5 times the sum of the longest save so far and the steps until the loop can stop, each
+        as long as the longest recent step. Until a save has been timed, it is assumed to take 5% of
+        the limit, but at most 30 s.
         """
         expected = min(30.0, 0.05 * self._limit)
         save = expected if self._save_seconds is None else self._save_seconds

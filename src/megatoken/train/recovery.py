@@ -1,9 +1,10 @@
 """Recover from bad steps: skip the batch; after several in a row, rewind to a checkpoint.
 
-A skipped batch leaves no trace: the run is bit-identical to one whose data never held it. After
-`optim.max_skips` in a row the weights may be at fault, so training rewinds to the newest checkpoint
-and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022, section 5.1). If
-replicas differ, training rewinds but skips nothing. All ranks decide from the same numbers.
+A skipped batch leaves no trace: the run is bit-identical to one without that batch in its data.
+After `optim.max_skips` bad steps in a row, the weights may be at fault, so training rewinds to the
+newest checkpoint and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022,
+section 5.1). If replicas differ, training rewinds but skips no batches. All ranks see the same
+numbers and so make the same decisions.
 """
 
 from bisect import insort
@@ -18,7 +19,7 @@ from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error
 
-MAX_REWINDS = 2  # in a row without a step beyond the furthest one
+MAX_REWINDS = 2  # without getting past the furthest step
 REPLICA_CHECK_STEPS = 100
 REPLICA_FIX = "test the memory and device of that rank; the same command resumes"
 
@@ -39,7 +40,7 @@ class Recovery:
         self.in_spike = False
 
     def accept(self, step: StepMetrics) -> None:
-        """Record a step that updated the weights; report it if it is the first of a spike."""
+        """Record a step that updated the weights; report the first step of a spike."""
         self.bad_batches.clear()
         if step.step > self.furthest_step:
             self.furthest_step = step.step
@@ -55,10 +56,11 @@ class Recovery:
         self.state.recent.values.append((step.loss, step.grad_norm))
 
     def skip(self, bad: StepMetrics) -> None:
-        """Remove a bad step's batch from the data order, after `state.step` was reset to before it.
+        """Remove a bad step's batch from the data order.
 
-        Rewinds after `optim.max_skips` in a row. Raises NumericsError if rewinding does not help,
-        or if the gradient is 0.
+        `state.step` must already be back at its value before the bad step. After `optim.max_skips`
+        bad steps in a row, rewinds to a checkpoint. Raises NumericsError if the gradient is 0, or
+        if rewinding does not help.
         """
         if bad.grad_norm == 0:
             raise bad_step_error(bad.step, bad.loss, bad.grad_norm)
@@ -92,8 +94,8 @@ class Recovery:
     def check_replicas(self) -> bool:
         """Compare weights and optimizer state of all replicas; if they differ, rewind.
 
-        Returns whether they differ. Replicas on different devices or with different numbers of
-        threads may round differently and are not compared.
+        Returns whether they differ. Replicas are compared only with others on the same kind of
+        device and with the same number of threads, because rounding may depend on both.
         """
         run = self.run
         state = self.state
@@ -119,7 +121,8 @@ class Recovery:
     def rewind(self, error: NumericsError, last_bad_batch: int = -1) -> None:
         """Load the newest checkpoint and skip the batches from there to `last_bad_batch`.
 
-        Raises `error` if there is no checkpoint, or after MAX_REWINDS without progress.
+        By default no batches are skipped. Raises `error` if there is no checkpoint, or if
+        MAX_REWINDS rewinds did not get training past its furthest step.
         """
         run = self.run
         state = self.state

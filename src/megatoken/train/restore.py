@@ -1,4 +1,4 @@
-"""Load a run's newest valid checkpoint: before the first step, and to rewind after bad steps."""
+"""Load a run's newest valid checkpoint, at the start of a run or to rewind after bad steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,10 +21,11 @@ def restore(
 ) -> CheckpointManifest | None:
     """Load the newest checkpoint that is valid on every node, and rewind the log to its step.
 
-    Returns its manifest, or None if there is no checkpoint. Damaged checkpoints are reported and
-    skipped. All ranks load the same checkpoint or raise the same error: DataError if the dataset is
-    not the one trained on (with allow_changes, only if its tokenizer differs), CheckpointError if
-    no checkpoint is valid.
+    Returns its manifest, or None if the run has no checkpoint. Damaged checkpoints are reported and
+    skipped. All ranks load the same checkpoint or raise the same error: CheckpointError if every
+    checkpoint is damaged, DataError if the checkpoint was trained on a different dataset.
+
+    allow_changes: whether to accept a different dataset, provided its tokenizer is the same.
     """
     root = plan.out / CHECKPOINTS
     if plan.is_main:
@@ -47,7 +48,7 @@ def restore(
 
 
 def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -> list[Change]:
-    """Return the change from a checkpoint's dataset to this one, or an empty list."""
+    """Return a list with the change of dataset since the checkpoint; empty if it is the same."""
     if manifest is None or manifest.meta.get("dataset") == dataset.fingerprint:
         return []
     trained_on = str(manifest.meta.get("dataset"))
@@ -57,9 +58,10 @@ def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -
 def _rewind_log(
     plan: RunPlan, step: int, elapsed_seconds: float
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
-    """Drop the log's rows after `step`, and describe the remaining rows.
+    """Drop the log's rows after `step`, and summarize the remaining ones.
 
-    Returns the set of their (kind or task, step), and the validation losses by step.
+    Returns the set of their (kind, step) pairs, with the task's name as the kind of a task score,
+    and a dict from step to validation loss.
     """
     plan.log_file.rewind(step, elapsed_seconds)
     rows = read_metrics(plan.out)
@@ -70,10 +72,10 @@ def _rewind_log(
 def _load_on_all(
     state: TrainState, folder: Path, plan: RunPlan, *, allow_changes: bool
 ) -> CheckpointManifest | None:
-    """Load a checkpoint and return its manifest, or None on all ranks if any rank finds it damaged.
+    """Load a checkpoint on all ranks and return its manifest, or None if any rank finds damage.
 
-    Disks fail per node, so the ranks of each node together verify all files, one share per rank.
-    Errors other than damage are raised on all ranks.
+    Files may be damaged on one node only, so the ranks of every node divide all files among
+    themselves and verify them. Errors other than damage are raised on all ranks.
     """
     files: Mapping[str, FileEntry] = {}
     error: MegatokenError | None = None
@@ -82,7 +84,7 @@ def _load_on_all(
     except MegatokenError as raised:
         error = raised
         try:
-            verify(folder)  # damage may be the reason
+            verify(folder)  # report damage if that is the cause
         except CheckpointError as cause:
             error = cause
     reports = state.comm.gather((files, error))
@@ -113,7 +115,7 @@ def _load_on_all(
 def _load(
     state: TrainState, folder: Path, dataset: Mixture, *, allow_changes: bool
 ) -> tuple[CheckpointManifest, Mapping[str, FileEntry]]:
-    """Load a checkpoint into this rank's state; return its manifest and the verified files."""
+    """Load a checkpoint into this rank's state; return its manifest and the files verified here."""
     rank = state.comm.dist_env.local_rank
     n_ranks = state.comm.dist_env.local_world_size
     manifest = verify(folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors"))
@@ -127,7 +129,10 @@ def _load(
 
 
 def _check_dataset(manifest: CheckpointManifest, dataset: Mixture, *, allow_changes: bool) -> None:
-    """Raise DataError unless the dataset is the one trained on, or another one is allowed."""
+    """Raise DataError unless the checkpoint was trained on this dataset.
+
+    allow_changes: whether to accept a different dataset, provided its tokenizer is the same.
+    """
     trained_on = str(manifest.meta.get("dataset"))
     has_same_ids = manifest.meta.get("tokenizer") == dataset.tokenizer.fingerprint
     if trained_on == dataset.fingerprint or (has_same_ids and allow_changes):

@@ -31,7 +31,7 @@ Callback = Callable[[dict[str, Any]], bool | None]
 class RunContext:
     """Where a run trains: its folder, this process and its device.
 
-    console: quiet except on rank 0.
+    console: prints nothing on ranks other than 0.
     """
 
     out: Path
@@ -49,8 +49,10 @@ class RunContext:
 class Progress:
     """What a run has logged and saved so far. Weights, step and skipped batches are in TrainState.
 
-    logged: (kind, step) of the rows in the metrics log; (task, step) of an evaluation. val_losses:
-    nats by step. verified: checkpoint files that this process has hashed, by folder.
+    logged: a (kind, step) pair for each row in the metrics log, with the task's name as the kind of
+        a task score.
+    val_losses: validation loss in nats by step.
+    verified: checkpoint files that this process has hashed, by checkpoint folder.
     """
 
     logged: set[tuple[str, int]] = field(default_factory=set)
@@ -58,12 +60,18 @@ class Progress:
     verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Return the step with the lowest validation loss (the first on ties), or None."""
+        """Return which of `steps` has the lowest validation loss, or None if none was validated.
+
+        The earliest wins a tie.
+        """
         measured = [s for s in sorted(steps) if math.isfinite(self.val_losses.get(s, math.nan))]
         return min(measured, key=self.val_losses.__getitem__, default=None)
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """Return whether the last `patience` validations (0: no limit) did not lower the loss."""
+        """Return whether the last `patience` validations did not lower the loss.
+
+        Always False if `patience` is 0.
+        """
         best = self.best_step(self.val_losses)
         n_worse = sum(best is None or step > best for step in self.val_losses)
         return 0 < patience <= n_worse
@@ -71,10 +79,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run trains and evaluates on.
+    """The dataset, tasks and model shape of a run.
 
-    loader: None for objectives that train on rows of conversations. epoch_tokens: targets in one
-    pass over the training split. tasks: multiple-choice examples by task.
+    tasks: multiple-choice examples by task. loader: None for objectives with their own batch
+    source, such as preference pairs. epoch_tokens: training tokens in one pass over the dataset.
     """
 
     dataset: Mixture
@@ -90,9 +98,10 @@ class RunData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan(RunContext):
-    """What a run trains, before its model exists.
+    """All that is known about a run before its model is built.
 
-    config: with the machine settings that its layout allows. log_file: locks the run folder.
+    config: without machine settings that the chosen sharding does not support. log_file: holds the
+    lock of the run folder while it is open.
     """
 
     config: Config
@@ -105,10 +114,10 @@ class RunPlan(RunContext):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
-    """Passes rows to the metrics log and the callbacks, and phases to the status and the watchdog.
+    """Sends rows to the metrics log and the callbacks, and phases to status.json and the watchdog.
 
-    plan: before tuning; its micro-batch is a placeholder. callbacks: called with every row (kind,
-    step, tokens, elapsed_seconds and values); a callback that returns True stops the run.
+    plan: its step_config.micro_batch is only a placeholder. callbacks: called with a dict for every
+    row (kind, step, tokens, elapsed_seconds and values); one that returns True stops the run.
     """
 
     plan: RunPlan
@@ -126,9 +135,9 @@ class RunLog:
     def write(
         self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any
     ) -> None:
-        """Add a row at `step` (default: the current step).
+        """Log a row of `values` at `step`, by default the current one, and pass it to callbacks.
 
-        to_file: False for train rows between those that are logged.
+        to_file: whether to write the row to the log; if False, only callbacks get it.
         """
         step = self.state.step if step is None else step
         tokens = self.state.tokens_trained(self.plan.step_config, step)
@@ -147,7 +156,7 @@ class RunLog:
 
     @contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
-        """Report a nested phase, then the outer one again."""
+        """Report `phase` inside the context, then the surrounding phase again."""
         with self.plan.heartbeat.during(phase, step):
             outer = self.plan.log_file.begin(phase)
             try:
@@ -158,10 +167,11 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(RunPlan):
-    """A run that is ready to train. Only `progress` and `state` (weights, step) change.
+    """A run that is ready to train. Only the contents of `state` and `progress` change.
 
-    validation: measures held-out rows in place of held-out text. restore: loads the newest
-    checkpoint into `state` and `progress`; returns its manifest, or None without a checkpoint.
+    validation: measures the objective on held-out rows; None to measure the loss on held-out text.
+    restore: loads the newest checkpoint into `state` and `progress`, and returns its manifest, or
+        None if there is no checkpoint.
     """
 
     state: TrainState
@@ -173,10 +183,12 @@ class Run(RunPlan):
     restore: Callable[[], CheckpointManifest | None]
 
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
-        """Raise StopRequested on all ranks if one of them has to save and stop; all must call it.
+        """Raise StopRequested on all ranks if one has to save and stop, else combine their flags.
 
-        Stops wait for the last update on the same rollout. next_seconds: previous duration of what
-        comes next. Returns whether any rank has set `flag`.
+        All ranks must call it. Returns whether any rank passed `flag` as True. Between the updates
+        on one batch of sampled answers, nothing is raised, because only weights are saved.
+
+        next_seconds: expected duration of what comes next, which must fit in the time limit.
         """
         must_stop = bool(self.stop.stop_before(next_seconds))
         must_stop, flag = self.comm.any_of_each([must_stop, flag])

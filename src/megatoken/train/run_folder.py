@@ -15,20 +15,21 @@ from megatoken.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
-BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # that `train --extend` changes
-LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # of a start that failed
+BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # changed by `train --extend`
+LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # files of a failed start
 
 
 def find_changes(
     out: Path, config: Config, *, allow_changes: bool = False, allowed: Collection[str] = ()
 ) -> list[Change]:
-    """Return the settings that differ from those of the run in `out`.
+    """Return the settings in which `config` differs from the newest valid checkpoint in `out`.
 
-    A run folder has our provenance.json or a checkpoint. Raises ConfigError if the folder holds
-    something else, or if a changed setting may not change; StorageError if it cannot be read.
+    Returns an empty list if the folder is new or has no valid checkpoint. Raises ConfigError if it
+    holds something that is not a run, or if a resume must not change one of the settings, and
+    StorageError if it cannot be read.
 
-    allow_changes: whether all guarded settings may change. allowed: guarded settings that may
-    change in any case.
+    allow_changes: whether guarded settings may change. allowed: keys of guarded settings that may
+    change even if allow_changes is False.
     """
     with storage_errors(out, what=UNUSABLE, fix=OTHER_FOLDER):
         root = out / CHECKPOINTS
@@ -55,7 +56,7 @@ def find_changes(
 def check_changes(
     changes: list[Change], out: Path, *, allow_changes: bool, allowed: Collection[str]
 ) -> None:
-    """Raise ConfigError if a change is fatal, or guarded and not allowed."""
+    """Raise ConfigError if a change is of the class `fatal`, or is `guarded` and not allowed."""
     refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
     differences = [str(c) for c in changes if c.resume in refused and c.key not in allowed]
     if not differences:

@@ -1,7 +1,7 @@
 """Set up a run before its first step: data, layout, checks, and the files that describe it.
 
-train.py calls these functions once, in order. The model is built in initial_state.py, and kernels
-and micro-batch are chosen in tuning.py.
+train.py calls these functions once each, in order. initial_state.py builds the model, and tuning.py
+chooses kernels and micro-batch.
 """
 
 import json
@@ -56,17 +56,18 @@ from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZE
 from megatoken.train.state import StepConfig, build_step_config
 
 SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
-MEMORY_MARGIN = 2  # times the free memory may be needed: other programs may end or be swapped out
+MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may end or be swapped out
 
 
 def check_folder(
     context: RunContext, config: Config, *, allow_changes: bool, allowed: Sequence[str]
 ) -> list[Change]:
-    """Check that the folder is unused or this run's; fetch a missing checkpoint from the mirror.
+    """Check that the run folder can be used, and fetch a checkpoint if only the mirror has one.
 
-    Returns the settings that changed since the last start.
+    Returns the settings that changed since the last start. Raises what `find_changes` and
+    `fetch_from_mirror` raise.
 
-    allowed: guarded settings that may change.
+    allow_changes, allowed: as in `find_changes`.
     """
     out = context.out
     changes = find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
@@ -76,9 +77,9 @@ def check_folder(
 
 
 def open_log(out: Path, comm: Comm) -> MetricsLogger:
-    """Return rank 0's metrics log, which locks the run folder, or one that writes nothing.
+    """Open the metrics log on rank 0, which locks the run folder; other ranks get a dummy log.
 
-    Raises StorageError on all ranks if another run uses the folder or it cannot be written.
+    Raises StorageError on all ranks if another process uses the folder or it is not writable.
     """
     logs = [MetricsLogger(out)]
     comm.run_on_rank0(lambda: logs.append(MetricsLogger.open(out)))
@@ -88,9 +89,9 @@ def open_log(out: Path, comm: Comm) -> MetricsLogger:
 def open_data(config: Config, context: RunContext) -> RunData:
     """Open the dataset, its tokenizer, the tasks, and the loader of this data-parallel rank.
 
-    Raises DataError if something is missing or damaged or the dataset is smaller than a batch,
-    ConfigError if the model cannot hold the tokenizer's ids or the batch does not divide among
-    ranks.
+    Raises DataError if something is missing or damaged, or if the dataset is smaller than a batch.
+    Raises ConfigError if model.vocab_size is too small for the tokenizer, or if the batch does not
+    divide among ranks.
     """
     dataset = load_mixture(
         config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
@@ -130,7 +131,7 @@ def open_data(config: Config, context: RunContext) -> RunData:
 
 
 def _open_loader(config: Config, dataset: Mixture, comm: Comm) -> DataLoader:
-    """Return the loader of this data-parallel rank; tensor-parallel ranks share its batches."""
+    """Return this rank's data loader; all ranks of a tensor-parallel group get the same batches."""
     order = config.data.order
     if order == "sequential" and len(dataset.parts) > 1:
         fix = "set data.order=shuffled, or one dataset in data.path"
@@ -169,16 +170,17 @@ def _check_data_kind(config: Config, dataset: Mixture) -> None:
 
 
 def _open_marks(config: Config, dataset: Mixture) -> Marks | None:
-    """Return the marks of the training rows of conversations, or None for text."""
+    """Return the per-token marks of conversations in the training split, or None for plain text."""
     if OBJECTIVE_DATA[config.objective.name] == "text":
         return None
     return np.concatenate([open_rows(part.dataset, "train").marks for part in dataset.parts])
 
 
 def _find_document_start(dataset: Mixture) -> int:
-    """Return the id that separates documents. Raises ConfigError if the split is one document.
+    """Return the token id that separates documents, the tokenizer's end-of-text.
 
-    Shards of other programs do not record their documents and may use another id, so they are
+    Raises ConfigError if the training split is a single document. Shards written by other programs
+    do not record the number of documents and may use another separator, so their tokens are
     searched for this one.
     """
     eot = dataset.tokenizer.eot
@@ -202,7 +204,10 @@ def plan_run(
     stop: PreemptionHandler,
     context: RunContext,
 ) -> RunPlan:
-    """Choose the layout and resolve the run's lengths. Raises what `choose_layout` raises."""
+    """Choose how the model is sharded and convert the run's durations to steps.
+
+    Raises what `choose_layout` raises.
+    """
     config, dims = choose_layout(config, data.model_config, context)
     device = context.device
     return RunPlan(
@@ -225,8 +230,9 @@ def plan_run(
 def choose_layout(
     config: Config, model_config: ModelConfig, context: RunContext
 ) -> tuple[Config, ParallelDims]:
-    """Choose how the model is sharded, and turn off machine settings that this rules out.
+    """Choose how to shard the model; return the config and the mesh of processes.
 
+    Machine settings that the sharding does not support are turned off in the returned config.
     Raises ConfigError if the model cannot fit in memory.
     """
     device = context.device
@@ -255,9 +261,10 @@ def _disable_unsupported(config: Config, dims: ParallelDims, console: Console) -
 
 
 def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
-    """Check disk and mirror, then write provenance, config, tokenizer and status. Rank 0 only.
+    """Check the free space, write provenance, config, tokenizer and status, and check the mirror.
 
-    Raises StorageError if the disk is full or failing.
+    Call it on rank 0 only. Raises StorageError if the disk is too full or failing, and what
+    `check_mirror` raises.
     """
     out = plan.out
     check_space(plan.config, plan.data.model_config, plan.step_config, step, out)
@@ -275,10 +282,10 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
 def check_space(
     config: Config, model_config: ModelConfig, steps: StepConfig, step: int, out: Path
 ) -> None:
-    """Raise StorageError unless the checkpoints that will exist at once fit on the disk.
+    """Raise StorageError unless the disk has room for the most checkpoints that exist at one time.
 
-    There will be one more than are kept, or two more with a mirror, because an old checkpoint is
-    removed only after a new one is committed and copied.
+    That is one more than the settings keep, because an old checkpoint is removed only after a new
+    one is committed. With a mirror it is two more, because one that is being copied is kept, too.
     """
     save = config.save
     every = steps.steps(save.every)
@@ -298,7 +305,7 @@ def check_space(
 
 
 def _describe_program(context: RunContext) -> dict[str, Any]:
-    """Return the versions, machine and command of this start."""
+    """Return software versions, hardware and command line of this start, for provenance.json."""
     return {
         "megatoken": __version__,
         "commit": find_commit(),

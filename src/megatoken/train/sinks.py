@@ -1,6 +1,6 @@
-"""Start one process per sink, which sends it the run's metrics (cli/sync.py).
+"""Start a process for each metrics sink (W&B, TensorBoard, trackio) that sends it the run's rows.
 
-A sink can never stop a run.
+The process runs cli/sync.py, so a failing sink cannot stop the run.
 """
 
 from importlib.util import find_spec
@@ -16,14 +16,17 @@ LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
 
 
 def check_sinks(names: str) -> None:
-    """Raise ConfigError for a sink whose package is not installed."""
+    """Raise ConfigError if the package of a sink is not installed. names: separated by commas."""
     for name in split_sinks(names):
         if find_spec(name) is None:
             raise ConfigError(f"log.sinks: {name} is not installed", fix=f"pip install {name}")
 
 
 class SinkProcesses:
-    """One process per sink. After the run, even a killed one, it sends the last rows and ends."""
+    """One background process per sink.
+
+    They outlive the run, even if it is killed, until they have sent its last rows.
+    """
 
     def __init__(self, names: str, run: Path, console: Console) -> None:
         self._console = console
@@ -40,7 +43,7 @@ class SinkProcesses:
                 console.warn(f"{name} gets no rows: {error.strerror}")
 
     def finish(self) -> None:
-        """Wait until the last rows are sent, or print how to send them later."""
+        """Wait up to LAST_ROWS_SECONDS for each sink to get the last rows; report failures."""
         for name, process in self._processes.items():
             exit_code = process.wait(LAST_ROWS_SECONDS)
             if exit_code:

@@ -23,17 +23,20 @@ SMALLEST = 1e-30  # in place of a loss of 0
 
 @dataclass(slots=True)
 class RecentSteps:
-    """(loss, gradient norm) of the last accepted steps, oldest first."""
+    """A window of the last accepted steps: a (loss, gradient norm) pair for each, oldest first."""
 
     values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def load(self, values: Iterable[Sequence[float]]) -> None:
-        """Replace the window with a saved one."""
+        """Replace the window by (loss, gradient norm) pairs from a checkpoint."""
         self.values.clear()
         self.values.extend((loss, grad_norm) for loss, grad_norm in values)
 
     def limits(self) -> tuple[float, float]:
-        """Return the largest loss and gradient norm that are not spikes; infinite at first."""
+        """Return the largest loss and the largest gradient norm that are not spikes.
+
+        Both are infinite until the window has MIN_STEPS steps.
+        """
         if len(self.values) < MIN_STEPS:
             return math.inf, math.inf
         losses, grad_norms = zip(*self.values, strict=True)
@@ -41,9 +44,10 @@ class RecentSteps:
 
 
 def upper_limit(values: Sequence[float], min_ratio: float) -> float:
-    """Return the limit DEVIATIONS robust standard deviations of the logs above the median.
+    """Return the largest value that is not a spike, given the recent values.
 
-    It is at least `min_ratio` times the median.
+    Its log lies DEVIATIONS standard deviations above the median log, with the deviation estimated
+    from the median absolute deviation. It is at least `min_ratio` times the median.
     """
     logs = sorted(math.log(max(value, SMALLEST)) for value in values)
     middle = len(logs) // 2

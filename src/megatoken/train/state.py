@@ -1,6 +1,6 @@
 """Training state: weights, optimizer state, loss scaler and step number.
 
-Dropout is a function of (seed, step, sequence, place in the model), so there is no random state.
+No random state is kept: dropout is a function of seed, step, sequence and position in the model.
 """
 
 import copy
@@ -42,15 +42,15 @@ class TrainState:
     """Weights, optimizer state and step number of a run.
 
     model: the fp32 weights, which are updated, evaluated and saved.
-    sharded: this process's part of them.
-    compute_model: runs forward and backward: the model, or a low-precision copy with master
-        weights.
+    compute_model: the model that runs forward and backward: `model` itself, or with master weights
+        a low-precision copy of it.
     forward: `compute_model`, compiled or not.
-    found_bad: whether a step was bad (on the device); if so, its update and later ones are skipped
-        until the host reads this.
-    skipped_batches: numbers of batches removed from the data order, ascending.
-    recent: loss and gradient norm of the last steps.
+    sharded: this process's slices of the parameters.
+    found_bad: 0-d bool on the device that a bad step sets. Its update and all later ones are
+        skipped until the host reads the flag and clears it.
     objective: what to minimize; None for the mean cross-entropy of the targets.
+    skipped_batches: numbers of batches removed from the data order, ascending.
+    recent: loss and gradient norm of the last steps, for finding spikes.
     """
 
     model: GPT
@@ -73,11 +73,11 @@ class TrainState:
 
     @property
     def batch(self) -> int:
-        """Number of the next step's batch in the data order."""
+        """The number of the next step's batch in the data order, which counts skipped batches."""
         return batch_of_step(self.step, self.skipped_batches)
 
     def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
-        """Return the tokens in the batches of the first `step` steps, without skipped batches."""
+        """Return the tokens trained on in the first `step` steps, excluding skipped batches."""
         batch = batch_of_step(step, self.skipped_batches)
         tokens = step_config.tokens_before(batch)
         for skipped in self.skipped_batches:
@@ -88,9 +88,9 @@ class TrainState:
     def full_model(self, device: Device) -> GPT:
         """Return an unsharded model for sampling and evaluation, in the device's precision.
 
-        All ranks must call it, and all get the model. For a sharded model this is a gathered copy
-        that later updates do not change; its forwards need no collectives, so ranks may run
-        different numbers of them.
+        All ranks must call it, and all get the model. If the model is sharded, they get a gathered
+        copy, which later updates do not change. Its forward uses no collectives, so ranks may call
+        it different numbers of times.
         """
         if self.dims.is_unsharded:
             return self.compute_model
@@ -99,7 +99,10 @@ class TrainState:
         return model
 
     def gather_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the full fp32 weights on rank 0."""
+        """Yield (name, full fp32 weights) of every parameter; all ranks must call it.
+
+        Only rank 0 gets the values.
+        """
         return self.sharded.gather_full(self.comm)
 
     @property
@@ -109,27 +112,30 @@ class TrainState:
 
     @property
     def dims(self) -> ParallelDims:
-        """How the model is sharded over processes, and this process's place in the mesh."""
+        """The axes of the process mesh over which the model is sharded, and this process's rank."""
         return self.sharded.dims
 
     @property
     def skips_bad_on_device(self) -> bool:
-        """Whether the optimizer skips bad updates by a flag that stays on the device."""
+        """Whether the optimizer reads `found_bad` on the device and skips bad updates by itself."""
         if self.scaler.is_enabled() or self.found_bad.device.type not in ("cpu", "cuda"):
             return False
         is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
         return is_fused and supports_found_inf(self.optimizer)
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:
-        """Run forward and backward through a copy in `dtype`; the fp32 weights are updated."""
+        """Run forward and backward with a copy of the weights in `dtype`.
+
+        The optimizer still updates the fp32 weights, from which the copy is refreshed.
+        """
         self.compute_model = copy.deepcopy(self.model).to(dtype)
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
     def use_native_adamw(self, library: Library) -> None:
-        """Update with the native kernel if the optimizer is AdamW.
+        """Make the optimizer use the native kernel, if it is our AdamW.
 
-        Call after `enable_master_weights`.
+        Call it after `enable_master_weights`.
         """
         if not isinstance(self.optimizer, AdamW):
             return
@@ -138,7 +144,7 @@ class TrainState:
 
     @property
     def updates_copies(self) -> bool:
-        """Whether the optimizer reads gradients from the low-precision copy and updates it."""
+        """Whether the optimizer reads the low-precision copy's gradients and refreshes the copy."""
         return isinstance(self.optimizer, AdamW) and self.optimizer.updates_copies
 
     def global_grad_norm(self) -> Tensor:
@@ -150,13 +156,16 @@ class TrainState:
         return self.sharded.global_grad_norm(self.comm)
 
     def refresh_low_precision_copy(self) -> None:
-        """Update the low-precision copy, if there is one, from the fp32 weights."""
+        """Copy the fp32 weights to the low-precision copy, if there is one."""
         if self.uses_master_weights:
             with torch.no_grad():
                 foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
 
     def start_grad_reduction(self, comm: Comm) -> None:
-        """Reduce gradients over `comm`. Call it after anything that replaces `compute_model`."""
+        """Use `comm` for all collectives of the state, and set up gradient reduction of replicas.
+
+        Call it again after anything that replaces `compute_model`.
+        """
         self.comm = comm
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
             self.grad_reducer = GradBucketReducer(
@@ -164,7 +173,7 @@ class TrainState:
             )
 
     def collect_gradients(self) -> None:
-        """Move the compute model's gradients to the local fp32 parameters, where they add up."""
+        """Add the compute model's gradients to those of the fp32 parameters, then clear them."""
         for trained, local in self._grad_pairs():
             collect_gradient(trained, local)
 
@@ -176,9 +185,9 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """The constants of a run's steps.
+    """The settings of a run's steps, with all durations converted to steps.
 
-    Lengths are in steps, batches in tokens, micro-batches in sequences.
+    Durations are in steps, batch sizes in tokens, and micro-batch sizes in sequences.
     """
 
     seed: int
@@ -196,14 +205,14 @@ class StepConfig:
     momentum_warmup: int = 0
 
     def momentum_of(self, step: int) -> float:
-        """Return Muon's momentum in a step, counted from 0."""
+        """Return Muon's momentum in a step; the first step is 0."""
         if step >= self.momentum_warmup:
             return self.momentum
         start = min(MOMENTUM_START, self.momentum)
         return start + (self.momentum - start) * step / self.momentum_warmup
 
     def steps(self, length: Duration) -> int:
-        """Return a duration of this run in steps with full batches."""
+        """Convert a duration to steps, as if every batch had its full size."""
         return length.steps(
             batch_tokens=self.batch_tokens,
             epoch_tokens=self.epoch_tokens,
@@ -211,11 +220,11 @@ class StepConfig:
         )
 
     def tokens_before(self, batch: int) -> int:
-        """Return the tokens in the batches before this one; batches are counted from 0."""
+        """Return the total tokens of batches 0 to `batch` - 1."""
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
     def batch_size(self, batch: int) -> int:
-        """Return the tokens in a batch."""
+        """Return the tokens in batch number `batch`, which differ during a batch ramp."""
         return self.tokens_before(batch + 1) - self.tokens_before(batch)
 
 
@@ -227,9 +236,10 @@ def build_state(
     optimizer: torch.optim.Optimizer | None = None,
     comm: Comm | None = None,
 ) -> TrainState:
-    """Move a model to its device, shard it by `dims`, and build the optimizer.
+    """Move a model to the device, shard it, and build the optimizer.
 
-    optimizer: the user's, built over the model's parameters. comm: None for a single process.
+    dims: how to shard the model; None for a single process. comm: None for a single process.
+    optimizer: a user's optimizer over the model's parameters, in place of the config's.
     """
     model.train()
     sharded = parallelize(
@@ -264,11 +274,11 @@ def build_state(
 def gather_model(
     state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False
 ) -> GPT | None:
-    """Return the unsharded model on rank 0, or with on_all on every rank; None elsewhere.
+    """Return the unsharded model on rank 0 and None on other ranks. All ranks must call it.
 
-    All ranks must call it.
+    A sharded model is gathered into a copy, which must fit in memory in addition to the shards.
 
-    dtype: of the copy of a sharded model, which must fit in memory together with the shards.
+    dtype: of the gathered copy. on_all: whether every rank gets the model.
     """
     is_here = on_all or state.comm.dist_env.is_main_process
     if state.dims.is_unsharded:
@@ -285,7 +295,7 @@ def gather_model(
 def build_step_config(
     config: Config, *, epoch_tokens: int, micro_batch: int = 1, device_type: str = "cpu"
 ) -> StepConfig:
-    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the data."""
+    """Convert the run's durations to steps. epoch_tokens: training tokens in one epoch."""
     total_steps = config.total_steps(epoch_tokens)
     lengths = {
         "batch_tokens": config.budget.batch_tokens,
@@ -312,7 +322,7 @@ def build_step_config(
 def _build_schedule(
     config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
 ) -> LRSchedule:
-    """Return the learning-rate schedule, in steps or, with a batch ramp, in tokens."""
+    """Return the learning-rate schedule, as a function of steps, or of tokens if there is a ramp."""
     optim = config.optim
     ramp = config.budget.ramp
     total = ramp.before(total_steps) if ramp else total_steps

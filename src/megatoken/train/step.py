@@ -7,8 +7,8 @@ processes gives the same step.
 Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host need not
 wait for each step. A step is bad if its loss or gradient norm is not finite, if it is a spike to be
 skipped (spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged:
-torch's fused AdamW and Muon skip that update and all later ones on the device; for other optimizers
-the host decides at every step.
+torch's fused AdamW and our Muon skip its update and all later ones on the device until the host
+reads the losses; with any other optimizer, the host checks every step.
 """
 
 import math
@@ -40,10 +40,13 @@ FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip, or use
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Mean loss of the global batch (nats), gradient norm before clipping, learning rate.
+    """The numbers of one step, read from the device.
 
-    overflowed: fp16 gradients overflowed; the update was skipped and the loss scale lowered. bad:
-    the update was skipped and the step does not count. values: means of the objective's other sums.
+    loss: mean over the global batch, in nats. grad_norm: before clipping.
+    overflowed: whether fp16 gradients overflowed. The update was then skipped and the loss scale
+        lowered, but the step counts.
+    bad: whether the step was bad. Its update was then skipped, and it does not count.
+    values: other means that the objective computes, by name.
     """
 
     step: int
@@ -57,9 +60,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on the device.
+    """A step whose numbers have not been read from the device.
 
-    numbers: loss, gradient norm, whether this or an earlier step was bad, then a value per name.
+    numbers: 1-d tensor of the loss, the gradient norm, 1 if this or an earlier unread step was bad,
+    and a value for each of `names`.
     """
 
     step: int
@@ -72,9 +76,9 @@ class PendingStep:
 def train_step(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> StepMetrics:
-    """Train on this process's share of a global batch, advance `state.step`, and read the numbers.
+    """Train on this process's share of a global batch, and return the step's metrics.
 
-    Raises NumericsError for a bad step; the weights are then unchanged.
+    Raises NumericsError for a bad step, and then leaves the weights and `state.step` unchanged.
     """
     (metrics,) = wait_for_steps(state, [train_step_async(state, step_config, device, batch)])
     if metrics.bad:
@@ -85,7 +89,10 @@ def train_step(
 def train_step_async(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> PendingStep:
-    """Take a step without waiting for the device, if the optimizer can skip bad updates there."""
+    """Take a step without reading its numbers from the device.
+
+    Waits for the device only if the optimizer cannot skip bad updates there.
+    """
     set_lr(state.optimizer, step_config.schedule.lr(state.step))
     set_momentum(state.optimizer, step_config.momentum_of(state.step))
     lr = state.optimizer.param_groups[0]["lr"]  # as applied: a user's optimizer may scale it
@@ -117,10 +124,11 @@ def forward_backward(
 def compute_gradients(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> dict[str, Tensor]:
-    """Add the gradient of the global batch's mean loss, times the fp16 loss scale.
+    """Compute the gradient of the global batch's mean loss, times the fp16 loss scale.
 
-    Returns the loss and the means of the objective's other sums. Replicas reduce gradients in
-    buckets during the last backward; FSDP2 reduces them itself; deterministic runs add them
+    The gradient is added to the parameters' `grad`. Returns the mean loss and the objective's other
+    means, by name. How gradients are summed over processes depends on the run: replicas reduce them
+    in buckets during the last backward, FSDP2 reduces them itself, and deterministic runs add them
     pairwise, in the same order on 1, 2, 4, ... processes.
 
     batch: this data-parallel rank's sequences.
@@ -131,7 +139,7 @@ def compute_gradients(
     if state.cuda_graphs:  # once per step: the graphs' memory holds gradients of micro-batches
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(count_targets(state, batch))
-    # In fp64 where the device has it, so that rounding hides the order of summation.
+    # In fp64 where the device has it, so that the order of summation does not show in the result.
     totals = {"loss": torch.zeros((), dtype=device.widest, device=device.torch_device)}
     pairwise = reducer = None
     if step_config.deterministic and state.dims.is_unsharded:
@@ -171,7 +179,10 @@ def compute_gradients(
 def make_dropout_keys(
     state: TrainState, step_config: StepConfig, first_row: int, n_rows: int, device: Device
 ) -> Tensor | None:
-    """Return the dropout keys (B,) of rows of the global batch, or None without dropout."""
+    """Return dropout keys (n_rows,) for consecutive rows of the global batch; None without dropout.
+
+    first_row: index in the global batch.
+    """
     if not state.model.config.dropout:
         return None
     return sequence_keys(step_config.seed, state.step, first_row, n_rows, device.torch_device)
@@ -180,8 +191,9 @@ def make_dropout_keys(
 def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
     """Return the number of rows in a micro-batch, the same on all processes.
 
-    An objective's rows may be shorter than the context, and then more of them fit. A deterministic
-    run ignores that, because its order of sums must not depend on the number of processes.
+    Some objectives have rows shorter than the context, so more of them fit in a micro-batch. A
+    deterministic run does not use this, because its order of summation must not depend on the
+    number of processes.
     """
     if state.objective is None or step_config.deterministic:
         return step_config.micro_batch
@@ -190,7 +202,10 @@ def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
 
 
 def count_targets(state: TrainState, batch: Batch) -> Tensor:
-    """Return this process's part of the count that summed losses are divided by."""
+    """Return this process's number of targets, or what the objective counts in their place.
+
+    The sum over processes divides the summed loss.
+    """
     if state.objective is not None:
         return state.objective.count(batch)
     return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
@@ -203,7 +218,7 @@ def measure_sums(
     batch: Batch,
     dropout_keys_B: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return a micro-batch's summed loss and the objective's other sums."""
+    """Return a micro-batch's summed loss, and the objective's other sums, by name."""
     # A low-precision copy of the weights needs no autocast.
     with nullcontext() if state.uses_master_weights else device.autocast():
         if state.objective is None:
@@ -239,7 +254,10 @@ def forward_loss(
 
 
 def unscale_gradients(state: TrainState) -> None:
-    """Divide fp16 gradients by the loss scale; an overflow on one process skips the step on all."""
+    """Divide fp16 gradients by the loss scale, and share any overflow of a sharded model.
+
+    If gradients overflow on one process, all processes then skip the update.
+    """
     state.scaler.unscale_(state.optimizer)
     if state.scaler.is_enabled() and not state.dims.is_unsharded:
         for found_inf in scaler_found_inf(state.scaler, state.optimizer):
@@ -247,7 +265,7 @@ def unscale_gradients(state: TrainState) -> None:
 
 
 def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """Return on the device whether a step is bad and must not update the weights of any process."""
+    """Return a 0-d bool on the device: whether the step is bad, so that its update is skipped."""
     # GradScaler handles overflowed fp16 gradients.
     finite_sum = loss if state.scaler.is_enabled() else loss + grad_norm
     bad = ~torch.isfinite(finite_sum) | ((grad_norm == 0) & (loss > 0))
@@ -260,9 +278,9 @@ def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: 
 def clip_and_update(
     state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor
 ) -> bool:
-    """Clip the gradients and update the weights unless this or an earlier step is bad.
+    """Clip the gradients and update the weights, unless this or an earlier unread step is bad.
 
-    Returns whether the fp16 scaler skipped the update.
+    Returns whether fp16 gradients overflowed, so that the scaler skipped the update.
     """
     state.found_bad.logical_or_(is_bad(state, step_config, loss, grad_norm))
     grad_clip = step_config.grad_clip
@@ -276,10 +294,10 @@ def clip_and_update(
 
 
 def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
-    """Clip and update unless a step is bad; return whether the fp16 scaler skipped the update.
+    """Clip and update unless `state.found_bad` is set, which makes the host wait for the device.
 
-    Raises NumericsError for fp16 gradients that overflow at any loss scale; the weights are then
-    unchanged.
+    Returns whether fp16 gradients overflowed, so that the scaler skipped the update. Raises
+    NumericsError if they overflow even at the lowest loss scale.
     """
     scaler = state.scaler
     if state.found_bad:
@@ -298,10 +316,11 @@ def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bo
 
 
 def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[StepMetrics]:
-    """Wait for pending steps, in order, and read all their numbers in one transfer.
+    """Wait for pending steps, read all their numbers in one transfer, and return them in order.
 
-    The list ends with the first bad step, if any. Weights and `state.step` are then those before
-    it, and later steps update the weights again. All processes must call it after the same step.
+    The list ends with the first bad step, if any. In that case, weights and `state.step` are as
+    before that step, and `found_bad` is cleared so that training can go on. All processes must
+    call this after the same step.
     """
     rows = torch.stack([step.numbers for step in pending]).tolist()
     metrics = []
@@ -325,9 +344,9 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
 
 
 def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
-    """Return the error for a bad step.
+    """Return the error to raise for a bad step.
 
-    where: the place to report instead of `step`, if several steps were bad.
+    where: text to name instead of `step`, for example a step and several batches.
     """
     where = where or f"step {step}"
     if grad_norm == 0:

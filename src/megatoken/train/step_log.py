@@ -1,4 +1,4 @@
-"""Read the numbers of steps from the device, log and show them, and hand bad steps to recovery."""
+"""Read losses and gradient norms from the device, log and show them, and recover from bad steps."""
 
 import shlex
 import time
@@ -22,14 +22,17 @@ SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for al
 
 
 class StepLog:
-    """Collects pending steps until they are read. All ranks must make the same calls."""
+    """Collects steps whose losses are still on the device, and reads and logs them together.
+
+    All ranks must make the same calls.
+    """
 
     def __init__(self, run: Run, recovery: Recovery) -> None:
         self._run = run
         self._recovery = recovery
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # with values of the batch
         self._every = run.step_config.steps(run.config.log.every)
-        # To skip spikes, each step is compared with limits that all steps before it have set.
+        # To skip spikes, each step is compared with limits computed from all steps before it.
         self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
         self.meter = ThroughputMeter(
             run.device,
@@ -43,7 +46,7 @@ class StepLog:
 
     @property
     def wants_read(self) -> bool:
-        """Whether steps have been queued for SYNC_SECONDS without their losses being read."""
+        """Whether losses are pending and the last read was more than SYNC_SECONDS ago."""
         return bool(self._pending) and self.meter.elapsed_seconds > SYNC_SECONDS
 
     @property
@@ -51,17 +54,20 @@ class StepLog:
         return self._reads_each_step
 
     def begin_step(self) -> None:
-        """Start timing, unless steps are queued on the device."""
+        """Start timing, unless it already runs for pending steps."""
         if not self._pending:
             self._run.log.begin("step")
             self.meter.start()  # leaves actions out of the step's time
 
     def add(self, step: PendingStep, batch_values: dict[str, float]) -> None:
-        """Add a step and the values to log with its batch."""
+        """Add a pending step. batch_values: values about its batch to log with it, by name."""
         self._pending.append((step, batch_values))
 
     def read(self) -> None:
-        """Wait for the pending steps, log and show them. A bad step resets `state.step`."""
+        """Wait for the pending steps, and log and show them.
+
+        If one of them is bad, `state.step` goes back to before it, and its batch is skipped.
+        """
         if not self._pending:
             return
         run = self._run
@@ -182,7 +188,7 @@ def _next_command(config: Config, out: str) -> str:
 
 
 def call_actions(run: Run, actions: Sequence[Action]) -> None:
-    """Call actions in order, but stop before one that would exceed the time limit."""
+    """Call actions in order. Raises StopRequested before one that may exceed the time limit."""
     for action in actions:
         run.check_stop(action.seconds)
         start = time.monotonic()

@@ -16,7 +16,7 @@ from megatoken.train.state import StepConfig
 
 
 def print_summary(name: str, plan: RunPlan) -> None:
-    """Print the model, data, budget, machine and expected initial loss, and warnings about them."""
+    """Print the run's model, data, budget, machine and expected initial loss, with warnings."""
     config = plan.config
     data = plan.data
     steps = plan.step_config
@@ -90,7 +90,7 @@ def _describe_budget(steps: StepConfig) -> str:
 
 
 def _describe_parts(dataset: Mixture, seq_len: int, tokens: int) -> list[str]:
-    """Return a line for each dataset of a mixture."""
+    """Return a line for each dataset of a mixture. tokens: training tokens of the run."""
     if len(dataset.parts) == 1:
         return []
     lines = []

@@ -11,12 +11,13 @@ from megatoken.train.state import StepConfig
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """Times steps. Call `start` after an evaluation, sample or save to exclude it.
+    """Times steps. To exclude an evaluation, sample or save, call `start` after it.
 
-    MFU is the model's FLOP/s over the device's peak, for full and for causal attention
-    (model/flops.py). It is None if the peak is unknown or `is_dense` is false: rows of
-    conversations are shorter than the full contexts that FLOPs are counted for, and sampling and
-    reference models compute more.
+    MFU is the model's FLOP/s divided by the devices' peak, once with FLOPs counted for full
+    attention and once for causal attention (model/flops.py). It is None if the peak is unknown.
+
+    is_dense: whether every row fills the context, as the FLOP count assumes. If not, as for rows of
+    conversations, MFU is None.
     """
 
     device: Device
@@ -35,13 +36,14 @@ class ThroughputMeter:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since `start`."""
+        """Seconds since `start` or the last `read`."""
         return time.perf_counter() - self._start
 
     def read(self, tokens: int, steps: int = 1) -> dict[str, float | None]:
-        """Return seconds (per step), tokens_per_second, mfu and mfu_causal since `start`; restart.
+        """Return a dict of seconds (per step), tokens_per_second, mfu and mfu_causal, and restart.
 
-        tokens: in all of these steps together.
+        They are measured since `start` or the last `read`, in which `steps` steps trained on
+        `tokens` tokens in total.
         """
         self.device.synchronize()
         elapsed = self.elapsed_seconds
@@ -64,7 +66,7 @@ class ThroughputMeter:
         return rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
 
     def remaining_seconds(self, step: int) -> float:
-        """Return the seconds of the remaining steps at the recent pace."""
+        """Return the estimated seconds from `step` to the end of the run at the recent speed."""
         steps = self.step_config
         tokens = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
         return tokens / steps.batch_tokens * self.smooth_seconds

@@ -58,7 +58,11 @@ MEMORY_FIX = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended. code: DONE or STOPPED. Losses in nats, None if nothing was measured."""
+    """How a run ended.
+
+    code: DONE or STOPPED. run: its folder. loss, val_loss: the last ones, in nats; None if not
+    measured. reason: why it was stopped; "" if it was not.
+    """
 
     code: ExitCode
     run: str
@@ -71,7 +75,7 @@ class Summary:
 
 
 class Ending(NamedTuple):
-    """Where training ended. reason: why it was stopped, "" if it was not."""
+    """How far training got. reason: why it was stopped; "" if it was not."""
 
     code: ExitCode
     steps: int
@@ -99,16 +103,16 @@ class Trainer:
     ) -> None:
         """Check the arguments. Raises ConfigError if they cannot be combined.
 
-        model: a GPT of `config.model`'s architecture with the initial weights.
-        optimizer: built over that model's parameters; its groups' learning rates keep their ratio
-            to `optim.lr`.
+        model: a GPT with the architecture in `config.model` and the initial weights.
+        optimizer: built over that model's parameters. The schedule scales the learning rate of each
+            parameter group, so their ratios to `optim.lr` are kept.
         callbacks: called with every row of metrics; one that returns True stops the run.
-        nproc: processes on this machine.
-        explain: print what was measured for every automatic choice.
-        allow_changes: resume with other values of guarded fields, or other data.
-        extend: by how much to lengthen a run that has reached its end.
-        reward: a function of (prompt, answer, right answer), or its module:function, for the
-            objectives grpo and ppo.
+        nproc: number of processes to start on this machine.
+        explain: whether to print the measurements behind every automatic choice.
+        allow_changes: whether a resume may change guarded settings or the dataset.
+        extend: how much training to add to a run that has reached its end.
+        reward: for the objectives grpo and ppo, a function of (prompt, answer, right answer), or
+            its name as `module:function`.
         """
         if nproc > 1 and (
             model is not None or optimizer is not None or callbacks or callable(reward)
@@ -136,8 +140,8 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback stops it.
 
-        Raises MegatokenError, whose `code` is the command's exit code, if the run cannot start or
-        continue. Committed checkpoints are kept.
+        Raises MegatokenError if the run cannot start or continue; its `code` is the exit code of
+        the `megatoken` command. Committed checkpoints are kept.
         """
         start = time.monotonic()
         if self.nproc > 1:
@@ -222,7 +226,7 @@ class Trainer:
     def _build_run(
         self, plan: RunPlan, log: RunLog, restore_newest: Callable[[], CheckpointManifest | None]
     ) -> Run:
-        """Tune the restored state and open its batches."""
+        """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
         state = log.state
         steps, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         plan = replace(plan, step_config=steps)
@@ -275,7 +279,7 @@ class Trainer:
 
 
 def train(run: Run) -> ExitCode:
-    """Train a run that is set up; write the final status, also on failure."""
+    """Train a run that is set up, and write its final status even if it fails."""
     expectation = expect(run)
     if expectation:
         message = expectation.describe(run.step_config, run.state.step)
@@ -307,7 +311,7 @@ def train(run: Run) -> ExitCode:
 
 
 def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: StepLog) -> ExitCode:
-    """Train to the end of the budget or until a stop is requested. Save before returning."""
+    """Train to the end of the budget or until a stop is requested, and save before returning."""
     state = run.state
     actions = list_actions(run, saver)  # save, validate, score tasks, sample
     code = ExitCode.DONE
@@ -346,18 +350,21 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
 
 
 def must_check_after(run: Run, actions: Sequence[Action], step: int) -> bool:
-    """Return whether to read losses and compare replicas after a step, such as before a save."""
+    """Return whether to read losses and compare replicas after this step.
+
+    This is so before an action, such as a save, and at the end.
+    """
     is_last = step == run.step_config.total_steps
     is_action_due = any(action.is_due(step) for action in actions)
     return is_last or is_due(REPLICA_CHECK_STEPS, step) or is_action_due
 
 
 def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
-    """Write an error to the status and the metrics log, and commit a checkpoint in progress."""
+    """Write an error to status.json and the metrics log, and commit the pending checkpoint."""
     code = int(error.code) if isinstance(error, MegatokenError) else 1
     run.log_file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
     run.log.write("event", what="failed", message=str(error))
-    # All ranks are here after a bad step; of another error other ranks may know nothing.
+    # All ranks get here after a bad step, but perhaps only this one after other errors.
     if run.comm.is_single_process or isinstance(error, NumericsError):
         saver.try_commit()
         saver.finish_mirror()
@@ -366,9 +373,9 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
 
 
 def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
-    """Return the config with the reward's name, so that a resume with another one is refused.
+    """Return the config with the reward's name in it, so that resuming with another one fails.
 
-    Raises ConfigError for an objective without rewards.
+    Raises ConfigError if the objective uses no rewards.
     """
     objective = resolved.config.objective
     if not objective.samples:

@@ -1,7 +1,7 @@
-"""Measure kernels, micro-batch and compilation before the first step.
+"""Choose kernels and micro-batch by measurement, and compile the model, before the first step.
 
-machine.json in the run folder keeps the choices for a resume, which must add in the same order to
-stay bit-identical. Rank 0 chooses for all.
+The choices are saved in machine.json in the run folder: a resumed run is bit-identical only if it
+adds in the same order. Rank 0 chooses for all ranks.
 """
 
 import json
@@ -22,16 +22,18 @@ from megatoken.train.run import RunContext, RunPlan
 from megatoken.train.run_folder import MACHINE
 from megatoken.train.state import StepConfig, TrainState
 
-OWN_GPU_KERNELS = {"loss triton"}  # their failure is ours, others decline some head sizes
+OWN_GPU_KERNELS = {"loss triton"}  # warn if they fail; others just do not support some head sizes
 
 
 def tune(
     state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
 ) -> tuple[StepConfig, bool]:
-    """Choose kernels, then the micro-batch with them, then compile for that size.
+    """Choose kernels, then the micro-batch with these kernels, then compile for that size.
 
-    is_at_end: no step is left, so the micro-batch is not measured. explain: print the measurements.
-    Returns the steps with their micro-batch, and whether the model is compiled.
+    Returns the step config with the chosen micro-batch, and whether the model is compiled.
+
+    is_at_end: whether no step is left, so that the micro-batch need not be measured.
+    explain: whether to print the measurements.
     """
     choose_kernels(state, plan, explain=explain)
     micro_batch = choose_micro_batch(state, plan, is_at_end=is_at_end)
@@ -40,7 +42,11 @@ def tune(
 
 
 def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
-    """Use the kernels that the config names, that the run started with, or the fastest."""
+    """Switch the state to the chosen kernels and print them.
+
+    Those that the config leaves to `auto` are the ones that the run started with, or for a new run
+    the fastest.
+    """
     config = plan.config
     attention = config.machine.attention
     if attention in WITHOUT_MASK and (plan.data.tasks or config.sample.every.value):
@@ -65,7 +71,7 @@ def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
 
 
 def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
-    """Return the saved choice of this run if it still applies, else measure; save the choice."""
+    """Return the choice saved in machine.json, or measure and save it if something changed."""
     config = plan.config
     machine = config.machine
     device = plan.device
@@ -100,9 +106,9 @@ def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
 
 
 def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> int:
-    """Return the config's micro-batch, the one the run started with, or the fastest.
+    """Return the micro-batch set in the config, or if `auto` the saved one, else the fastest.
 
-    All ranks measure together.
+    All ranks must call it, because they measure together.
     """
     machine = plan.config.machine
     if machine.micro_batch != "auto":
@@ -135,7 +141,10 @@ def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> 
 
 
 def compile_model(state: TrainState, steps: StepConfig, plan: RunPlan) -> bool:
-    """Compile the forward if wanted, and return whether that worked; warn where it did not."""
+    """Compile the forward if `machine.compile` asks for it; warn on failure.
+
+    Returns whether the model is compiled.
+    """
     mode, note = wants_compile(plan.config.machine, plan.device, steps.total_steps)
     if mode != "off":
         if not state.dims.is_unsharded:
