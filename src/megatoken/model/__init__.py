@@ -1,4 +1,4 @@
-"""The network, its loss and its arithmetic.
+"""The model, its loss, and its FLOP and memory counts.
 
-Plain PyTorch: parallelism and compilation are applied from outside.
+All of it is plain PyTorch: parallelism and compilation are applied from outside.
 """

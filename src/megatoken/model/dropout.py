@@ -2,10 +2,11 @@
 
 Whether a value is dropped is a function of the seed, the step, the sequence's index in the global
 batch, the layer and site, and the value's position and channel (in attention: head, query and key).
-So micro-batches, processes, tensor parallelism, recomputation and compilation drop the same values.
+So the same values are dropped for any micro-batch, number of processes or tensor parallelism, and
+with recomputation or compilation.
 
-A key is a 32-bit number in an int64, where no product overflows. Overflow of int32 is undefined in
-C++: torch.compile on a CPU would give other masks.
+A key is a 32-bit number stored as int64, so that multiplying keys cannot overflow. Overflow of
+int32 is undefined in C++, and torch.compile on a CPU would give different masks.
 """
 
 import hashlib
@@ -19,19 +20,22 @@ BITS = 0xFFFFFFFF
 
 
 def sequence_keys(seed: int, step: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the keys (B,) of sequences [first, first + count) of a step's global batch."""
+    """Return dropout keys (count,) of sequences [first, first + count) in a step's global batch."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
     step_key = torch.full((), int.from_bytes(digest), device=device)
     return fold_in(step_key, spread(first, count, device))
 
 
 def spread(first: int, count: int, device: torch.device) -> Tensor:
-    """Return the numbers [first, first + count) times an odd constant, modulo 2**32."""
+    """Return the integers [first, first + count) times an odd constant, modulo 2**32."""
     return torch.arange(first, first + count, device=device) * GOLDEN & BITS
 
 
 def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
-    """Return a key per index, by the two-round 32-bit bijection of Wellons' hash prospector."""
+    """Hash a key and an index, or tensors of them, into new keys.
+
+    The hash is the two-round 32-bit bijection of Wellons' hash prospector.
+    """
     x = key ^ index
     x ^= x >> 16  # in place: attention's keys are the largest tensors of a step
     x *= 0x21F0AAAD
@@ -46,7 +50,7 @@ def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
 class Dropout(nn.Module):
     """Set values to 0 with probability p and divide the others by 1 - p.
 
-    site: number of this dropout in its layer.
+    site: index of this module among the dropouts of its layer.
     """
 
     tp_rank = 0  # index of this rank's slice of dimension 1 (positions or heads)
@@ -59,7 +63,7 @@ class Dropout(nn.Module):
         self.threshold = round(p * 2**32)  # keys are uniform over 32 bits
 
     def forward(self, keys_B: Tensor | None, x: Tensor) -> Tensor:
-        """Return x (B, ...), with values dropped according to its sequences' keys, if given."""
+        """Apply dropout to x (B, ...) with one key per sequence; without keys, return x."""
         if keys_B is None:
             return x
         key = fold_in(keys_B, self.site)

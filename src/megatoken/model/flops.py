@@ -1,11 +1,12 @@
-"""Parameters, FLOPs and bytes of a model, by arithmetic, without torch.
+"""Count the parameters and FLOPs of a model from its config, without torch.
 
-FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et
-al. 2022, appendix B). Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked.
-N counts parameters in matrix products, including the output layer once, tied or not. Embeddings and
-value embeddings are lookups; norms and biases need no matrix product. Shared key/value heads save
-parameters but no attention FLOPs: every query meets every key. In a layer with a window of w keys,
-full attention counts w keys per query, causal attention w (2T - w) / 2T on average.
+FLOPs per token have two published definitions: 6N + 12*L*d*T for full attention (PaLM, Chowdhery et
+al. 2022, appendix B), and 6N + 6*L*d*T for causal attention (llm.c), because half of the attention
+matrix is masked. N counts the weights used in matmuls, including the output layer once, whether or
+not it is tied. It excludes embeddings and value embeddings, which are lookups, norms and biases.
+Grouped-query attention saves parameters but no attention FLOPs, because every query is still
+compared with every key. In a layer with a window of w keys, full attention counts w keys per query,
+and causal attention counts w (2T - w) / 2T on average.
 """
 
 import math
@@ -14,7 +15,7 @@ from megatoken.config.model_config import ModelConfig
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Return the trainable parameters, without padding rows of the vocabulary."""
+    """Return the number of trainable parameters, without the vocabulary's padding rows."""
     d = config.d_model
     others = config.seq_len * d if config.pos_emb == "learned" else 0
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
@@ -28,7 +29,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def count_block_parameters(config: ModelConfig) -> int:
-    """Return the trainable parameters of one block."""
+    """Return the number of trainable parameters of one block."""
     d = config.d_model
     f = config.d_ff
     gates = int(config.mlp == "swiglu")
@@ -40,13 +41,16 @@ def count_block_parameters(config: ModelConfig) -> int:
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """Return the trainable parameters of all value embeddings and their gates."""
+    """Return the number of trainable parameters in all value embeddings and their gates."""
     per_head = vocab_size * config.d_head + config.d_model
     return len(config.value_embedding_layers) * config.kv_heads * per_head
 
 
 def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
-    """Return the parameters in tables with a row per token id, and in value embeddings' gates."""
+    """Return the number of parameters in all tables with a row per token id.
+
+    They are the token embedding, the output layer if untied, and value embeddings with their gates.
+    """
     tables = (1 if config.tie_embeddings else 2) * vocab_size * config.d_model
     return tables + count_value_parameters(config, vocab_size)
 
@@ -56,7 +60,7 @@ def _count_norm_parameters(config: ModelConfig, width: int) -> int:
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:
-    """Return N: weights in matrix products, the output layer counted once."""
+    """Return N, the number of weights used in matmuls, with the output layer counted once."""
     gates = count_value_parameters(config, vocab_size=0)
     return config.n_layer * _block_matrices(config) + gates + config.vocab_size * config.d_model
 
@@ -68,12 +72,15 @@ def _block_matrices(config: ModelConfig) -> int:
 
 
 def _kv_width(config: ModelConfig) -> int:
-    """Return how many numbers a token's keys and values hold."""
+    """Return the size of one token's keys plus values in one layer."""
     return 2 * config.kv_heads * config.d_head
 
 
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
-    """Return the FLOPs of forward and backward for a token at full context."""
+    """Return the FLOPs per token of forward and backward at full context.
+
+    causal: whether to count only the unmasked half of attention.
+    """
     T = config.seq_len
     keys = [min(window or T, T) for window in config.windows]
     if causal:
@@ -84,12 +91,12 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
 
 
 def expected_initial_loss(config: ModelConfig) -> float:
-    """Return ln V, the loss in nats of a uniform prediction, which initial weights are close to."""
+    """Return ln V, the loss in nats of a uniform prediction; a new model starts close to it."""
     return math.log(config.vocab_size)
 
 
 def count_padded_parameters(config: ModelConfig) -> int:
-    """Return the trainable parameters in memory, with the vocabulary's padding rows."""
+    """Return the number of trainable parameters, including the vocabulary's padding rows."""
     unpadded = _count_embeddings(config, config.vocab_size)
     padded = _count_embeddings(config, config.padded_vocab_size)
     return count_parameters(config) + padded - unpadded

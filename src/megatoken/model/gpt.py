@@ -50,16 +50,19 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Rows that are trees of tokens: each token's position, and which tokens it attends to."""
+    """Positions and attention mask of rows in which a token need not follow the one before it.
+
+    A row may pack several sequences, or hold a tree of alternative continuations.
+    """
 
     positions_BT: Tensor
     attn_mask_BTT: Tensor  # [b, t, s]: t attends to s
 
 
 def separate_conversations(starts_BT: Tensor) -> TreeMask:
-    """Return the mask of rows with several sequences that do not see each other.
+    """Return the mask for rows that pack several sequences, which must not attend to each other.
 
-    starts_BT: index in the row at which each token's sequence begins.
+    starts_BT: for each token, the index in the row at which its sequence begins.
     """
     index_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
@@ -67,20 +70,20 @@ def separate_conversations(starts_BT: Tensor) -> TreeMask:
 
 
 class Linear(nn.Linear):
-    """x W^T + b."""
+    """nn.Linear without random initialization."""
 
     kernels = BLOCK["torch"]
     __call__: Callable[..., Tensor]
 
     def reset_parameters(self) -> None:
-        """Do nothing: `init_weights` sets them. torch would draw from its global generator."""
+        """Do nothing: `init_weights` sets all weights, without torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
-    """Rows of a table by id."""
+    """nn.Embedding without random initialization."""
 
     __call__: Callable[..., Tensor]
 
@@ -91,7 +94,7 @@ class Embedding(nn.Embedding):
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019), which has no bias.
 
-    width: of the last dimension; 0 for d_model.
+    width: size of the normalized last dimension; 0 for d_model.
     """
 
     kernels = BLOCK["torch"]
@@ -111,7 +114,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: the projections (q, k and v in one), rotary embedding and cache.
+    """Causal self-attention, with q, k and v computed by one packed projection.
 
     softmax(q k^T) v is in kernels/attention.py; `set_attention` chooses its implementation.
     """
@@ -173,9 +176,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021) or SwiGLU (Shazeer 2020).
+    """An MLP with GELU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021) or SwiGLU
+    (Shazeer 2020).
 
-    GELU is GPT-2's tanh approximation, or exact by `gelu-erf`.
+    The setting `gelu` is GPT-2's tanh approximation, and `gelu-erf` is exact.
     """
 
     kernels = BLOCK["torch"]
@@ -239,11 +243,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(ids)` returns hidden states, `model.logits` logits, `model.loss` the mean loss.
+    """A decoder-only transformer. Calling it returns hidden states, not logits.
 
-    vocab_size: the tokenizer's, if the config has none. Raises ConfigError without either.
-    seed: of the initial weights, which are the same on every device. With None, or on the meta
-        device, memory stays uninitialized for a caller who loads weights.
+    `logits` returns logits and `loss` the mean loss.
+
+    vocab_size: used if the config has none. Raises ConfigError if neither sets it.
+    seed: determines the initial weights, which are the same on every device. With None, or on the
+        meta device, weights are left uninitialized, to be loaded by the caller.
     """
 
     recompute_blocks = False
@@ -288,9 +294,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states (B, T, C) of `ids_BT` (int64).
 
-        cache: keys and values of the tokens before `ids_BT`; those of `ids_BT` are added.
-        tree_mask: for rows that hold several sequences or trees; not with a cache.
-        dropout_keys_B: from `sequence_keys`, for dropout in training. With None, they are drawn
+        cache: keys and values of the preceding tokens, to which those of `ids_BT` are appended.
+        tree_mask: for rows that hold several sequences or trees; cannot be combined with a cache.
+        dropout_keys_B: keys from `sequence_keys` for dropout in training. With None, they are drawn
             from torch's generator.
         """
         if not (self.training and self.config.dropout):
@@ -328,10 +334,10 @@ class GPT(nn.Module):
     def _place(
         self, ids_BT: Tensor, cache: KeyValueCache | None, tree_mask: TreeMask | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return positions (T,) or (B, T), and the masks of layers without and with a window.
+        """Return positions (T,) or (B, T), the mask of full layers, and that of windowed layers.
 
-        A mask is bool (B or 1, 1, T, S), or None if every query sees its own key and all earlier
-        ones.
+        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. None stands for the
+        plain causal mask, and for windowed layers for the causal mask restricted to the window.
         """
         T = ids_BT.shape[1]
         device = ids_BT.device
@@ -351,35 +357,41 @@ class GPT(nn.Module):
         return positions, mask, self._window_mask(positions, keys, mask)
 
     def _window_mask(self, positions: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """Restrict a mask to the window. Queries are at (T,) or (B, T), keys at (S,) or (B, S)."""
+        """Restrict a mask to the window; None is the causal mask.
+
+        positions: of the queries, (T,) or (B, T). keys: positions of the keys, (S,) or (B, S).
+        """
         queries_BT, keys_BS = (x if x.dim() == 2 else x[None] for x in (positions, keys))
         distance = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
         return (distance < self.config.window) & (distance >= 0 if mask is None else mask)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The output layer's weight (V, C), which may be the token embedding's."""
+        """The output layer's weight (V, C); if tied, it is the token embedding."""
         return self.tokens.weight if self.head is None else self.head.weight
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) of hidden states (..., C), without padding ids."""
+        """Apply the output layer to hidden states (..., C); return logits (..., vocab_size).
+
+        Logits of padding ids are cut off.
+        """
         logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)
         return cap_logits(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Return the value head's output (...), fp32, for hidden states (..., C)."""
+        """Apply the value head to hidden states (..., C); return values (...) in fp32."""
         assert self.value_head is not None
         weight = self.value_head.weight[0].float()
         return (hidden.float() * weight).sum(-1) + self.value_head.bias.float()
 
     def logits(self, ids_BT: Tensor) -> Tensor:
-        """Return logits (B, T, vocab_size) of the token after each of `ids_BT`."""
+        """Return logits (B, T, vocab_size) for the token that follows each token of `ids_BT`."""
         return self.lm_head(self(ids_BT))
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of the targets that are not negative.
+        """Return the mean cross-entropy in nats over the targets; negative targets are ignored.
 
-        This is for scripts: training calls `cross_entropy` itself (train/step.py).
+        For use in scripts: the training loop calls `cross_entropy` directly (train/step.py).
         """
         total, count = cross_entropy(
             self(inputs_BT),
@@ -392,9 +404,9 @@ class GPT(nn.Module):
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select the implementation of attention by a name in ATTENTION.
+    """Select the implementation of attention by its name in ATTENTION.
 
-    Raises ConfigError if the model cannot use it.
+    Raises ConfigError if it does not support the model.
     """
     key = "machine.attention"
     if name not in ATTENTION:
@@ -410,7 +422,7 @@ def set_attention(model: GPT, name: str) -> None:
 
 
 def set_block_kernels(model: nn.Module, name: str) -> None:
-    """Select the implementation of matmuls, norms and activations by a name in BLOCK."""
+    """Select the implementation of matmuls, norms and activations by its name in BLOCK."""
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
             part.kernels = BLOCK[name]
@@ -443,10 +455,11 @@ def get_activation_checkpointing(model: GPT) -> str:
 def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, initial values) of every parameter, unsharded, on the CPU.
 
-    Only names and shapes of `model` are read. GPT-2's rule: Normal(0, 0.02) for matrices and
-    embeddings, divided by sqrt(2 n_layer) for the two projections into the residual stream; biases
-    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it uses the
-    same. Gates of value embeddings, the value head and what `zero_init` names are 0.
+    Only the names and shapes of `model`'s parameters are read. All architectures use GPT-2's rule,
+    since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
+    sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
+    padding rows 0; norms 1. Gates of value embeddings and the value head are 0. With `zero_init`,
+    these projections and an untied output layer are 0, too.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)

@@ -12,11 +12,13 @@ from megatoken.config.model_config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of every layer, (layers, rows, K, capacity, D) each, allocated once.
+    """Preallocated keys and values of every layer; a row holds one sequence.
 
-    lengths: of the rows in use, which come first. The model calls `place` for its new tokens, each
-    layer `append`, and the model `advance` after the last layer. Rows of different lengths grow by
-    one token at a time.
+    Both tensors are (layers, rows, K, capacity, D). In each forward, the model calls `place` to get
+    the new tokens' positions, each layer calls `append`, and the model calls `advance` at the end.
+    If rows differ in length, they can grow only by one token per forward.
+
+    lengths: number of tokens in each row in use. Rows in use come before unused ones.
     """
 
     def __init__(
@@ -29,18 +31,21 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         sizes = (config.n_layer, rows, config.kv_heads, capacity, config.d_head)
-        # Zeros: places of short rows up to the longest are read with weight 0, and 0 * NaN is NaN.
+        # Zeros, because unused positions of short rows are read with weight 0, and 0 * NaN is NaN.
         self._keys, self._values = torch.zeros(2, *sizes, dtype=dtype, device=device)
         self.lengths = [0] * rows
         self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
 
     @property
     def length(self) -> int:
-        """The length of the longest row."""
+        """The number of tokens in the longest row."""
         return max(self.lengths)
 
     def place(self, T: int) -> Tensor:
-        """Return positions of the next tokens: (T,), or (N, 1) if lengths differ and T is 1."""
+        """Return the positions of the next T tokens: (T,) if all rows are equally long.
+
+        If lengths differ, T must be 1, and the positions are (N, 1).
+        """
         device = self._keys.device
         length = self.length
         if min(self.lengths) == length:
@@ -72,7 +77,10 @@ class KeyValueCache:
         self.lengths = [length + T for length in self.lengths]
 
     def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
-        """Append each sequence of another cache, all of one length, `copies` times."""
+        """Append copies of each sequence in another cache, whose sequences are equally long.
+
+        copies: how often to append each of them.
+        """
         start = len(self.lengths)
         length = other.length
         rows = [index for index, count in enumerate(copies) for _ in range(count)]
@@ -81,7 +89,7 @@ class KeyValueCache:
         self.lengths += [length] * len(rows)
 
     def leave(self, row: int) -> None:
-        """Remove a row; the last one takes its place."""
+        """Remove a row, and move the last row to its index."""
         length = self.lengths[row] = self.lengths[-1]
         last = len(self.lengths) - 1
         if row != last:

@@ -1,8 +1,8 @@
 """Cross-entropy of hidden states against targets, as (sum, count), without the full logits.
 
-Sum and count make gradient accumulation and data parallelism exact: the caller divides once, by the
-count of the global batch. Logits exist for one chunk of rows at a time, with their softmax in fp32;
-padding ids get no probability.
+The sum is not divided by the count here, so that gradient accumulation and data parallelism are
+exact: the caller divides once, by the count of the global batch. Logits exist for one chunk of rows
+at a time, their softmax is in fp32, and padding ids get no probability.
 
 Shapes: N rows (B*T), C d_model, V padded vocabulary.
 """
@@ -28,13 +28,15 @@ def cross_entropy(
     chunk: int = 1024,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p of the targets in nats, and their number.
+    """Return the summed cross-entropy (-log p) of the targets in nats, and the number of targets.
 
-    Targets below 0 are ignored. Differentiable in hidden states and weight. Matmuls run in
-    autocast's dtype if it is enabled, else in that of `hidden_BTC`.
+    Targets below 0 are ignored. Gradients flow to hidden states and weight. Matmuls run in the
+    dtype of autocast if it is enabled, else in that of `hidden_BTC`.
 
-    softcap: see `cap_logits`. chunk: rows of logits to hold at once; 0 for all, with torch's
-    autograd. softmax_cross_entropy: an implementation in LOSS, for each chunk.
+    softcap: see `cap_logits`.
+    chunk: how many rows of logits to hold in memory at once. With 0, all logits are computed and
+        differentiated by torch's autograd.
+    softmax_cross_entropy: implementation from LOSS to use on each chunk.
     """
     device = hidden_BTC.device.type
     dtype = _product_dtype(hidden_BTC)
@@ -86,11 +88,12 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """Return log p (B, T), fp32, of the targets at a temperature; 0 for targets below 0.
+    """Return the targets' log probabilities (B, T) in nats, fp32; 0 where a target is below 0.
 
-    Differentiable; only rows with a target are computed.
+    Differentiable. Logits are computed only for positions with a target.
 
-    chunk: rows of logits to hold at once, recomputed in the backward; 0 for all, saved for it.
+    chunk: how many rows of logits to hold in memory at once; they are recomputed in the backward.
+        With 0, all logits are computed at once and saved for the backward.
     """
     dtype = _product_dtype(hidden_BTC)
     targets_N = targets_BT.flatten()
@@ -113,14 +116,14 @@ def token_log_probs(
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Bound logits by c tanh(x / c) in fp32 (Gemma 2, Riviere et al. 2024), unless c is 0."""
+    """Return softcap * tanh(logits / softcap) in fp32 (Gemma 2); with 0, logits are not changed."""
     if not softcap:
         return logits
     return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap
 
 
 def _product_dtype(hidden_BTC: Tensor) -> torch.dtype:
-    """Return autocast's dtype if it is enabled, else that of the hidden states."""
+    """Return the dtype for matmuls: autocast's if it is enabled, else that of the hidden states."""
     device = hidden_BTC.device.type
     is_autocast = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else hidden_BTC.dtype
@@ -134,7 +137,7 @@ def _plain_cross_entropy(
     softcap: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute all logits in one matmul; the chunked form must give the same result."""
+    """Return the summed cross-entropy, with all logits computed in one matmul."""
     logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
     capped_NV = cap_logits(logits_NV, softcap)
     return F.cross_entropy(capped_NV, targets_N, reduction="sum", ignore_index=-1)
@@ -143,12 +146,12 @@ def _plain_cross_entropy(
 def torch_matmul(
     a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False
 ) -> Tensor:
-    """Return the matrix product a b. If `out` is given, write it there, or add it to `out`.
+    """Return the matmul of a and b, written to `out` if given.
 
-    `out` may have a wider dtype.
+    out: may have a wider dtype. accumulate: whether to add to `out` instead of overwriting it.
     """
     if out is not None and out.dtype != a.dtype:
-        if a.is_cuda:  # the product adds to `out` in one pass
+        if a.is_cuda:  # the matmul adds to `out` in one pass
             return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), out=out)
         return out.add_(a @ b) if accumulate else out.copy_(a @ b)
     if accumulate and out is not None:
@@ -157,7 +160,10 @@ def torch_matmul(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute the logits' gradient in the forward, so that no logits are saved or recomputed."""
+    """Cross-entropy that computes the gradients of hidden states and weight in its forward.
+
+    No logits are then saved for the backward or recomputed in it.
+    """
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""Activation memory of a micro-batch, by arithmetic, without torch.
+"""Estimate the activation memory of a micro-batch from the config, without torch.
 
-For the uncompiled step; torch.compile saves less for the backward.
+The estimate is for an uncompiled model; a compiled one saves less for the backward.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of a micro-batch while its loss is computed, and at the end of its backward.
+    """Bytes of a micro-batch when its loss is computed, and at the end of its backward.
 
     blocks: activations saved for the backward.
-    low_precision: copies of weights in the precision of matrix products.
-    loss: logits and their gradients, or the last block's backward if that is larger.
-    end: the new gradient of the embedding, in addition to the accumulated one.
+    low_precision: copies of the weights in the dtype of matmuls.
+    loss: logits and their gradients, or the backward of the last block if that takes more.
+    end: the embedding's new gradient, before it is added to the accumulated one.
     """
 
     blocks: int
@@ -40,9 +40,9 @@ def count_activation_bytes(
 ) -> ActivationBytes:
     """Return the bytes of a micro-batch of `tokens`.
 
-    sharded: whether weights are gathered in low precision, which the residual stream then has, too.
-    Otherwise autocast casts the weights, and the stream is fp32. loss_chunk: rows of logits to hold
-    at once; 0 for all.
+    loss_chunk: how many rows of logits are held at once; 0 for all.
+    sharded: whether weights are sharded. They are then gathered in low precision, and the residual
+        stream is in low precision. Otherwise autocast casts the weights, and the stream is fp32.
     """
     d = config.d_model
     head = config.padded_vocab_size * d
@@ -83,7 +83,10 @@ def count_activation_bytes(
 def _block_bytes_per_token(
     config: ModelConfig, item: int, residual: int, *, recompute_gelu: bool
 ) -> int:
-    """Return the bytes that a block saves for the backward, per token."""
+    """Return the bytes per token that one block saves for the backward.
+
+    item: bytes of a number in matmuls. residual: bytes of a number in the residual stream.
+    """
     d = config.d_model
     kv = config.d_head * config.kv_heads
     is_rms = config.norm == "rmsnorm"

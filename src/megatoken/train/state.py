@@ -322,7 +322,7 @@ def build_step_config(
 def _build_schedule(
     config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
 ) -> LRSchedule:
-    """Return the learning-rate schedule, as a function of steps, or of tokens if there is a ramp."""
+    """Return the learning-rate schedule, in steps or, with a batch ramp, in tokens."""
     optim = config.optim
     ramp = config.budget.ramp
     total = ramp.before(total_steps) if ramp else total_steps
