@@ -10,26 +10,29 @@ from megatoken.native.library import DTYPES, AdamWUpdate, Library
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (Loshchilov & Hutter 2019), or the native kernel after `use_native`.
+    """torch's AdamW (Loshchilov & Hutter 2019), or after `use_native` our native kernel.
 
-    The update is memory-bound. The native kernel passes over memory once: it reads gradients from
-    low-precision copies of the parameters and writes the updated copies.
+    The update is limited by memory bandwidth. With master weights, the native kernel needs a single
+    pass: it reads the gradients of the low-precision copies and also writes the updated copies.
     """
 
     _library: Library | None = None
 
     def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
-        """Switch to the native kernel. copies: bf16 copies of parameters, which `step` updates."""
+        """Switch to the native kernel.
+
+        copies: bf16 copy of each fp32 parameter, updated by `step`; empty without master weights.
+        """
         self._library = library
         self._copies = dict(copies)
 
     @property
     def updates_copies(self) -> bool:
-        """Whether `step` reads gradients from the low-precision copies and writes their values."""
+        """Whether `step` reads the gradients of the low-precision copies and updates the copies."""
         return self._library is not None and bool(self._copies)
 
     def grad_norm(self) -> Tensor | None:
-        """Return the L2 norm of all gradients (fp32), or None if torch computes the update."""
+        """Return the L2 norm of all gradients (fp32), or None without the native kernel."""
         if self._library is None:
             return None
         params = [param for group in self.param_groups for param in group["params"]]
@@ -43,7 +46,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Bad steps: see `fused_adamw_step`."""
+        """Update all parameters that have a gradient.
+
+        Like torch's fused AdamW, it divides gradients by `self.grad_scale` and does nothing if
+        `self.found_inf` is 1, where these attributes are set.
+        """
         if self._library is None:
             return super().step(closure)
         found_inf = getattr(self, "found_inf", None)

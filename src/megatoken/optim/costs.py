@@ -1,4 +1,4 @@
-"""Memory and FLOPs of optimizers, by arithmetic, without torch."""
+"""Compute the memory and FLOPs of optimizers from the model's config, without torch."""
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_matmul_parameters, count_padded_parameters
@@ -10,7 +10,7 @@ STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
 
 
 def count_optimizer_bytes(name: str, model: ModelConfig) -> int:
-    """Return the bytes of the optimizer state of a full model, including padding."""
+    """Return the bytes of an unsharded model's optimizer state, including vocabulary padding."""
     per_hidden, per_other = STATE_BYTES[name]
     hidden = count_matmul_parameters(model) - model.vocab_size * model.d_model
     return per_hidden * hidden + per_other * (count_padded_parameters(model) - hidden)
@@ -22,7 +22,10 @@ def count_saved_bytes(name: str, model: ModelConfig) -> int:
 
 
 def count_optimizer_flops(name: str, model: ModelConfig) -> int:
-    """Return the matmul FLOPs of one optimizer step: those of Muon's Newton-Schulz iteration."""
+    """Return the matmul FLOPs of one optimizer step.
+
+    Only Muon has any, in its Newton-Schulz iteration.
+    """
     if name != "muon":
         return 0
     d, f = model.d_model, model.d_ff

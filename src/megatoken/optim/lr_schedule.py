@@ -12,15 +12,15 @@ class LRSchedule:
     """Linear warm-up to `peak_lr`, then a decay to `min_lr_ratio * peak_lr`.
 
     decay:
-        cosine, linear: from the end of warm-up over `decay_length`, or the rest of the run (None)
-            (Loshchilov & Hutter 2017; GPT-3).
-        wsd, wsd-sqrt: constant, then linear or 1 - sqrt over the last `decay_length`
-            (Hu et al. 2024; Hägele et al. 2024).
-        multi-step: drops by sqrt(min_lr_ratio) at the start and the middle of the last
-            `decay_length` (DeepSeek-AI 2024).
+        cosine, linear: starts after warm-up and lasts `decay_length`, or if that is None, to the
+            end of the run (Loshchilov & Hutter 2017; GPT-3).
+        wsd, wsd-sqrt: constant until the last `decay_length` of the run, which decays linearly or
+            as 1 - sqrt (Hu et al. 2024; Hägele et al. 2024).
+        multi-step: multiplied by sqrt(min_lr_ratio) at the start of the last `decay_length` and
+            again in its middle (DeepSeek-AI 2024).
         constant: no decay.
 
-    Lengths are in steps; with a batch ramp, in tokens.
+    warmup, decay_length and total are in steps, or with a batch ramp in tokens.
     """
 
     decay: str
@@ -33,17 +33,17 @@ class LRSchedule:
 
     @property
     def decay_begin(self) -> int:
-        """The start of the decay, in steps or tokens."""
+        """Where the decay begins, in the unit of `total`."""
         if self.decay in END_DECAYS and self.decay_length is not None:
             return max(self.warmup, self.total - self.decay_length)
         return self.warmup
 
     def is_before_decay(self, step: int) -> bool:
-        """Return whether none of the first `step` steps is in the decay."""
+        """Return whether the decay has not begun after `step` steps."""
         return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of a step; the first step is 0."""
         start = self.ramp.before(step) if self.ramp else step
         if start < self.warmup:
             end = self.ramp.before(step + 1) if self.ramp else step + 1

@@ -1,9 +1,10 @@
 """Muon: orthogonalized momentum for hidden matrices (Jordan et al. 2024), AdamW for the rest.
 
-The update of a hidden matrix is approximately U V^T, from the singular value decomposition U S V^T
-of its momentum, times sqrt(max(1, rows / columns)). Five steps of a Newton-Schulz iteration compute
-it. Layer outputs then change equally at any width, so one learning rate fits all widths (Yang et
-al. 2023; Bernstein 2025). Queries, keys and values are separate matrices.
+If U S V^T is the singular value decomposition of a hidden matrix's momentum, its update is
+approximately U V^T times sqrt(max(1, rows / columns)), computed by five steps of a Newton-Schulz
+iteration. Layer outputs then change by the same amount at any width, so one learning rate fits all
+widths (Yang et al. 2023; Bernstein 2025). Queries, keys and values are treated as separate
+matrices, although one parameter holds them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +20,17 @@ from megatoken.system.torch_compat import follow_found_inf, step_inner
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
-# Elements in one batched matmul: few enough for a CPU's caches; enough to keep a GPU busy.
+# Elements per batched matmul: few enough for a CPU's caches, enough to keep a GPU busy.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # takes and returns full matrices of equal shapes
 
 
 class Matrices(Protocol):
-    """Hidden matrices, which may be sharded.
+    """Access to a model's hidden matrices in full, even if they are sharded over processes.
 
-    names: parameters with a shard in this process. dtype: of the computation.
+    names: hidden parameters of which this process has a shard. dtype: in which updates are
+    computed.
     """
 
     @property
@@ -38,16 +40,21 @@ class Matrices(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Apply `function` to the full matrices of the local shards `tensors`, in order of `names`.
+        """Apply `function` to full matrices, and return this process's shards of the results.
 
-        Returns this process's shards of the results. Processes share the work, so `function` gets
-        some of the matrices. All must call it.
+        All processes must call it. They divide the work: in each process, `function` gets a list of
+        only some of the matrices.
+
+        tensors: this process's shards of the matrices, in the order of `names`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class WholeMatrices:
-    """Unsharded hidden matrices. rows: by parameter, the row count of each matrix packed in it."""
+    """`Matrices` of a single process, without communication.
+
+    rows: for each parameter, the numbers of rows of the matrices packed in it.
+    """
 
     rows: Mapping[str, Sequence[int]]
     dtype: torch.dtype = torch.float32
@@ -71,7 +78,10 @@ class WholeMatrices:
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Return the names of hidden layers' weights, and the row counts of the matrices in each."""
+    """Map the name of each hidden layer's weight to the numbers of rows of the matrices in it.
+
+    A weight holds one matrix, except that queries, keys and values are packed in one weight.
+    """
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
@@ -83,7 +93,7 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
 
 
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    """Return approximately U V^T sqrt(max(1, rows / columns)) of each matrix, in its dtype."""
+    """Return approximately U V^T sqrt(max(1, rows / columns)) for each matrix U S V^T."""
     batches: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
@@ -107,7 +117,7 @@ def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _newton_schulz(x_NRC: Tensor) -> Tensor:
-    """Move the singular values of N matrices (R, C), R <= C, to between 0.7 and 1.2."""
+    """Change the singular values of N matrices (R, C), R <= C, to values between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     norm_N = torch.linalg.vector_norm(
         torch.linalg.vector_norm(x_NRC, dim=-1, dtype=torch.float32), dim=-1
@@ -124,10 +134,11 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
     Like torch's fused optimizers, it divides gradients by `self.grad_scale` and skips the update if
-    `self.found_inf` is 1, where these tensors are set.
+    `self.found_inf` is 1, where these attributes are set.
 
-    adamw: the optimizer of all other parameters, whose groups and state this one shares.
-    group: `params`, in the order of `matrices.names`, and `weight_decay`.
+    adamw: optimizer of all other parameters; its groups and state become part of this one's.
+    group: a dict of `params`, the hidden weights in the order of `matrices.names`, `weight_decay`
+        and optionally `lr_scale`.
     """
 
     def __init__(
@@ -151,7 +162,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters. A missing gradient counts as 0."""
+        """Update all parameters; a hidden matrix without a gradient is updated as if it were 0."""
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
         step_inner(self, self.adamw)

@@ -1,8 +1,8 @@
 """Optimizers by name, and the parameter groups that they update.
 
-A new optimizer is one `register_optimizer` call: how to build it, the state it keeps per parameter,
-and whether it needs full matrices. Learning rates, checkpoints, sharding and memory estimates
-follow from that entry.
+To add an optimizer, call `register_optimizer` with how to build it, the size of its state per
+parameter, and whether it needs full matrices. Learning rates, checkpoints, sharding and memory
+estimates then work without further changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +19,22 @@ from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
-# Keys: params, weight_decay, and lr_scale, the group's learning rate over the schedule's.
+# Keys: params, weight_decay, and lr_scale, by which the scheduled learning rate is multiplied.
 ParamGroup = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer, as the rest of the system sees it.
+    """How to build an optimizer, and what the rest of the system must know about it.
 
-    build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default
-        1).
-    bytes_per_param: bytes of fp32 state per parameter; a pair if hidden matrices and all other
-        parameters differ.
-    hidden_group: whether the last group holds the hidden matrices; its `matrices` (muon.py) gathers
-        them in full on any number of processes.
-    whole_matrices: whether the update needs full matrices without gathering them, so that it
-        cannot be sharded.
+    build: function of (groups, config, implementation) that returns the optimizer. It may set
+        `lr_scale` of a group, by which the scheduled learning rate is multiplied.
+    bytes_per_param: bytes of fp32 state per parameter, or a pair of them: for parameters in hidden
+        matrices and for all others.
+    hidden_group: whether `build` gets the hidden matrices as a separate, last group. The group's
+        `matrices` (muon.py) gives access to them in full, even if they are sharded.
+    whole_matrices: whether the update needs full matrices but cannot gather them, so that the model
+        must not be sharded.
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
@@ -59,7 +59,7 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer of a name. Raises ConfigError for an unknown one."""
+    """Return the optimizer registered under a name. Raises ConfigError if there is none."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}"
@@ -75,15 +75,16 @@ def build_optimizer(
     implementation: str = "auto",
     matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `optim` over a model's parameters, or over local shards by name.
+    """Build the optimizer that `optim` names, over a model or over local shards by name.
 
     Raises ConfigError for an unknown name, or if the optimizer needs full matrices and the model is
     sharded.
 
     sizes: shapes of the full parameters, if `model` holds shards.
-    implementation: of torch's AdamW: `loop`, `foreach`, `fused`, or `auto`, which is fused where
-        the device supports it.
-    matrices: the hidden matrices; None for those of an unsharded model, in fp32.
+    implementation: how torch's AdamW computes: `loop`, `foreach`, `fused`, or `auto`, which is
+        fused where the device supports it.
+    matrices: access to the full hidden matrices; None if the model is unsharded, to compute their
+        updates in fp32.
     """
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
@@ -115,7 +116,10 @@ def build_optimizer(
 def group_parameters(
     params: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], weight_decay: float
 ) -> list[ParamGroup]:
-    """Return two groups: matrices and embeddings, which decay, and the rest (Brown et al. 2020)."""
+    """Split parameters into two groups: with weight decay and without (Brown et al. 2020).
+
+    Matrices and embeddings decay; vectors and scalars do not.
+    """
     matrices = {name for name in params if len(sizes[name]) >= 2}
     return [
         {
@@ -127,7 +131,7 @@ def group_parameters(
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, base_lr: float) -> None:
-    """Keep the learning rates of a user's optimizer as multiples of the schedule's peak."""
+    """Record the learning rates of a user's optimizer as `lr_scale`, multiples of `base_lr`."""
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / base_lr if base_lr else 1.0)
 
@@ -145,7 +149,7 @@ def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 
 def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> AdamW:
-    """Build AdamW. Autotuning may replace its kernel (train/kernel_autotune.py)."""
+    """Build AdamW with torch's kernel, which autotuning may replace (train/kernel_autotune.py)."""
     params = [param for group in groups for param in group["params"]]
     if implementation in ("auto", "native"):
         implementation = "fused" if params[0].device.type in ("cuda", "cpu", "mps") else "foreach"
@@ -165,7 +169,10 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
 
 
 def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
-    """Build Muon for the last group and AdamW for the others, at a fixed learning-rate ratio."""
+    """Build Muon for the last group and AdamW for the others.
+
+    Their learning rates keep the ratio of `optim.matrix_lr` to `optim.lr`.
+    """
     *others, hidden = groups
     hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
     matrices = hidden.pop("matrices")
