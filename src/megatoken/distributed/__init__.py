@@ -1,1 +1,1 @@
-"""Train with several processes: the process group, and a model sharded over it."""
+"""Train with several processes: process groups, sharding and gradient reduction."""

@@ -1,7 +1,7 @@
-"""Communicate between the processes of a run. A single process needs no process group.
+"""Communicate between the processes of a run; with a single process, every call returns at once.
 
-Device tensors use NCCL between CUDA devices and gloo otherwise. Flags and objects use gloo, so that
-they never wait for a device.
+Tensors are sent by NCCL on CUDA devices and by gloo otherwise. Flags and Python objects are always
+sent by gloo, so that they never wait for queued GPU work.
 """
 
 import itertools
@@ -25,20 +25,20 @@ from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode, MegatokenError, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
-JOIN_SECONDS = 120  # for all processes to join, and for collectives of device tensors
+JOIN_SECONDS = 120  # limit for all processes to join, and for collectives of device tensors
 ANSWER_SECONDS = 400  # torch waits forever if something else accepts connections at the address
-WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be tuning, sampling or pruning
+WAIT_SECONDS = 1800  # limit for flags and objects: rank 0 may be tuning, sampling or pruning
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)
 
 T = TypeVar("T")
-# Stores of this process, each with a counter of the groups that joined through it.
+# The stores that this process opened, each with a counter of the groups that used it.
 _stores: dict[DistEnv, tuple[Store, Iterator[int]]] = {}
 
 
 class Comm:
-    """The communicator of one process. All processes must make the same calls in the same order.
+    """Collectives over all processes of a run, which must make the same calls in the same order.
 
-    Every method raises PeerError if another process is gone.
+    Every method raises PeerError if another process is lost.
     """
 
     def __init__(self, dist_env: DistEnv, gloo_group: dist.ProcessGroup | None = None) -> None:
@@ -50,18 +50,18 @@ class Comm:
         return self.dist_env.world_size == 1
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """All-reduce a tensor in place and return it."""
+        """Sum a tensor over all processes in place, and return it."""
         if not self.is_single_process:
             with peer_errors(self.dist_env):
                 dist.all_reduce(numbers)
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is set on any process."""
+        """Return whether `flag` is True on any process."""
         return self.any_of_each([flag])[0]
 
     def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is set on any process, with one message."""
+        """Return for each flag whether any process set it, with one collective for all flags."""
         if self.is_single_process:
             return list(flags)
         totals = torch.tensor(flags, dtype=torch.float32)
@@ -70,7 +70,7 @@ class Comm:
         return [total > 0 for total in totals.tolist()]
 
     def broadcast_from_rank0(self, value: Any) -> Any:
-        """Return rank 0's value, which is pickled."""
+        """Return rank 0's `value`, sent as a pickle, on every process."""
         values = [value]
         if not self.is_single_process:
             with peer_errors(self.dist_env):
@@ -78,7 +78,7 @@ class Comm:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return all processes' values, which are pickled, in rank order, on every process."""
+        """Return the values of all processes in rank order, sent as pickles, on every process."""
         if self.is_single_process:
             return [value]
         values = [None] * self.dist_env.world_size
@@ -89,7 +89,7 @@ class Comm:
     def run_on_rank0(self, call: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its result on all ranks.
 
-        A MegatokenError or OSError it raises is raised on all ranks.
+        If the function raises a MegatokenError or OSError, that error is raised on all ranks.
         """
         result: Any = None
         error: Exception | None = None
@@ -110,7 +110,7 @@ class Comm:
 
 @contextmanager
 def peer_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert torch's errors about a lost process to PeerError; let others pass."""
+    """Convert torch's errors about a lost process to PeerError, and no other errors."""
     try:
         yield
     except RuntimeError as error:
@@ -125,9 +125,9 @@ def peer_errors(dist_env: DistEnv) -> Iterator[None]:
 
 @contextmanager
 def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
-    """Join the process group, and leave it with the others.
+    """Join the process group, and leave it at the end, after waiting for all processes.
 
-    Raises PeerError if a process is missing.
+    Raises PeerError if a process does not join or is lost.
     """
     if dist_env.world_size == 1:
         yield Comm(dist_env)
@@ -159,7 +159,7 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
 
 @contextmanager
 def _join_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert errors to PeerError; exit if joining takes longer than ANSWER_SECONDS."""
+    """Convert errors in joining to PeerError; end the process after ANSWER_SECONDS of waiting."""
     rank = f"rank {dist_env.rank} of {dist_env.world_size}"
     address = f"{dist_env.address}:{dist_env.port}"
     fix = "check that all ranks were started and rank 0 listens at this address"
@@ -183,11 +183,12 @@ def _join_errors(dist_env: DistEnv) -> Iterator[None]:
 
 
 def _open_store(dist_env: DistEnv) -> Store:
-    """Return an empty store for the next group at an address. All ranks must join equally often.
+    """Return an empty store for the next process group. All ranks must call it equally often.
 
-    The store's server lives as long as this process. If it closed with the group, ranks that join
-    again could still reach it while it closes, or find old addresses in torchrun's store, and wait
-    for absent processes.
+    All groups at an address share one server, which is never closed, and each group has its own key
+    prefix. With a server per group, a rank that joins again could connect to the old server before
+    it closes; without the prefix, it would read the addresses of the old group from the server of
+    torchrun. In both cases it would wait for processes that are gone.
     """
     if dist_env not in _stores:
         url = f"tcp://{dist_env.address}:{dist_env.port}"
@@ -201,7 +202,7 @@ def _open_store(dist_env: DistEnv) -> Store:
 
 @contextmanager
 def ignore_view_warning() -> Iterator[None]:
-    """Hide FSDP2's warning about blocks that return views: no code here changes them in place."""
+    """Hide FSDP2's warning about blocks that return views; no code here modifies views in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         yield

@@ -38,12 +38,12 @@ class DistEnv:
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torchrun would set."""
+        """Return the environment variables with which torchrun would describe this process."""
         return {name: str(getattr(self, field)) for field, name in VARIABLES.items()}
 
 
 def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
-    """Read the variables of torchrun, Open MPI or Slurm; without any, return a single process.
+    """Read the variables set by torchrun, Open MPI or Slurm; without them, return a single process.
 
     Raises ConfigError if they are incomplete or inconsistent.
     """
@@ -73,7 +73,10 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
 
 
 def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a process of mpirun. The port derives from the job's name."""
+    """Return torchrun's variables for a process of mpirun, with a port based on the job's name.
+
+    Raises ConfigError if the address of rank 0 is unknown.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = {
         name: variables.get(f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}", "") for name in names
@@ -91,7 +94,7 @@ def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a Slurm task. The port derives from the job id."""
+    """Return torchrun's variables for a Slurm task, with a port based on the job id."""
     n_nodes = _read_int(variables, "SLURM_STEP_NUM_NODES", 1)
     port = 10_000 + _read_int(variables, "SLURM_JOB_ID", 0) % 40_000
     return {
@@ -106,7 +109,7 @@ def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a Slurm list: gpu[003-005,9],cpu1 -> gpu003."""
+    """Return the first host of a Slurm node list, such as gpu003 for `gpu[003-005,9],cpu1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise ConfigError(f"no host in '{hosts}'", "SLURM_STEP_NODELIST", "set MASTER_ADDR")
@@ -121,10 +124,10 @@ def _read_int(variables: Mapping[str, str], name: str, default: int | None = Non
 
 
 def prepare_torchrun() -> None:
-    """Configure torchrun and its processes, which it starts with -m.
+    """Set environment variables for torchrun and the processes it starts.
 
-    Each restart gets a new store, because in an old one gloo would wait for processes that are
-    gone. Nothing is imported from the current folder.
+    They give each restart a new store, because with the old one gloo would wait for processes that
+    are gone, and keep `python -m` from importing modules from the current folder.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -17,9 +17,10 @@ GradPair = tuple[Tensor, Tensor]
 
 
 class GradBucketReducer:
-    """All-reduce gradients in buckets while the backward computes more (Li et al. 2020, DDP).
+    """All-reduce gradients in buckets while the backward still runs (Li et al. 2020, DDP).
 
-    Only the backward after `begin` communicates: once per step, after any number of micro-batches.
+    Only the backward that follows `begin` communicates, so the gradients of all micro-batches of a
+    step are reduced at once.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class GradBucketReducer:
                 pair[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Reduce the gradients of the next backward, the last of the step."""
+        """Announce the last backward of a step, during which gradients are reduced."""
         self._n_missing = [len(bucket) for bucket in self._buckets]
 
     def _on_gradient(self, index: int, pair: GradPair, _: Tensor) -> None:
@@ -59,7 +60,7 @@ class GradBucketReducer:
         self._pending.append((work, flat, gradients))
 
     def finish(self) -> None:
-        """Wait for the sums and copy them to the local gradients. Raises PeerError."""
+        """Wait for the all-reduces and copy their results to the gradients. Raises PeerError."""
         for index, n_missing in enumerate(self._n_missing):
             if n_missing:  # the objective does not use some parameters, on any rank
                 self._reduce(index)
@@ -72,7 +73,10 @@ class GradBucketReducer:
 
 
 def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[GradPair]]:
-    """Group pairs into buckets of at least `bucket_bytes`, in the order of a backward."""
+    """Group parameters into buckets of at least `bucket_bytes`, starting with the last parameter.
+
+    This is about the order in which a backward produces gradients.
+    """
     buckets: list[list[GradPair]] = [[]]
     size = 0
     for pair in reversed(pairs):
@@ -85,14 +89,18 @@ def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[Grad
 
 
 def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Copy consecutive pieces of a flat tensor to gradients."""
+    """Split a flat tensor into consecutive pieces and copy them to the gradients."""
     pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
     for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view_as(gradient))
 
 
 def collect_gradient(trained: Tensor, local: Tensor) -> None:
-    """Add the gradient of a low-precision copy or DTensor to that of the local parameter."""
+    """Add the gradient of `trained` to that of `local`, then clear it.
+
+    trained: the low-precision copy or DTensor of the local parameter; nothing happens if both are
+    the same tensor.
+    """
     gradient = trained.grad
     if trained is local or gradient is None:
         return
@@ -109,21 +117,23 @@ def collect_gradient(trained: Tensor, local: Tensor) -> None:
 class PairwiseGradSum:
     """Sum gradients over micro-batches and ranks with the same bits on 1, 2, 4, ... ranks.
 
-    Terms are added pairwise, as halves of halves, while their number is even, and sequentially when
-    it is odd. Ranks hold consecutive terms, so additions within a rank and across ranks are the
-    same. Needs a copy of the gradients per halving, and gathers full gradients.
+    The gradients of all micro-batches are added in a binary tree: an even number is halved, the
+    halves are summed separately, and the two sums are added; an odd number is summed in order. Each
+    rank holds consecutive micro-batches, so a number of ranks that is a power of 2 does not change
+    the tree. It needs memory for a copy of the gradients per level of the tree, and gathers the
+    sums of all ranks on every rank.
     """
 
     def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
         self._local_params = local_params
-        # How many terms in a row the backward itself adds up: the odd factor of their number.
+        # How many micro-batches in a row the backward itself sums: the odd factor of their number.
         self._n_sequential = micro_batches // (micro_batches & -micro_batches)
         self._n_backwards = 0
         self._params_with_grad: list[Tensor] = []
-        self._sums: list[list[Tensor]] = []  # each has at least twice as many terms as the next
+        self._sums: list[list[Tensor]] = []  # each sums at least twice as many as the next
 
     def add(self) -> None:
-        """Take the gradients of the latest backward."""
+        """Add the gradients of the latest backward to the sums, and clear them when complete."""
         self._n_backwards += 1
         n_sums, remainder = divmod(self._n_backwards, self._n_sequential)
         if remainder:
@@ -139,7 +149,10 @@ class PairwiseGradSum:
             n_sums //= 2
 
     def finish(self, comm: Comm) -> None:
-        """Set every gradient to its sum over all micro-batches of all ranks. Raises PeerError."""
+        """Set each parameter's gradient to the sum over all micro-batches and ranks.
+
+        Raises PeerError.
+        """
         (sums,) = self._sums
         for param, gradient in zip(self._params_with_grad, sums, strict=True):
             terms = [gradient]
@@ -151,7 +164,7 @@ class PairwiseGradSum:
 
 
 def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
-    """Add two halves while the number of terms is even, else add sequentially."""
+    """Sum tensors in a binary tree: add the sums of both halves, or an odd number in order."""
     half, odd = divmod(len(terms), 2)
     if odd:
         return reduce(torch.add, terms)

@@ -1,6 +1,7 @@
-"""Estimate the memory of one process by arithmetic, and choose the sharding that fits. No torch.
+"""Estimate the memory of one process from the config, and choose a sharding that fits. No torch.
 
-tests/distributed/test_memory.py compares it with the dry run, which counts the tensors of a step.
+tests/distributed/test_memory.py compares the estimate with a dry run, which adds up the sizes of
+the tensors in a step.
 """
 
 from dataclasses import dataclass
@@ -23,17 +24,18 @@ from megatoken.model.flops import (
 from megatoken.model.memory import FP32, LOSS_CHUNK, count_activation_bytes
 from megatoken.optim.costs import count_optimizer_bytes
 
-STATE_SHARE = 0.7  # of memory for weights, gradients and moments if micro_batch=auto
-USABLE = 0.9  # of a GPU's memory; the rest is its context, NCCL's buffers and fragmentation
+STATE_SHARE = 0.7  # share of memory for weights, gradients and moments if micro_batch=auto
+USABLE = 0.9  # share of a GPU's memory; the rest is CUDA's context, NCCL buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes at the peak of a step.
+    """Bytes of one process at the peak of a step.
 
-    gathered: full copies of sharded weights, and of gradients until the last micro-batch.
-    activations: saved for the backward. low_precision: copies of weights in the compute precision.
-    loss: logits and their gradients, or other work at the peak.
+    gathered: full copies of sharded weights, and full gradients that are not yet reduced.
+    activations: tensors saved for the backward.
+    low_precision: copies of the weights in the dtype of matmuls.
+    loss: logits and their gradients, or whatever else is temporary at the peak.
     """
 
     parameters: int
@@ -61,7 +63,11 @@ def estimate_memory(
     loss_chunk: int = LOSS_CHUNK["cuda"],
     optimizer: str = "adamw",
 ) -> Memory:
-    """Return the memory of rank 0. accumulates: a step has more than one micro-batch."""
+    """Estimate the peak memory of rank 0.
+
+    accumulates: whether a step has more than one micro-batch. loss_chunk: how many rows of logits
+    are held at once.
+    """
     n_params = count_padded_parameters(model) // dims.tp_size
     local_params = n_params // dims.dp_shard
     block_params = model.n_layer * count_block_parameters(model)
@@ -112,12 +118,14 @@ def choose_dims(
     dist_env: DistEnv,
     optimizer: str = "adamw",
 ) -> ParallelDims:
-    """Return the mesh of a run. Raises ConfigError if processes or sizes do not divide.
+    """Choose how to shard a run's model, and return the mesh of processes.
 
-    `sharding=auto` picks the simplest sharding with which the micro-batch fits; if the micro-batch
-    is auto, too, the simplest whose state leaves room for activations. If none fits, it is zero3.
+    With machine.sharding=auto, it picks the simplest sharding with which the micro-batch fits in
+    memory. If the micro-batch is auto as well, weights, gradients and optimizer state may take only
+    a share of the memory, to leave room for activations. If nothing fits, it picks zero3. Raises
+    ConfigError if the number of processes or the model's sizes do not divide.
 
-    memory_bytes: of one process, 0 if unknown.
+    memory_bytes: memory available to one process; 0 if unknown.
     """
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, machine.tensor_parallel, dist_env)

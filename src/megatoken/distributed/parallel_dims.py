@@ -1,14 +1,14 @@
 """Describe how a model is sharded over processes. No torch.
 
-Processes form a mesh of three axes: tensor-parallel ranks share every layer; sharding ranks share
-weights, gradients or optimizer state and read different data; replicas are full copies that read
-different data. `machine.sharding` chooses what sharding ranks split (Rajbhandari et al. 2020,
-ZeRO):
+Processes form a mesh with three axes. Along the tensor-parallel axis, ranks split every layer and
+read the same data. Along the sharding axis, ranks split weights, gradients or optimizer state and
+read different data. Along the replica axis, ranks hold copies and read different data.
+`machine.sharding` chooses what the sharding axis splits (Rajbhandari et al. 2020, ZeRO):
 
-    none    nothing: every replica has everything
-    zero1   weights and optimizer state; full weights and gradients exist during a step
-    zero2   also gradients: they are reduced after every micro-batch
-    zero3   also weights: a layer's are gathered while it computes
+    none    nothing: every replica holds everything
+    zero1   stored weights and optimizer state; full weights and gradients exist during a step
+    zero2   also gradients, which are reduced after every micro-batch
+    zero3   also the weights during a step: each layer's are gathered only while it computes
     hybrid  zero3 within a machine; machines are replicas
 """
 
@@ -25,7 +25,10 @@ SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """The size of each axis of the mesh, and this process's rank."""
+    """The sizes of the mesh's three axes, and this process's rank.
+
+    dp_replicate, dp_shard, tp_size: numbers of replicas, sharding ranks and tensor-parallel ranks.
+    """
 
     sharding: str = "none"
     dp_replicate: int = 1
@@ -35,7 +38,7 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """The number of ranks, or groups of tensor-parallel ranks, that read different data."""
+        """The number of data-parallel ranks; a tensor-parallel group counts as one."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -56,7 +59,7 @@ class ParallelDims:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether every process has the full model."""
+        """Whether every process holds the full model."""
         return self.dp_shard == self.tp_size == 1
 
     def __str__(self) -> str:
@@ -67,7 +70,10 @@ class ParallelDims:
 
 
 def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
-    """Return the mesh of all processes. Raises ConfigError if the axes do not divide them."""
+    """Return the mesh of all processes. Raises ConfigError if they do not divide among the axes.
+
+    sharding: any value of machine.sharding but auto.
+    """
     world_size = dist_env.world_size
     local_world_size = dist_env.local_world_size
     if world_size % tp_size:
@@ -90,10 +96,12 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
 def count_state_bytes(
     dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str
 ) -> int:
-    """Return the bytes of weights, gradients and optimizer state in a process.
+    """Return the bytes of weights, gradients and optimizer state in one process.
 
-    n_params, optimizer_bytes: of the full model. Approximate if a tensor does not divide evenly.
-    Weights and gradients are fp32; gathered copies of sharded weights are in `precision`.
+    The result is approximate if tensors do not divide evenly among ranks.
+
+    n_params, optimizer_bytes: totals of the unsharded model.
+    precision: of gathered copies of sharded weights; the weights themselves and gradients are fp32.
     """
     tp_params = n_params // dims.tp_size
     local_params = tp_params // dims.dp_shard
@@ -105,10 +113,10 @@ def count_state_bytes(
 
 
 def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:
-    """Turn off what sharding does not support.
+    """Return the settings without those that a sharded model does not support.
 
-    FSDP casts weights while it gathers them, so there are no master weights. DTensors of tensor
-    parallelism need torch's own kernels.
+    Master weights are turned off, because FSDP itself casts the weights that it gathers. With
+    tensor parallelism, native and Triton kernels are turned off, because DTensors need torch's.
     """
     if dims.is_unsharded:
         return machine
@@ -118,7 +126,10 @@ def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineCo
 
 
 def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
-    """Raise ConfigError unless tensor_parallel divides heads, MLP, vocabulary and context."""
+    """Raise ConfigError unless the number of tensor-parallel ranks divides all split dimensions.
+
+    These are the heads, the MLP's width, the padded vocabulary and the context.
+    """
     sizes = {
         "n_head": model_config.n_head,
         "n_kv_head": model_config.kv_heads,

@@ -26,13 +26,17 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParams:
-    """This process's slices of parameters, by name. Parameters without a slice are left out.
+    """The slices of a model's parameters that this process holds, by parameter name.
 
-    trained: parameters of the backward (DTensors if sharded).
+    Parameters of which it holds nothing are left out, except in full_shapes.
+
+    trained: parameters that get gradients in the backward; DTensors if sharded.
     local_params: plain tensors that the optimizer updates and checkpoints store.
-    slices: their places in the full tensors. full_shapes: of all parameters.
-    n_copies: the number of processes with the same slice.
-    tp_partial: parameters whose gradients are partial sums on every tensor-parallel rank.
+    slices: which slice of the full parameter each of local_params is.
+    full_shapes: shapes of all full parameters.
+    n_copies: how many processes hold the same slice.
+    tp_partial: parameters whose gradients must be summed over tensor-parallel ranks.
+    mesh: None if the model is unsharded.
     """
 
     dims: ParallelDims
@@ -46,18 +50,18 @@ class ShardedParams:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The processes with the same slices that read different data; None: all processes."""
+        """The process group of this rank's replicas; None means all processes."""
         return None if self.mesh is None else self.mesh["dp_replicate"].get_group()
 
     def is_first_copy(self, name: str) -> bool:
-        """Return whether this is the first of the processes with this slice."""
+        """Return whether this is the first of the ranks that hold the same slice of a parameter."""
         dims = self.dims
         is_first_replica = dims.dp_rank < dims.dp_shard
         is_tp_split = self.n_copies[name] == dims.dp_replicate
         return is_first_replica and (is_tp_split or dims.tp_rank == 0)
 
     def copy_from_full(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this process's slices of full tensors to its parameters."""
+        """Set the local parameters from (name, full tensor) pairs."""
         with torch.no_grad():
             for name, full in values:
                 if name in self.local_params:
@@ -66,9 +70,10 @@ class ShardedParams:
     def gather_full(
         self, comm: Comm, dtype: torch.dtype = torch.float32, *, on_all: bool = False
     ) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full parameter in `dtype`, one at a time, ordered by name.
+        """Yield (name, full tensor in `dtype`) of every parameter, one at a time, sorted by name.
 
-        A collective if the model is sharded. Only rank 0 gets the values unless `on_all`.
+        If the model is sharded, all ranks must iterate over it, and without `on_all` the tensors
+        are valid only on rank 0.
         """
         device = next(iter(self.local_params.values())).device
         for name, shape in sorted(self.full_shapes.items()):
@@ -78,7 +83,7 @@ class ShardedParams:
             full = torch.zeros(shape, dtype=dtype, device=device)
             if name in self.local_params and self.is_first_copy(name):
                 self.slices[name].put(full, self.local_params[name].detach())
-            # One process has each value, and the others have zeros. Summing bits preserves -0.0.
+            # One process has each value and the others have zeros. Summing bytes preserves -0.0.
             bits = full.view(-1).view(torch.uint8)
             with peer_errors(comm.dist_env):
                 if on_all:
@@ -88,9 +93,9 @@ class ShardedParams:
             yield name, full
 
     def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:
-        """Choose what FSDP communicates in the next micro-batch.
+        """Set which gradients FSDP reduces in the next micro-batch, and when it frees weights.
 
-        last: it is the step's last one.
+        last: whether it is the last micro-batch of the step.
         """
         if self.dims.dp_shard == 1:
             return
@@ -102,7 +107,7 @@ class ShardedParams:
             model.set_reshard_after_backward(last or self.dims.sharding in ("zero3", "hybrid"))
 
     def all_reduce_tp_grads(self, comm: Comm) -> None:
-        """Sum the partial gradients of tensor-parallel ranks with one message."""
+        """Sum the gradients in `tp_partial` over tensor-parallel ranks with one all-reduce."""
         params = [self.local_params[name] for name in self.local_params if name in self.tp_partial]
         gradients = [param.grad for param in params if param.grad is not None]
         if not gradients or self.mesh is None:
@@ -113,7 +118,7 @@ class ShardedParams:
         copy_from_flat(flat, gradients)
 
     def global_grad_norm(self, comm: Comm) -> Tensor:
-        """Return the L2 norm of the full gradient, the same on every process."""
+        """Return the L2 norm of the full model's gradient, the same on every process."""
         by_copies: dict[int, list[Tensor]] = {}
         for name, param in self.local_params.items():
             if param.grad is not None:
@@ -130,13 +135,15 @@ class ShardedParams:
 def parallelize(
     model: GPT, dims: ParallelDims, device: Device, *, activation_checkpointing: str = "none"
 ) -> ShardedParams:
-    """Move a model to the device and apply parallelism in place, in this order:
+    """Move a model to the device, shard it in place by `dims`, and return the local slices.
 
-    1. tensor parallelism, because it replaces weights that the others wrap;
-    2. activation checkpointing, whose second forward runs the layers of 1;
-    3. FSDP2, whose hooks gather weights outside of the forward that 2 repeats.
+    The order is fixed:
 
-    Unsharded replicas need none of it. A model on the meta device gets uninitialized storage.
+    1. tensor parallelism, because it replaces the weights that the other two wrap;
+    2. activation checkpointing, which runs the layers of 1 again in the backward;
+    3. FSDP2, whose hooks must gather weights outside of what 2 runs again.
+
+    An unsharded model is only moved. A model on the meta device gets uninitialized storage.
     """
     full_shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     tensors = [*model.parameters(), *model.buffers()]
@@ -203,7 +210,10 @@ def _collect_params(
 def local_slice(
     name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
 ) -> TensorSlice:
-    """Return the slice of a parameter that a process has; it may be empty."""
+    """Return the slice of a parameter that the process `dims.rank` holds; it may be empty.
+
+    shape: of the full parameter.
+    """
     tp_part = tp_slice(name, shape, model_config, dims)
     return tp_part.cut_rows(*chunk(tp_part.n_rows, dims.dp_shard, dims.shard_rank))
 

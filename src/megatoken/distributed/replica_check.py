@@ -1,6 +1,7 @@
-"""Detect replicas whose weights or optimizer state differ, after a memory error or on a bad device.
+"""Detect replicas whose weights or optimizer state differ, because of bad memory or a bad device.
 
-Every process sums the bits of its tensors as integers; all sums are gathered and compared.
+Every process adds up the bytes of its tensors as integers, and the sums of all processes are
+compared.
 """
 
 from collections import Counter
@@ -16,9 +17,10 @@ from megatoken.distributed.comm import Comm
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas that differ.
+    """A difference between replicas.
 
-    ranks: those that differ from the majority, or all ranks if there is no majority.
+    ranks: replicas that differ from the majority, or all of them if there is no majority.
+    tensors: names of the tensors that differ.
     """
 
     ranks: tuple[int, ...]
@@ -27,7 +29,10 @@ class Divergence:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as int64, on its device. Any single bit flip changes it."""
+    """Return the sum of a tensor's bytes, read as int64 numbers, as a 0-d tensor on its device.
+
+    Flipping any one bit changes the sum.
+    """
     flat = tensor.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # a view as int64 needs an aligned address
@@ -40,9 +45,11 @@ def checksum(tensor: Tensor) -> Tensor:
 def compare_replicas(
     tensors: Mapping[str, Tensor], part: Hashable, comm: Comm
 ) -> Divergence | None:
-    """Compare the named tensors of all processes that hold the same `part`.
+    """Compare tensors between all processes with the same `part`; return None if they are equal.
 
-    A collective with the same result on all ranks; waits for the device once.
+    All ranks must call it, and all get the same result. It waits for the device once.
+
+    part: which slices of the model this process holds; processes with equal values are replicas.
     """
     sums: list[int] = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     return find_divergence(list(tensors), comm.gather((part, sums)))
@@ -51,7 +58,10 @@ def compare_replicas(
 def find_divergence(
     names: Sequence[str], reports: Sequence[tuple[Hashable, Sequence[int]]]
 ) -> Divergence | None:
-    """Return the first replicas that differ, or None. reports: part and checksums of every rank."""
+    """Return the first difference between replicas, or None.
+
+    names: of the tensors. reports: for every rank, its `part` and the checksums of its tensors.
+    """
     for part in dict.fromkeys(part for part, _ in reports):
         replicas = {
             rank: tuple(sums) for rank, (rank_part, sums) in enumerate(reports) if rank_part == part

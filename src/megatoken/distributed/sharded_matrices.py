@@ -1,9 +1,9 @@
-"""Give an optimizer full matrices of hidden layers when processes hold copies or slices of them.
+"""Let an optimizer compute with full hidden matrices when several processes hold the model.
 
-Every matrix has an owner, chosen to balance the work. The owner of a sharded matrix receives all
-slices, computes, and returns each rank's slice of the result; the owner of a replicated matrix
-already has it and sends the result. Values are sent in the compute dtype, so results equal those of
-a single process.
+Each matrix is assigned to one rank, its owner, so that the work is balanced. For a sharded matrix,
+the owner receives all slices, computes the result, and sends each rank its slice of it. For a
+replicated matrix, the owner computes the result and sends all of it to the others. Values are sent
+in the dtype of the computation, so results equal those of a single process.
 """
 
 import heapq
@@ -27,7 +27,7 @@ from megatoken.system.device import Device
 
 
 class Matrix(NamedTuple):
-    """Consecutive rows of a parameter, and the rank that computes them."""
+    """A matrix, stored as consecutive rows of the parameter `name`, and its owner's rank."""
 
     name: str
     rows: Range
@@ -40,10 +40,11 @@ class Matrix(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The intersection of a matrix and a rank's slice.
+    """The overlap of a matrix with the slice of a parameter that a rank holds.
 
-    row, columns: its place in the matrix. local_row: its place in the slice.
-    sender: the rank that sends it to the owner, among those with this slice.
+    row, columns: first row of the overlap and its columns, in the matrix.
+    local_row: first row of the overlap in the slice.
+    sender: the rank that sends it to the owner, chosen among the ranks with the same slice.
     """
 
     matrix: Matrix
@@ -61,7 +62,10 @@ class Part(NamedTuple):
 
 
 def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrices:
-    """Return access to a model's full matrices, in bf16 if that is the precision, else in fp32."""
+    """Return `Matrices` for the model's hidden layers.
+
+    Their dtype is bf16 if that is the device's precision, else fp32.
+    """
     rows = list_hidden_matrices(model)
     shapes = sharded.full_shapes
     dims = sharded.dims
@@ -77,9 +81,11 @@ def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrice
 def assign_owners(
     rows: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]], world_size: int
 ) -> list[Matrix]:
-    """Return all matrices in order, with their owners.
+    """List all matrices in the order of `rows`, each with a rank as its owner.
 
-    From the largest down, each goes to the rank with the least work so far.
+    Owners are assigned from the largest matrix down, each to the rank with the least work so far.
+
+    rows: for each parameter, the numbers of rows of the matrices packed in it.
     """
     matrices = []
     for name, sizes in rows.items():
@@ -97,7 +103,7 @@ def assign_owners(
 
 
 class ReplicatedMatrices:
-    """`Matrices` that every process has in full."""
+    """`Matrices` of a model that every process holds in full; they only divide the work."""
 
     def __init__(
         self,
@@ -140,7 +146,7 @@ class ReplicatedMatrices:
     def _split(
         self, flat: Tensor, indices: Sequence[int], matrices: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return views of a flat tensor in the shapes of these matrices."""
+        """Split a flat tensor into views with the shapes of the matrices at `indices`."""
         sizes = [matrices[index].numel() for index in indices]
         pieces = torch.split(flat[: sum(sizes)], sizes) if sizes else ()
         return [
@@ -149,7 +155,7 @@ class ReplicatedMatrices:
 
 
 class ShardedMatrices:
-    """Hidden matrices that are sharded over processes."""
+    """`Matrices` of a model that is sharded over processes."""
 
     def __init__(
         self,
@@ -221,7 +227,7 @@ class ShardedMatrices:
     def _exchange(
         self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Send sources[rank] to every rank, and receive what it sends in targets[rank]."""
+        """Send each rank the tensors in sources[rank], and receive its tensors in targets[rank]."""
         sent_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in sources]
         received_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in targets]
         empty = self._empty((0,))
@@ -239,7 +245,10 @@ class ShardedMatrices:
 
 
 def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> list[Part]:
-    """Return the parts of a matrix in a rank's slice. slices: of all ranks."""
+    """Return the overlaps of a matrix with the slice of `rank`.
+
+    slices: for every rank, its slice of the matrix's parameter.
+    """
     local = slices[rank]
     sender = matrix.owner if slices[matrix.owner] == local else slices.index(local)
     full = TensorSlice((matrix.rows,), (0, matrix.columns))
@@ -247,5 +256,5 @@ def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> lis
 
 
 def _dist_env(dims: ParallelDims) -> DistEnv:
-    """Return rank and world size for messages."""
+    """Return an environment with rank and world size, for error messages."""
     return DistEnv(rank=dims.rank, world_size=dims.world_size)

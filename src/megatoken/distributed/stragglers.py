@@ -1,9 +1,9 @@
-"""Detect ranks that are slower than others in work that each does alone: loading data, computing.
+"""Detect ranks that are slower than others at loading data or computing.
 
-A step takes equally long on all ranks, which wait for the slowest, so each rank measures between
-collectives. `data` is the wait for the batch; `compute` lasts from a step's first collective until
-the rank's gradients are ready to be reduced. If weights are sharded, ranks wait at every layer, and
-only `data` is meaningful.
+A step takes equally long on all ranks, because they wait for the slowest one. So each rank times
+two phases in which it does not wait for others: `data`, the wait for the batch, and `compute`, from
+a step's first collective until the rank's gradients are ready to be reduced. If weights are
+sharded, ranks wait for each other at every layer, and only `data` is meaningful.
 """
 
 import time
@@ -24,7 +24,10 @@ MIN_SECONDS = 0.005  # per step; smaller differences are noise
 
 @dataclass(slots=True)
 class PhaseTimer:
-    """Time one phase of the last WINDOW steps. On CUDA use events, so that the host never waits."""
+    """Context manager that times one phase in each of the last WINDOW steps.
+
+    On CUDA it records events, so that the host does not wait.
+    """
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -47,7 +50,7 @@ class PhaseTimer:
         return event
 
     def read(self) -> list[float]:
-        """Return the seconds of each step, which the device must have finished, and clear them."""
+        """Return the seconds of each timed step and clear them; the device must have finished."""
         if self.device_type == "cuda":
             seconds = [1e-3 * begin.elapsed_time(end) for begin, end in self._steps]
         else:
@@ -61,7 +64,10 @@ class PhaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is `ratio` times as slow in a phase as the others. Seconds per step."""
+    """A rank that takes `ratio` times as long for a phase as the others do.
+
+    seconds, others: seconds per step of this rank, and the median of the others.
+    """
 
     rank: int
     phase: str
@@ -75,10 +81,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Compare the phases of all ranks every WINDOW steps.
-
-    Report a rank once while it stays slow.
-    """
+    """Compares the phases of all ranks every WINDOW steps."""
 
     def __init__(self, comm: Comm, device_type: str) -> None:
         self._comm = comm
@@ -87,9 +90,10 @@ class StragglerDetector:
         self._slow: set[tuple[int, str]] = set()
 
     def find(self) -> list[Straggler]:
-        """Return ranks that have become slow.
+        """Return the ranks that are slow now and were not at the last comparison.
 
-        All ranks must call it after the same finished steps.
+        Returns an empty list until WINDOW steps have been timed. All ranks must call it after the
+        same steps, which the device must have finished.
         """
         if len(self.compute) < WINDOW:
             return []
@@ -105,9 +109,10 @@ class StragglerDetector:
 
 
 def find_stragglers(reports: Sequence[Mapping[str, Sequence[float]]]) -> list[Straggler]:
-    """Return ranks that are slow in every part of the window.
+    """Return the ranks that are much slower than the others, by phase.
 
-    reports: of every rank, seconds per step by phase, one number per part of the window.
+    reports: for every rank, a dict from phase to seconds per step, with one number for each half of
+    the window. A rank must be slow in both halves.
     """
     stragglers = []
     for rank, report in enumerate(reports):

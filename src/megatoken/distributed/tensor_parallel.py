@@ -1,10 +1,10 @@
 """Split layers over tensor-parallel ranks (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Attention is split by heads, the MLP by its width, the embedding by vocabulary, with torch's
-parallel styles; each layer gathers the sequence before it and scatters it after. Norms, dropout and
-residuals work on a slice of the sequence, so gradients of their weights are partial sums, which
-`ShardedParams.all_reduce_tp_grads` adds once per step. The model takes full token ids and returns
-hidden states of a slice of the sequence.
+Attention is split by heads, the MLP by its width, and the embedding by vocabulary, with torch's
+parallel styles. Attention and MLP gather the sequence before they compute and reduce-scatter it
+afterwards. Norms, dropout and residuals work on a slice of the sequence, so each rank has only a
+partial sum of the gradients of norm weights; `ShardedParams.all_reduce_tp_grads` adds these once
+per step. The model takes full sequences of token ids and returns hidden states of a slice.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ SPLIT_BY_COLUMNS = (".attention.out.weight", ".mlp.down.weight", ".value_tokens.
 
 
 def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) -> None:
-    """Replace weights by DTensors on the tensor-parallel mesh, in place."""
+    """Replace the model's weights in place by DTensors on the tensor-parallel mesh."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -77,14 +77,14 @@ def _slice_positions(dims: ParallelDims, _: nn.Module, inputs: tuple[Any, ...]) 
 
 
 def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
-    """Return the targets of this rank's slice of the sequence."""
+    """Return the targets in this rank's slice of the sequence dimension."""
     return targets_BT if dims.tp_size == 1 else targets_BT.chunk(dims.tp_size, dim=1)[dims.tp_rank]
 
 
 def gather_lm_head(weight_VC: Tensor) -> Tensor:
-    """Return the full output layer for the loss of this slice.
+    """Return the full output layer on every rank, to compute the loss of a slice of the sequence.
 
-    Its gradients are summed over slices.
+    Its gradients are summed over tensor-parallel ranks.
     """
     if not is_dtensor(weight_VC):
         return weight_VC
@@ -96,7 +96,10 @@ def gather_lm_head(weight_VC: Tensor) -> Tensor:
 def tp_slice(
     name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
 ) -> TensorSlice:
-    """Return the slice of a parameter that this tensor-parallel rank has."""
+    """Return the slice of a parameter that this tensor-parallel rank holds.
+
+    shape: of the full parameter.
+    """
     full = TensorSlice.full(shape)
     if dims.tp_size == 1:
         return full

@@ -1,4 +1,4 @@
-"""Describe the slice of a tensor that a process has: rows (dimension 0) and columns."""
+"""Describe which slice of a tensor a process holds: rows (dimension 0) and columns."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,18 @@ Range = tuple[int, int]  # start, end (exclusive)
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Ranges of rows in stored order, and one range of columns; None for vectors and scalars."""
+    """A slice of a full tensor.
+
+    rows: ranges of the full tensor's rows, in the order in which the slice stores them.
+    columns: range of its columns; None for vectors and scalars.
+    """
 
     rows: tuple[Range, ...]
     columns: Range | None = None
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> "TensorSlice":
-        """Return the slice that is the full tensor. A scalar has one row."""
+        """Return the slice that covers a full tensor. A scalar counts as one row."""
         return cls(((0, shape[0] if shape else 1),), (0, shape[1]) if len(shape) > 1 else None)
 
     @property
@@ -32,11 +36,11 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the slice. A scalar has one row."""
+        """The shape of the slice. A scalar counts as one row, so its shape is (1,)."""
         return (self.n_rows, self.columns[1] - self.columns[0]) if self.columns else (self.n_rows,)
 
     def cut_rows(self, first: int, last: int) -> "TensorSlice":
-        """Return the part of this slice with stored rows [first, last)."""
+        """Return the sub-slice of rows [first, last), counted within this slice."""
         rows = []
         offset = 0  # stored rows before this range
         for start, end in self.rows:
@@ -48,12 +52,12 @@ class TensorSlice:
         return replace(self, rows=tuple(rows))
 
     def cut_columns(self, first: int, last: int) -> "TensorSlice":
-        """Return the part of this slice with its columns [first, last)."""
+        """Return the sub-slice of columns [first, last), counted within this slice."""
         assert self.columns is not None
         return replace(self, columns=(self.columns[0] + first, self.columns[0] + last))
 
     def take(self, full: Tensor) -> Tensor:
-        """Return this slice of a full tensor, a view if it is one range of rows."""
+        """Cut this slice out of a full tensor. The result is a view if the rows are one range."""
         if not full.dim():
             return full
         rows = [full[start:end] for start, end in self.rows]
@@ -61,7 +65,7 @@ class TensorSlice:
         return local if self.columns is None else local[:, slice(*self.columns)]
 
     def put(self, full: Tensor, local: Tensor) -> None:
-        """Copy a local tensor to its place in the full one: the inverse of `take`."""
+        """Copy the contents of this slice into a full tensor: the inverse of `take`."""
         row = 0
         for start, end in self.rows if full.dim() else ():
             target = full[start:end]
@@ -71,7 +75,11 @@ class TensorSlice:
             row += end - start
 
     def overlaps(self, other: "TensorSlice") -> Iterator[tuple[int, int, int, Range]]:
-        """Yield overlaps with another slice: (row here, row there, rows, columns)."""
+        """Yield the overlaps with another slice of the same tensor.
+
+        Each is (first row within this slice, first row within the other one, number of rows, range
+        of columns in the full tensor).
+        """
         first, last = self.columns or (0, 1)
         other_first, other_last = other.columns or (0, 1)
         columns = (max(first, other_first), min(last, other_last))
@@ -91,12 +99,15 @@ class TensorSlice:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is a DTensor, without the half second of importing DTensor."""
+    """Return whether a tensor is a DTensor, without importing DTensor, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def chunk(size: int, chunks: int, index: int) -> Range:
-    """Return the range of a chunk of torch.chunk: equal lengths, the last ones shorter or empty."""
+    """Return the range of chunk number `index`, as torch.chunk splits a dimension of `size`.
+
+    All chunks are equally long, except that the last ones may be shorter or empty.
+    """
     length = -(-size // chunks)
     return min(index * length, size), min((index + 1) * length, size)
