@@ -1,1 +1,1 @@
-"""Checkpoints: the commit protocol on disk, without torch, and the training state in them."""
+"""Checkpoints: how they are committed to disk, and how training state is saved and restored."""

@@ -1,9 +1,10 @@
-"""The commit protocol: a checkpoint folder exists complete and verified, or not at all. No torch.
+"""Commit checkpoints, so that a checkpoint folder is either complete or absent. No torch.
 
-`root/step-00000010/` holds files and a `manifest.json` (manifest.py). Everything is written and
-fsynced in a draft, `root/.tmp-...`, which one rename publishes. A checkpoint is removed by a rename
-to `.tmp-...` first. A process killed at any moment leaves only complete checkpoints and `.tmp-...`
-leftovers. Several processes may write different files of one draft; one opens and publishes it.
+A checkpoint is a folder `root/step-00000010/` with files and a `manifest.json` (manifest.py). All
+files are written and fsynced in a draft, a folder `root/.tmp-...`, which one rename turns into the
+checkpoint. To remove a checkpoint, it is first renamed to `.tmp-...` and then deleted. A process
+that is killed at any moment therefore leaves only complete checkpoints and `.tmp-...` folders.
+Several processes may write different files of a draft; one of them opens and publishes it.
 """
 
 import errno
@@ -38,7 +39,7 @@ from megatoken.system.atomic_write import (
 
 IDENTITY = "mirror.json"  # identifies the run of a mirror: in the run folder and in the copy
 FileWriter = Callable[[Path], object]  # writes one file at the given path
-SLACK_BYTES = 1 << 20  # for the manifest and other small files
+SLACK_BYTES = 1 << 20  # allowance for the manifest and other small files
 RETRY_SECONDS = (1.0, 5.0)  # before a file is written again after a temporary error
 TEMPORARY_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 
@@ -58,13 +59,15 @@ def commit(
 ) -> Path:
     """Write and publish the checkpoint of `step`, and return its folder.
 
-    If a valid checkpoint of that step exists, it is left unchanged; an invalid one is replaced.
-    Raises StorageError if the disk is full, read-only or failing; then nothing of this save remains
-    and earlier checkpoints are untouched. Raises CheckpointError if that step exists in another
-    format.
+    A valid checkpoint of that step is left unchanged, and a damaged one is replaced. Raises
+    StorageError if the disk is full, read-only or failing; nothing of this save then remains, and
+    earlier checkpoints are untouched. Raises CheckpointError if the step has a checkpoint of
+    another format.
 
-    files: writers by name; a name may contain folders: `tokenizer/vocab.json`.
-    meta: JSON with finite numbers. needed_bytes: free space required.
+    files: a function that writes the file, by name; names may contain folders, as in
+        `tokenizer/vocab.json`.
+    meta: a JSON object for the manifest, without NaN or infinities.
+    needed_bytes: free space required.
     """
     draft = open_draft(root, step, needed_bytes)
     if draft is not None:
@@ -76,14 +79,15 @@ def commit(
 
 
 def count_needed_bytes(content_bytes: int) -> int:
-    """Return the free space that a checkpoint with this content needs."""
+    """Return the free disk space that a checkpoint with `content_bytes` of tensors needs."""
     return content_bytes + SLACK_BYTES
 
 
 def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
-    """Create a draft for the checkpoint of `step`. Return None if a valid one already exists.
+    """Create a draft folder for the checkpoint of `step`, and return it.
 
-    Raises StorageError if there is no space or the folder cannot be created.
+    Returns None if a valid checkpoint of that step exists. Raises StorageError if there are not
+    `needed_bytes` of free space or the folder cannot be created.
     """
     draft = root / f".tmp-{step_folder(root, step).name}-{uuid.uuid4().hex}"
     with _save_errors(root, step, needed_bytes):
@@ -106,12 +110,13 @@ def write_files(
     needed_bytes: int = 0,
     on_progress: Callable[[int], object] | None = None,
 ) -> dict[str, FileEntry]:
-    """Write files durably into a draft and return their manifest entries. Raises StorageError.
+    """Write and fsync files in a draft, and return their manifest entries. Raises StorageError.
 
-    After a temporary error a file is written again from its beginning.
+    After a temporary error, a file is written again from its beginning.
 
+    files: a function that writes the file, by name.
     needed_bytes: size of the checkpoint, for the error message.
-    on_progress: called with the number of bytes just hashed or made durable.
+    on_progress: called with the number of bytes just hashed or fsynced.
     """
     entries = {}
     with _save_errors(draft.parent, step, needed_bytes):
@@ -124,7 +129,7 @@ def write_files(
                 except Exception as error:
                     if pause is None or error_number(error) not in TEMPORARY_ERRORS:
                         raise
-                # A failed fsync marks the lost pages clean, so a second one would succeed.
+                # A failed fsync marks the lost pages clean, so a second fsync would report success.
                 (draft / name).unlink(missing_ok=True)
                 time.sleep(pause)
     return entries
@@ -135,7 +140,7 @@ def _write_file(
 ) -> FileEntry:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer(path)
-    with suppress(OSError):  # the disk may lack permissions
+    with suppress(OSError):  # no permissions on this file system
         path.chmod(mode)
     status = path.stat()  # before hashing: a later change also changes the time
     with ThreadPoolExecutor(1) as threads:
@@ -147,7 +152,10 @@ def _write_file(
 def publish(
     draft: Path, step: int, entries: Mapping[str, FileEntry], *, meta: Mapping[str, Any]
 ) -> None:
-    """Make a draft with these durable files the checkpoint of `step`. Raises StorageError."""
+    """Add a manifest to a draft and rename it to the checkpoint of `step`. Raises StorageError.
+
+    entries: all files in the draft, which must already be fsynced.
+    """
     root = draft.parent
     final = step_folder(root, step)
     replaced = None
@@ -171,7 +179,7 @@ def publish(
 
 
 def discard(path: Path) -> None:
-    """Delete a draft or another leftover. Leave what cannot be deleted to `remove_leftovers`."""
+    """Delete a file or folder; ignore errors, because `remove_leftovers` tries again later."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -180,23 +188,26 @@ def discard(path: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the drafts of killed runs. The caller must hold the run's lock."""
+    """Delete the `.tmp-...` folders of killed runs. The caller must hold the run's lock."""
     for leftover in root.glob(".tmp-*"):
         discard(leftover)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder looks like a checkpoint, even a damaged one."""
+    """Return whether a folder looks like a checkpoint, which may be damaged."""
     return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether a folder is a copy made by `save.mirror`, not a run folder."""
+    """Return whether a folder is the copy of a run made by `save.mirror`, not the run itself."""
     return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
 
 
 def list_steps(root: Path) -> list[int]:
-    """Return the steps of committed checkpoints, ascending, unverified. Raises StorageError."""
+    """Return the steps of committed checkpoints, ascending, without verifying them.
+
+    Raises StorageError.
+    """
     what = "checkpoints cannot be listed"
     with storage_errors(root, what=what, fix="choose a folder that can be read"):
         entries = list(os.scandir(root)) if root.exists() else []
@@ -213,11 +224,11 @@ def parse_steps(names: Collection[str]) -> list[int]:
 def find_checkpoint(
     source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest]:
-    """Return `source` if it is a checkpoint, else the newest valid one of a run, with its manifest.
+    """Verify a checkpoint, or the newest valid one in a run folder; return it and its manifest.
 
     Raises CheckpointError if there is none.
 
-    warn: called with a line per damaged checkpoint. hashes: as in `verify`.
+    warn: called with a message for each damaged checkpoint. hashes: as in `verify`.
     """
     if is_checkpoint(source):
         return source, verify(source, hashes=hashes)
@@ -238,13 +249,14 @@ def find_newest(
     on_damaged: Callable[[Path, CheckpointError], None],
     hashes: Callable[[str], bool] | None = None,
 ) -> tuple[Path, CheckpointManifest] | None:
-    """Return the newest valid checkpoint and its manifest, or None.
+    """Return the newest valid checkpoint under `root` and its manifest, or None.
 
-    Another process may commit and prune at the same time: if a folder disappears while it is read,
-    the search restarts. The caller must handle that, too, when it loads the checkpoint. Raises
-    CheckpointError for a checkpoint of another format.
+    Another process may commit and prune checkpoints at the same time. If one disappears while it is
+    being read, the search starts again; the returned one may also disappear before it is loaded.
+    Raises CheckpointError for a checkpoint of another format.
 
-    on_damaged: called for each newer checkpoint that is invalid.
+    on_damaged: called for each damaged checkpoint that is newer than the returned one.
+    hashes: as in `verify`.
     """
     while True:
         for step in reversed(list_steps(root)):
@@ -260,7 +272,7 @@ def find_newest(
 
 
 def list_surplus(steps: list[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Return which of these ascending steps `prune` removes if all are valid."""
+    """Return which of these ascending steps `prune` would remove if all checkpoints are valid."""
     return [step for step in steps[:-keep_last] if not keep_every or step % keep_every]
 
 
@@ -272,13 +284,14 @@ def prune(
     keep: Collection[int | None] = (),
     verified: dict[Path, Mapping[str, FileEntry]] | None = None,
 ) -> list[Path]:
-    """Remove old checkpoints after a commit and return their folders, oldest first.
+    """Remove old checkpoints, and return their former folders, oldest first. Raises StorageError.
 
-    Keep the newest `keep_last` (at least 1) valid ones and any newer than these, the steps in
-    `keep`, and multiples of keep_every (0: none). Raises StorageError.
-
-    verified: files that this process has hashed, by checkpoint. Those that changed since are hashed
-    again; prune adds what it hashes.
+    keep_last: how many of the newest valid checkpoints to keep, at least 1. Damaged ones that are
+        newer are kept as well.
+    keep_every: keep steps that are multiples of it; 0 disables this.
+    keep: other steps to keep.
+    verified: entries of files that this process has already hashed, by checkpoint folder. Only
+        files that have changed since are hashed again, and new hashes are added.
     """
     if verified is None:
         verified = {}

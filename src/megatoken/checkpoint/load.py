@@ -21,9 +21,9 @@ from megatoken.optim.muon import Muon
 
 
 class TrainingState(Protocol):
-    """The tensors and numbers that this package stores.
+    """What this package saves and restores of a training state.
 
-    train/checkpoint_saver.py adds `meta`, which train/restore.py reads back.
+    train/checkpoint_saver.py saves the rest in the manifest's `meta`; train/restore.py reads it.
     """
 
     model: GPT
@@ -39,12 +39,12 @@ def restore_state(
 ) -> dict[str, FileEntry]:
     """Restore a state from a checkpoint, and return the entries of the files that were verified.
 
-    Raises DamagedError if a file is damaged; the state must then be restored again. Raises
-    CheckpointError with the differing names or shapes, before any weight changes, if it was saved
-    with another model or optimizer.
+    Raises CheckpointError, before any weight changes, if the checkpoint was saved with a different
+    model or optimizer. Raises DamagedError if a file is damaged; the state is then invalid until
+    another checkpoint is restored.
 
-    share: which of the weight files, and of the optimizer files, to read in full and verify. Of the
-        others only this rank's slices are read.
+    share: slice of the list of weight files, and of that of optimizer files, that this rank reads
+        in full and verifies. Of other files it reads only its own slices of tensors.
     """
     weights = TensorReader(folder, manifest, MODEL)
     saved = TensorReader(folder, manifest, OPTIMIZER)
@@ -61,7 +61,7 @@ def restore_state(
     for group, numbers in zip(groups, saved_groups, strict=False):
         group.update(numbers)
     scaler_state = manifest.meta["scaler"]
-    if scaler_state:  # empty after bf16 or fp32: fp16 then starts with its initial loss scale
+    if scaler_state:  # empty if saved in bf16 or fp32: fp16 then starts at its initial loss scale
         with malformed(folder):
             state.scaler.load_state_dict(scaler_state)
     state.step = manifest.step
@@ -102,7 +102,7 @@ def _restore_optimizer(
 
 
 def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
-    """Return the plain model of a verified checkpoint, on the CPU in fp32.
+    """Load the unsharded model of a verified checkpoint on the CPU in fp32.
 
     Raises CheckpointError.
     """
@@ -125,7 +125,7 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
 
 
 def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], folder: Path) -> None:
-    """Raise CheckpointError unless names and shapes match the model's."""
+    """Raise CheckpointError unless the saved names and shapes are those expected."""
     names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
     if names:
         differences = [
@@ -136,10 +136,10 @@ def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], fold
 
 
 def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """Return the optimizer state of the local parameters as `<parameter>/<key>`.
+    """Return the optimizer state of this rank's parameters, named `<parameter>/<key>`.
 
-    Raises ConfigError for values that are not tensors and, if the model is sharded, for tensors
-    that are neither scalars nor of their parameter's shape.
+    Raises ConfigError for a value that cannot be saved: one that is not a tensor, or for a sharded
+    model a tensor that is neither a scalar nor of its parameter's shape.
     """
     tensors = {}
     for name, param in state.sharded.local_params.items():
@@ -156,10 +156,10 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return `meta.optimizer` of the manifest: class and numbers of the groups; empty for AdamW.
+    """Return {"optimizer": {name of the class, hyperparameters of its groups}} for the manifest.
 
-    The learning rate is left out, because the schedule sets it, and so are Muon's numbers, which
-    are in the config.
+    Learning rates are left out, because the schedule sets them, and Muon's hyperparameters, because
+    they are in the config. For AdamW, the result is empty.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
@@ -179,7 +179,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _check_optimizer(
     saved: Mapping[str, Shape], manifest: CheckpointManifest, state: TrainingState, folder: Path
 ) -> None:
-    """Raise CheckpointError unless the optimizer's class and its state's names and shapes match."""
+    """Raise CheckpointError if the optimizer class or the names or shapes of its state differ."""
     default = {"name": "AdamW", "groups": []}
     saved_as = manifest.meta.get("optimizer", default)
     live_as = describe_optimizer(state.optimizer).get("optimizer", default)

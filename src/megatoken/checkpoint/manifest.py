@@ -1,7 +1,7 @@
 """Read, write and verify the manifest of a checkpoint. No torch.
 
-`manifest.json` holds the size and xxh3-128 of every file, and is sealed with its own hash in the
-same way in every format, so that a flipped bit is not mistaken for another format.
+`manifest.json` holds the size and xxh3-128 hash of every file, and a hash of itself. All formats
+compute that hash in the same way, so that damage is not mistaken for another format.
 """
 
 import json
@@ -30,12 +30,15 @@ _SAVED_NAMES = {"pos_emb": "positions", "tie_embeddings": "tied"}
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is missing or damaged: an older one may be used, and this one replaced."""
+    """A checkpoint is missing or damaged, so it may be replaced and an older one used instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file in a manifest. mtime_ns: its mtime when this process hashed it; not saved."""
+    """A file listed in a manifest.
+
+    mtime_ns: the file's mtime when this process hashed it, or negative; not saved.
+    """
 
     bytes: int
     xxh3_128: str
@@ -44,7 +47,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """The content of a manifest. File names are relative to the folder, with `/`."""
+    """The content of a manifest. File names are relative to the checkpoint, separated by `/`."""
 
     step: int
     meta: Mapping[str, Any]
@@ -52,7 +55,7 @@ class CheckpointManifest:
 
 
 class VerifiedFile:
-    """Read a file once, in order, and hash each block while it is in the CPU's cache."""
+    """Reads a file once, in order, and hashes each block while it is in the CPU's cache."""
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path = path
@@ -76,7 +79,7 @@ class VerifiedFile:
         self.read_into(memoryview(bytearray(n_bytes)))
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes. They are verified only when `finish` returns."""
+        """Fill a buffer with the next bytes, which are not verified until `finish` returns."""
         while len(buffer):
             block = buffer[:BLOCK_BYTES]
             with _read_errors(self._path):
@@ -87,7 +90,7 @@ class VerifiedFile:
             buffer = buffer[size:]
 
     def finish(self) -> FileEntry:
-        """Return the entry of the file, which must have been read to its end.
+        """Check the hash, and return the file's entry. The whole file must have been read.
 
         Raises DamagedError.
         """
@@ -101,14 +104,15 @@ def verify(
     hashes: Callable[[str], bool] | None = None,
     known: Mapping[str, FileEntry] | None = None,
 ) -> CheckpointManifest:
-    """Verify a checkpoint and return its manifest. Raises DamagedError naming the file.
+    """Verify a checkpoint and return its manifest. Raises DamagedError naming the damaged file.
 
-    Check the manifest's hash and format, the step in the folder's name, that no file is missing or
-    extra, and the size and hash of each. Raises CheckpointError for an intact checkpoint of another
-    format, which must be neither skipped nor overwritten.
+    It checks the manifest's hash and format, the step in the folder's name, that no file is missing
+    or extra, and the size and hash of each file. Raises CheckpointError for an intact checkpoint of
+    another format, which callers must not skip or overwrite.
 
-    hashes: whether to hash a file (None: all).
-    known: files that this process has hashed before; they are hashed again if their mtime changed.
+    hashes: function that returns for a file name whether to check the hash; None to check all.
+    known: entries of files that this process has already hashed; they are hashed again only if
+        their mtime has changed.
     """
     if not folder.is_dir():
         raise DamagedError("no checkpoint here", str(folder), "choose an existing folder")
@@ -140,7 +144,7 @@ def verify(
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Return the manifest of a folder after checking its hash, format and step.
+    """Read the manifest of a checkpoint folder, and check its hash, format and step.
 
     Raises what `verify` raises.
     """
@@ -151,7 +155,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
-    """Return the manifest in the bytes of the file at `path`. Raises what `verify` raises."""
+    """Parse and check the content of a manifest file. Raises what `verify` raises.
+
+    path: of the file, for errors. folder_name: the checkpoint's, which must contain the same step.
+    """
     try:
         content = parse_sealed(raw)
         if content["format"] != FORMAT:
@@ -172,7 +179,7 @@ def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> Checkpoint
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """Return the manifest as sealed JSON. Raises ValueError if it holds NaN."""
+    """Return the manifest as JSON with a hash of itself. Raises ValueError if it holds NaN."""
     files = {
         name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
         for name, entry in manifest.files.items()
@@ -183,7 +190,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def encode_model_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the architecture as `meta.shape` of the manifest."""
+    """Return the architecture as the JSON object that a manifest stores as `meta.shape`."""
     return {
         _SAVED_NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
@@ -192,9 +199,9 @@ def encode_model_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
-    """Return the architecture in `meta.shape`; missing fields are GPT-2's.
+    """Return the architecture stored as `meta.shape`; missing fields get GPT-2's values.
 
-    Raises CheckpointError.
+    Raises CheckpointError if the value is malformed.
     """
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
@@ -214,7 +221,7 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
 
 
 def list_files(folder: Path) -> dict[str, os.stat_result]:
-    """Return the status of all files and links below a folder, by name. Raises OSError."""
+    """Return the stat result of every file and link below a folder, by name. Raises OSError."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
 

@@ -1,9 +1,9 @@
 """Copy a run to another folder or an address such as s3://bucket/run. No torch.
 
 `ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its
-upload, then its `manifest.json`, the commit mark: an upload that ends at any moment leaves the
-older checkpoints valid. Small files of the run are next to `checkpoints/`. `mirror.json`, in the
-run folder and at the address, identifies the run.
+upload, and then its `manifest.json`. Only a checkpoint with a manifest counts as complete, so an
+upload may be interrupted at any moment. Small files of the run are next to `checkpoints/`.
+`mirror.json`, in the run folder and at the address, holds an id of the run.
 """
 
 import json
@@ -48,7 +48,7 @@ RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
 
 
 def list_mirrored(store: ObjectStore) -> list[int]:
-    """Return the steps of checkpoints with a commit mark, ascending."""
+    """Return the steps of checkpoints that have a manifest at the address, ascending."""
     return _list_marked(store.list(CHECKPOINTS))
 
 
@@ -58,15 +58,16 @@ def _list_marked(files: Iterable[str]) -> list[int]:
 
 
 def check_owner(run: Path, store: ObjectStore) -> None:
-    """Check that the mirror belongs to this run and is not ahead of it; start it if there is none.
+    """Check that a mirror belongs to this run and has no later checkpoints than the run folder.
 
-    Raises ConfigError if the check fails, StorageError if the mirror cannot be read or written.
+    An address without a mirror is claimed for this run. Raises ConfigError if a check fails, and
+    StorageError if the mirror cannot be read or written.
     """
     identity = read_object(run / IDENTITY)
     local_id = identity.get("run")
     remote_id = read_identity(store)
     mirrored = list_mirrored(store)
-    # Without a local id, the run was lost before its first checkpoint and started again.
+    # Without a local id or mirrored checkpoints, the run was lost before its first checkpoint.
     if remote_id is None or (local_id is None and not mirrored):
         local_id = local_id or remote_id or uuid.uuid4().hex
         remote_id = local_id
@@ -83,7 +84,7 @@ def check_owner(run: Path, store: ObjectStore) -> None:
 
 
 def allow_rewind(run: Path) -> None:
-    """Let the next upload remove checkpoints that are later than the newest local one."""
+    """Let the next upload delete mirrored checkpoints that are later than the newest local one."""
     identity = read_object(run / IDENTITY)
     if identity:
         _write_identity(run, {**identity, "rewound": True})
@@ -95,7 +96,7 @@ def _write_identity(run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def read_identity(store: ObjectStore) -> str | None:
-    """Return the id of the run that a store mirrors; None if it has none, "" if it is damaged."""
+    """Return the id of the mirrored run, None if the address holds no mirror, "" if damaged."""
     try:
         return str(json.loads(store.read(IDENTITY))["run"])
     except MissingObjectError:
@@ -107,11 +108,11 @@ def read_identity(store: ObjectStore) -> str | None:
 def update_mirror(
     run: Path, address: str, *, keep_last: int, keep_every: int, best: int | None = None
 ) -> dict[str, Any]:
-    """Upload what a run's copy lacks, and remove old checkpoints there. Return a report.
+    """Upload what is missing in a run's mirror, prune the mirror, and return a report for the log.
 
-    Upload the small files, the newest checkpoint, the `best` one and multiples of `keep_every`;
-    prune as `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues
-    from what was uploaded.
+    It uploads small files, the newest checkpoint, the `best` one and multiples of `keep_every`. Old
+    checkpoints are removed as by `checkpoint.commit.prune`. Raises MegatokenError; the next call
+    keeps what was already uploaded.
     """
     start = time.monotonic()
     store = ObjectStore(address)
@@ -132,7 +133,7 @@ def update_mirror(
 
 
 def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
-    """Return the checkpoints that belong in a copy and are not complete there, newest first."""
+    """Return the steps of checkpoints to upload, newest first."""
     steps = list_steps(run / CHECKPOINTS)
     files = store.list(CHECKPOINTS)
     return [
@@ -144,7 +145,7 @@ def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | No
 
 
 def _remove_rewound(run: Path, store: ObjectStore) -> None:
-    """Remove checkpoints later than the newest local one if `allow_rewind` was called."""
+    """Delete mirrored checkpoints later than the newest local one, if `allow_rewind` was called."""
     identity = read_object(run / IDENTITY)
     if identity.pop("rewound", False):
         newest = max(list_steps(run / CHECKPOINTS), default=None)
@@ -154,9 +155,9 @@ def _remove_rewound(run: Path, store: ObjectStore) -> None:
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
-    """Upload a checkpoint, its manifest last; return its bytes.
+    """Upload a checkpoint, its manifest last, and return the number of bytes.
 
-    Raises DamagedError if it is invalid.
+    Raises DamagedError if the local checkpoint is damaged.
     """
     files = verify(folder).files
     name = f"{CHECKPOINTS}/{folder.name}"
@@ -172,7 +173,10 @@ def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
 
 
 def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
-    """Return the manifest of the checkpoint `step-...` at an address. Raises DamagedError."""
+    """Return the manifest of a mirrored checkpoint. Raises DamagedError.
+
+    name: the checkpoint's, `step-...`.
+    """
     file = f"{CHECKPOINTS}/{name}/{MANIFEST}"
     try:
         manifest = parse_manifest(store.read(file), store.at(file), name)
@@ -187,10 +191,14 @@ def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
 def prune_mirror(
     store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
 ) -> None:
-    """Remove old checkpoints, their marks first, and older leftovers of interrupted uploads.
+    """Remove old mirrored checkpoints and older remains of interrupted uploads.
 
-    Keep the newest `keep_last` (at least 1) that have all files at full size and any newer than
-    these, the `best`, and multiples of keep_every (0: none). Raises StorageError.
+    Raises StorageError.
+
+    keep_last: how many of the newest checkpoints with all files at full size to keep, at least 1.
+        Others that are newer are kept as well.
+    keep_every: keep steps that are multiples of it; 0 disables this.
+    best: another step to keep.
     """
     files = store.list(CHECKPOINTS)
     steps = _list_marked(files)
@@ -207,14 +215,14 @@ def prune_mirror(
 
 
 def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
-    """Remove checkpoints, the mark of each first. Raises StorageError."""
+    """Remove mirrored checkpoints, the manifest of each first. Raises StorageError."""
     for step in steps:
         store.remove(f"{CHECKPOINTS}/{_step_name(step)}/{MANIFEST}")
         store.remove(f"{CHECKPOINTS}/{_step_name(step)}")
 
 
 def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo]) -> bool:
-    """Return whether a checkpoint has its mark and every file in its size."""
+    """Return whether a mirrored checkpoint has a manifest and every file at its full size."""
     try:
         entries = read_mark(store, _step_name(step)).files
     except DamagedError:
@@ -224,9 +232,9 @@ def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo])
 
 
 def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
-    """Read every byte at an address.
+    """Verify all mirrored checkpoints by reading every byte.
 
-    Return the number of checkpoints and the first defect of each.
+    Returns their number, and the first error of each damaged one.
     """
     errors: list[MegatokenError] = []
     steps = list_mirrored(store)
@@ -242,13 +250,13 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
 
 
 def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | None:
-    """Fetch a run's newest valid checkpoint and small files if its folder has no checkpoint.
+    """Fetch a run's newest valid checkpoint and its small files, if the run folder has none.
 
-    Return the checkpoint's folder, or None if the run folder has one already or there is no copy.
-    Raises ConfigError as `check_owner` does, CheckpointError if no checkpoint there is valid, and
-    StorageError if the store fails.
+    Returns the checkpoint's local folder, or None if nothing was fetched, because the run folder
+    has a checkpoint or the mirror has none. Raises what `check_owner` raises, and CheckpointError
+    if all mirrored checkpoints are damaged.
 
-    warn: called with a line per damaged checkpoint.
+    warn: called with a message for each damaged checkpoint.
     """
     store = ObjectStore(address)
     if list_steps(run / CHECKPOINTS):
@@ -257,7 +265,7 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
     steps = list_mirrored(store)
     if not steps or read_identity(store) is None:
         return None
-    _fetch_file(store, PROVENANCE, run)  # marks the folder as a run if this process is killed
+    _fetch_file(store, PROVENANCE, run)  # makes the folder a run even if this process is killed
     folder = fetch_newest(store, steps, run / CHECKPOINTS, warn)
     if folder is None:
         fix = "start without save.mirror, or with another one"
@@ -270,7 +278,10 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
 def fetch_newest(
     store: ObjectStore, steps: Sequence[int], root: Path, warn: Callable[[str], None]
 ) -> Path | None:
-    """Fetch the newest valid one of these ascending steps into `root`; None if all are damaged."""
+    """Fetch the newest valid checkpoint of these ascending steps into `root`; return its folder.
+
+    Returns None if all are damaged.
+    """
     for step in reversed(steps):
         try:
             return fetch_checkpoint(store, step, root)
@@ -306,9 +317,11 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
 
 
 def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
-    """Fetch a copy's newest valid checkpoint, or the named one, into the cache; return its folder.
+    """Fetch a checkpoint from a mirror into the cache, and return its local folder.
 
     Raises CheckpointError if there is none.
+
+    address: of a mirror, for its newest valid checkpoint, or of one checkpoint in it.
     """
     run, _, last = address.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
     named = STEP.fullmatch(last)

@@ -1,4 +1,4 @@
-"""Upload a run's checkpoints in a low-priority process, which cannot slow down or end training."""
+"""Upload a run's checkpoints in a low-priority process, so that failures cannot affect training."""
 
 import json
 import os
@@ -21,7 +21,10 @@ PROGRAM = "from megatoken.checkpoint.mirror_uploads import main; main(sys.argv[1
 
 
 class MirrorUploads:
-    """The uploads of one run, one at a time, each with `update_mirror` in a child process."""
+    """Uploads a run's checkpoints, one upload at a time, each in a child process.
+
+    step: the checkpoint being uploaded, or None.
+    """
 
     def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
         self._run = run
@@ -34,9 +37,9 @@ class MirrorUploads:
         self.step: int | None = None  # being uploaded: must not be pruned
 
     def start(self, best: int | None) -> None:
-        """Upload the newest checkpoint, if there is one, after the current upload.
+        """Start uploading the newest checkpoint, or do so when the current upload ends.
 
-        best: another checkpoint to copy and keep.
+        best: step of another checkpoint to upload and keep, or None.
         """
         self._best = best
         self._is_waiting = self._child is not None
@@ -54,9 +57,11 @@ class MirrorUploads:
         )
 
     def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """Return the report of a finished upload, or {"error": message}; None if there is none.
+        """Return the report of an upload that has just ended, or {"error": message} if it failed.
 
-        wait: wait for the current upload to end.
+        Returns None if no upload has ended since the last call.
+
+        wait: whether to wait for the current upload to end.
         """
         if self._child is None:
             return None
@@ -74,7 +79,7 @@ class MirrorUploads:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one upload and print its report as JSON. The process dies with its parent (Linux)."""
+    """Run one upload and print its report as JSON; on Linux, end when the parent process does."""
     # Terminals and schedulers signal the whole group, but the training process decides.
     for name in FORWARDED:
         if hasattr(signal, name):

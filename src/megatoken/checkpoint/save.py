@@ -1,8 +1,8 @@
 """Save checkpoints while training continues: each rank writes copies of its tensors in a thread.
 
-If every rank holds the full model, rank 0 alone writes model.safetensors and optimizer.safetensors;
-if it is sharded, each rank writes its slices. Rank 0 commits. Ranks communicate only between steps,
-never from the thread.
+If every rank holds the full model, only rank 0 writes model.safetensors and optimizer.safetensors;
+if the model is sharded, each rank writes a file of its slices. Rank 0 commits the checkpoint. The
+threads never communicate with other ranks.
 """
 
 import shutil
@@ -33,10 +33,10 @@ POLL_SECONDS = 0.5
 
 
 class AsyncSave:
-    """A checkpoint being written. All ranks must create it, and later finish it, at the same steps.
+    """A checkpoint that is being written in the background.
 
-    Raises StorageError on all ranks if it cannot be started or finished; then nothing of it
-    remains.
+    All ranks must create it, and later call `finish`, after the same steps. If it cannot be started
+    or finished, both raise StorageError on all ranks and leave no files.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class AsyncSave:
         tokenizer: Path,
         meta: Mapping[str, Any],
     ) -> None:
-        """Copy the state, which may change afterwards, and start writing.
+        """Copy the state and start writing the copy; `state` may change afterwards.
 
         Raises ConfigError for optimizer state that cannot be saved.
 
-        config, tokenizer: copied, so that a checkpoint is self-contained. meta: added to the
-            manifest.
+        config, tokenizer: a file and a folder to include, so that the checkpoint is self-contained.
+        meta: entries to add to the manifest.
         """
         start = time.perf_counter()
         self.step = state.step
@@ -105,7 +105,10 @@ class AsyncSave:
         self._n_bytes += n_bytes
 
     def _read_progress(self) -> int:
-        """Return a number that changes while this rank, or on rank 0 any rank, makes progress."""
+        """Return a number that changes as long as writing makes progress.
+
+        On rank 0 it covers the files of all ranks, on other ranks only their own.
+        """
         total = self._n_bytes
         if self.comm.dist_env.is_main_process and self._draft is not None:
             # safetensors writes to a file of another name and of the final size.
@@ -120,9 +123,9 @@ class AsyncSave:
         return not self.comm.any(self._thread.is_alive())
 
     def finish(self, on_progress: Callable[[int], object] = lambda _: None) -> Path:
-        """Wait for the files, commit the checkpoint and return its folder.
+        """Wait until all ranks have written their files, commit them, and return the folder.
 
-        on_progress: called on all ranks with a new number while the files of any rank grow.
+        on_progress: called on all ranks with an increasing number while any rank makes progress.
         """
         start = time.perf_counter()
         is_writing = True
@@ -159,14 +162,14 @@ class AsyncSave:
 def save_state(
     root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
 ) -> Path:
-    """Commit the state as checkpoint `state.step` under `root`, and return its folder."""
+    """Save the state as a committed checkpoint under `root`, and return its folder."""
     return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
 
 
 def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
-    """Copy this rank's tensors. Return writers of its files and the number of bytes.
+    """Copy the tensors that this rank has to write, and return writers of its files by name.
 
-    If several ranks hold the same slice, the first writes it.
+    Also returns the number of bytes. A slice that several ranks hold is written by the first.
     """
     sharded = state.sharded
     dist_env = state.comm.dist_env

@@ -1,8 +1,8 @@
-"""Read and write the tensors of a checkpoint: full in one file, or sliced in one per rank.
+"""Read and write a checkpoint's tensors, stored in full in one file or as slices in one per rank.
 
-The header of a file of slices states the rows and columns of each (`parts`) and the full shapes
-(`sizes`). Any slice can be read from whatever slices contain it, so a checkpoint depends neither on
-the number of processes that wrote it nor on the number that read it. Nothing is unpickled.
+The header of a file of slices holds the rows and columns of each slice (`parts`) and the shapes of
+the full tensors (`sizes`). A reader combines any slice it needs from the stored ones, so a
+checkpoint can be read by any number of processes. Nothing is unpickled.
 """
 
 import json
@@ -34,7 +34,10 @@ Shape = tuple[int, ...]
 
 
 def tensor_file_name(name: str, rank: int = 0, world_size: int = 1) -> str:
-    """Return model.safetensors, or model-00003-of-00008.safetensors, counted from 0."""
+    """Return `NAME.safetensors`, or with several ranks `NAME-00003-of-00008.safetensors`.
+
+    The number in the name is the rank, which starts at 0.
+    """
     suffix = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
     return f"{name}{suffix}.safetensors"
 
@@ -45,7 +48,10 @@ def write_tensors(
     slices: Mapping[str, TensorSlice] | None = None,
     shapes: Mapping[str, Shape] | None = None,
 ) -> None:
-    """Write full CPU tensors, or slices of tensors of the full `shapes`. Raises SafetensorError."""
+    """Write CPU tensors to a file: full ones, or slices. Raises SafetensorError.
+
+    slices, shapes: by name, which slice each tensor is, and the shape of the full tensor.
+    """
     header = None
     if slices is not None and shapes is not None:
         ranges = {name: [slices[name].rows, slices[name].columns] for name in tensors}
@@ -55,10 +61,13 @@ def write_tensors(
 
 
 class TensorReader:
-    """Read any slices of the tensors in one set of files. shapes: full shapes by name."""
+    """Reads slices of the tensors in all files of one kind, such as the weights.
+
+    shapes: shapes of the full tensors, by name.
+    """
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, name: str) -> None:
-        """Raises CheckpointError if there are no such files."""
+        """Open the files of kind `name`, MODEL or OPTIMIZER. Raises CheckpointError without any."""
         self._folder = folder
         self._manifest = manifest
         self._files: dict[str, Any] = {}
@@ -100,7 +109,7 @@ class TensorReader:
     def read(self, name: str) -> Tensor:
         """Return a full tensor on the CPU in its saved dtype.
 
-        Raises CheckpointError if parts of it are missing.
+        Raises CheckpointError if the stored slices do not cover it.
         """
         full = TensorSlice.full(self.shapes[name])
         file, stored = next(iter(self._parts[name].items()))
@@ -125,11 +134,12 @@ class TensorReader:
     ) -> dict[str, FileEntry]:
         """Read tensors into `targets` on any device, and return the entries of verified files.
 
-        Raises CheckpointError if a part is in no file, and DamagedError if a file is damaged; the
-        targets then hold damaged values.
+        Raises CheckpointError if the stored slices do not cover a target, and DamagedError if a
+        file is damaged; the targets may then hold damaged values.
 
-        slices: of the targets; without one a target is full.
-        share: which files to read in full and verify. Of the others only what is needed is read.
+        slices: by name, which slice a target is; targets without an entry are full tensors.
+        share: slice of the list of files to read in full and verify. Of others, only what the
+            targets need is read.
         """
         wanted = {name: slices.get(name) or TensorSlice.full(self.shapes[name]) for name in targets}
         n_missing = {name: target.numel() for name, target in targets.items()}
@@ -164,14 +174,15 @@ class TensorReader:
 
 
 def _has_layout_of(target: Tensor, stored: Tensor) -> bool:
-    """Return whether a tensor has the memory layout and dtype of the stored one."""
+    """Return whether a tensor has the shape, dtype and strides of the stored one."""
     return target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype
 
 
 def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorSlice) -> int:
-    """Copy the overlap of a stored and a wanted slice, and return its number of values.
+    """Copy the overlap of a stored and a wanted slice, and return its number of elements.
 
-    source: a tensor, or a slice object of safetensors.
+    source: the stored slice, as a tensor or a lazy slice of safetensors.
+    target: the wanted slice.
     """
     if wanted == stored:
         target.copy_(source[...])
@@ -191,7 +202,7 @@ def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorS
 
 @contextmanager
 def malformed(where: Path) -> Iterator[None]:
-    """Convert errors from malformed content, which may have a valid hash, to CheckpointError."""
+    """Convert errors caused by malformed content to CheckpointError; the hash may be valid."""
     try:
         yield
     except (*MALFORMED, RuntimeError, SafetensorError) as error:
@@ -200,10 +211,10 @@ def malformed(where: Path) -> Iterator[None]:
 
 
 def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
-    """Write a run's newest valid checkpoint to `out/step-N` with full tensors; return that folder.
+    """Merge the slices of a run's newest valid checkpoint into full tensors, for other programs.
 
-    Only other programs need it. Raises CheckpointError if there is no valid checkpoint,
-    StorageError if the target exists or cannot be written.
+    The result is a checkpoint `out/step-N`, whose folder is returned. Raises CheckpointError if
+    there is no valid checkpoint, and StorageError if the target exists or is not writable.
     """
     folder, manifest = find_checkpoint(source, warn)
     target = step_folder(out, manifest.step)
