@@ -1,1 +1,1 @@
-"""What this machine is and can do."""
+"""Detect this machine's hardware and software, and use its files, processes and clock safely."""

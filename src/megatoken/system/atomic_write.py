@@ -1,6 +1,6 @@
 """Replace files atomically, read small ones, hash and fsync; convert disk errors to StorageError.
 
-Every file that must be complete or absent is written here.
+Files that must be either complete or absent are all written by functions in this module.
 """
 
 import ctypes
@@ -23,15 +23,15 @@ from megatoken.errors import ConfigError, StorageError
 BLOCK_BYTES = 1 << 20  # fits the second-level cache of most CPUs while it is hashed
 SYNC_BYTES = 64 << 20
 SYNC_AND_WAIT = 7  # Linux's sync_file_range: wait before, write, wait after
-MAX_BYTES = 8 << 20  # of a file that is read at once; parsed JSON takes up to 20 times its size
-# An address, perhaps one that lost a slash in a Path.
+MAX_BYTES = 8 << 20  # largest small file; parsed JSON takes up to 20 times its size in memory
+# An address such as s3://bucket, or s3:/bucket after conversion to a Path.
 NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):")
-# Raised by code that uses file content of unexpected types, sizes or depth.
+# Raised by code that parses file content with unexpected types, sizes or nesting.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def local_path(text: str | Path) -> Path:
-    """Return a path on this machine, with ~/ expanded. Raises ConfigError for anything else."""
+    """Convert text to a local path, expanding ~/. Raises ConfigError for addresses like s3://."""
     if NO_PATH.match(str(text)):
         fix = "mount it, or copy it to a local folder"
         raise ConfigError(f"not a path on this machine: {text}", "", fix)
@@ -60,7 +60,7 @@ def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a small JSON file; empty if it is missing, damaged or not an object."""
+    """Return the object in a small JSON file, or {} if it is missing, damaged or not an object."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
@@ -69,13 +69,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace the content of `path` with one rename: readers see the old file or the new one.
+    """Replace the content of a file by one rename, so that readers see the old or the new file.
 
-    Raises OSError and leaves the old file.
+    Raises OSError, and then leaves the old file unchanged.
 
-    durable: fsync file and folder.
+    durable: whether to fsync the file and its folder.
     """
-    # The process id separates the temporary files of processes that write the same file (a cache).
+    # With the process id, as several processes may write the same file of a cache.
     temporary = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -90,9 +90,9 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def hash_file(path: Path, on_progress: Callable[[int], object] | None = None) -> str:
-    """Return the xxh3-128 of a file as 32 hex digits.
+    """Return the xxh3-128 hash of a file as 32 hex digits.
 
-    on_progress: called with the number of bytes after each block.
+    on_progress: called with the number of bytes in each block that was hashed.
     """
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(BLOCK_BYTES))
@@ -105,9 +105,10 @@ def hash_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 
 
 def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) -> None:
-    """Force the content of a closed file to the disk. Raises OSError.
+    """Fsync a closed file. Raises OSError.
 
-    on_progress: called with the number of bytes after each SYNC_BYTES (Linux).
+    on_progress: on Linux, called with the number of bytes in each part of SYNC_BYTES that was
+        written to the disk.
     """
     flags = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs writable files only
     descriptor = os.open(path, flags)
@@ -122,7 +123,7 @@ def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 
 
 def _sync_range(descriptor: int, start: int, size: int) -> None:
-    """Write a part of a file to the disk, if the file system supports it. Raises OSError."""
+    """Flush a range of a file to the disk, if the file system supports it. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), SYNC_AND_WAIT):
         number = ctypes.get_errno()
@@ -131,7 +132,10 @@ def _sync_range(descriptor: int, start: int, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk. Windows and some network file systems cannot."""
+    """Fsync a folder, so that new and renamed files survive a power failure.
+
+    Does nothing where that is impossible: on Windows and some network file systems.
+    """
     try:
         if os.name != "nt":
             sync_file(path)
@@ -141,7 +145,10 @@ def sync_folder(path: Path) -> None:
 
 
 def error_number(error: Exception) -> int | None:
-    """Return the errno of an OSError, or of one that safetensors reports as text; else None."""
+    """Return the errno of an OSError, or of a safetensors error that contains one as text.
+
+    Returns None for other errors.
+    """
     if isinstance(error, OSError):
         return error.errno
     number = re.search(r"\(os error ([0-9]+)\)", str(error))

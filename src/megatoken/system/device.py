@@ -28,7 +28,7 @@ from megatoken.system.peak_flops import PEAK_FLOPS
 from megatoken.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MIN_COMPILED_STEPS = 500  # a shorter run would mostly wait for the compiler
+MIN_COMPILED_STEPS = 500  # a shorter run would spend most of its time compiling
 PEAKS = "peaks.json"  # in the measurement cache
 MEASURED = "matrix products measured here"
 PEAK_SIZES = {
@@ -38,13 +38,13 @@ PEAK_SIZES = {
 }
 PROBE_SIZE = 1024
 PROBE_CALLS = 6
-PEAK_SECONDS = 3.0  # to measure a peak the first time
-AGAIN_SECONDS = 1.0  # and later
+PEAK_SECONDS = 3.0  # time to measure a peak on a machine without a cached one
+AGAIN_SECONDS = 1.0  # time to measure it again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The device and precision of matrix products."""
+    """The device of a run, and the precision of its matmuls."""
 
     torch_device: torch.device
     name: str
@@ -54,7 +54,7 @@ class Device:
 
     @property
     def type(self) -> str:
-        """cpu, cuda or mps."""
+        """The device type: cpu, cuda or mps."""
         return self.torch_device.type
 
     @property
@@ -63,22 +63,25 @@ class Device:
 
     @property
     def is_ampere(self) -> bool:
-        """Whether it is an NVIDIA GPU of Ampere or newer, with TF32 and bf16."""
+        """Whether this is an NVIDIA GPU of the Ampere generation or newer, with TF32 and bf16."""
         return self.type == "cuda" and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     @property
     def widest(self) -> torch.dtype:
-        """The dtype for long sums."""
+        """The widest floating-point dtype of the device, for long sums: fp64, or fp32 on MPS."""
         return torch.float32 if self.type == "mps" else torch.float64
 
     def autocast(self, weights: torch.dtype = torch.float32) -> AbstractContextManager[object]:
-        """Return a context in which products with such weights run in the device's precision."""
+        """Return a context in which matmuls run in the device's precision.
+
+        weights: dtype of the weights. No autocast is needed if it is the device's dtype.
+        """
         if weights == self.dtype:
             return nullcontext()
         return torch.autocast(self.type, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> int:
-        """Return the peak memory allocated on the device, or resident in this process on a CPU."""
+        """Return the peak memory allocated on the device; on a CPU, the peak resident memory."""
         if self.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         if self.type == "mps":
@@ -86,7 +89,10 @@ class Device:
         return peak_resident_bytes()
 
     def memory_bytes(self, processes: int) -> int:
-        """Return the device's memory, or a CPU's free memory per process; 0 if unknown."""
+        """Return the memory that a process can use, or 0 if unknown.
+
+        It is a GPU's total memory, or the machine's free memory divided by `processes`.
+        """
         if self.type == "cuda":
             return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
         return free_memory_bytes() // processes if self.type == "cpu" else 0
@@ -104,14 +110,14 @@ def open_device(
 ) -> Device:
     """Choose the device, and set torch's threads, CUDA device, TF32 and deterministic mode.
 
-    Processes of one machine share its cores. Raises ConfigError as `choose_device`.
+    Processes on one machine divide its cores. Raises what `choose_device` raises.
     """
     device = choose_device(machine, local_rank=local_rank, local_world_size=local_world_size)
     torch.set_num_threads(machine.threads or max(1, cpu_count() // local_world_size))
     if device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
-        # On Hopper torch prefers cuDNN's attention, which plans every new length: each decoded
-        # token. machine.attention=cudnn still selects it, and `auto` measures it.
+        # On Hopper, torch prefers cuDNN's attention, which makes a new plan for every length, so
+        # for each decoded token. machine.attention=cudnn still selects it, and `auto` measures it.
         torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision(
         "high" if _uses_tf32(device.torch_device, machine) else "highest"
@@ -123,10 +129,11 @@ def open_device(
 def choose_device(
     machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
 ) -> Device:
-    """Choose device and precision without changing the process. Each local rank gets a CUDA device.
+    """Choose device and precision without changing torch's settings.
 
-    peak_flops is the data sheet's, or 0 for a device that is not in the table. Raises ConfigError
-    if the device is missing or does not support the precision.
+    On CUDA, each local rank gets its own device. The result's peak_flops is from the data sheet, or
+    0 if the device is not in the table. Raises ConfigError if the requested device is missing or
+    does not support the requested precision.
     """
     device = _find_device(machine.device)
     if device.type == "cuda" and local_world_size > 1:
@@ -153,9 +160,10 @@ def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
 
 
 def with_peak(device: Device) -> Device:
-    """Return the device with its peak: the data sheet's, else the best ever measured here.
+    """Return the device with its peak FLOP/s from the data sheet, or else by measurement.
 
-    Measure it again even if a peak is cached: one measured on a busy machine is too low.
+    The highest measurement ever made on this machine counts. So it is measured even if one is
+    cached, because that one may be too low, if the machine was busy.
     """
     if device.peak_flops:
         return device
@@ -168,7 +176,7 @@ def with_peak(device: Device) -> Device:
 
 
 def cache_peak(device: Device, flops: float) -> float:
-    """Cache a measured peak unless the cached one is higher. Return the higher one."""
+    """Return the higher of `flops` and the cached peak of the device, and cache it."""
     key = _peak_key(device)
     best: float = max(flops, read_measurements(PEAKS).get(key, 0.0))
     save_measurement(PEAKS, key, best)
@@ -176,7 +184,7 @@ def cache_peak(device: Device, flops: float) -> float:
 
 
 def _peak_key(device: Device) -> str:
-    """Describe everything that a measured peak depends on."""
+    """Return the cache key of a peak: everything that its measurement depends on."""
     tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     precision = "tf32" if tf32 else device.precision
@@ -184,9 +192,10 @@ def _peak_key(device: Device) -> str:
 
 
 def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls, by library, that multiply (m, k) by (k, n) into a preallocated (m, n).
+    """Return functions that multiply `left` by `right` into a preallocated result, by library.
 
-    For fp32 on a CPU, numpy's BLAS may be faster than torch's; it always uses all cores.
+    The libraries are torch, and for fp32 on a CPU also numpy, whose BLAS may be faster. numpy is
+    left out if torch uses fewer threads than there are cores, because numpy always uses all.
     """
     out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
     calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
@@ -203,9 +212,9 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
 def measure_peak(
     device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS
 ) -> float:
-    """Return the FLOP/s of the fastest square product, over sizes and libraries.
+    """Return the FLOP/s of the fastest matmul of square matrices, over sizes and libraries.
 
-    Skip products that would end after `seconds` or do not fit in memory.
+    It stops before a matmul that would exceed `seconds` in total or does not fit in memory.
     """
     best = 0.0
     deadline = time.perf_counter() + seconds
@@ -221,7 +230,7 @@ def measure_peak(
 
 
 def probe_flops(device: Device) -> float:
-    """Return the FLOP/s that the device gives at the moment, from products of some milliseconds."""
+    """Return the FLOP/s that the device reaches now, measured for a few milliseconds."""
     square = _random_square(device, PROBE_SIZE)
     call = product_calls(square, square)["torch"]
     call()
@@ -230,7 +239,10 @@ def probe_flops(device: Device) -> float:
 
 
 def _random_square(device: Device, size: int) -> torch.Tensor:
-    """Return random values, because chips clock higher on constants, from a new generator."""
+    """Return a square matrix of random values, because chips clock higher on constant values.
+
+    torch's global generator is not used.
+    """
     generator = torch.Generator(device.torch_device).manual_seed(0)
     return torch.randn(
         size, size, dtype=device.dtype, device=device.torch_device, generator=generator
@@ -239,21 +251,21 @@ def _random_square(device: Device, size: int) -> torch.Tensor:
 
 @contextmanager
 def memory_errors(where: str, fix: str) -> Iterator[None]:
-    """Convert out-of-memory errors to ConfigError; pass others."""
+    """Convert out-of-memory errors to ConfigError, and no other errors."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         text = " ".join(str(error).split())
-        text = text.partition(" Including")[0]  # advice about the allocator follows
+        text = text.partition(" Including")[0]  # cut off advice about the allocator
         what = text.partition("DefaultCPUAllocator: ")[2] or text
         what = what.removeprefix("CUDA out of memory. ")
         raise ConfigError(f"out of memory: {what}", where, fix) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is out of memory. torch has no class for a CPU's."""
+    """Return whether an error means out of memory. On CPUs torch raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
         error
     )
@@ -288,11 +300,11 @@ def fast_precision(
     capability: tuple[int, int] = (0, 0),
     cpu_features: frozenset[str] = frozenset(),
 ) -> str:
-    """Return the precision that a device is fast in.
+    """Return the lowest precision in which a device is fast: bf16, fp16 or fp32.
 
-    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x),
-    whose bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. CPU: bf16 with
-    AVX512-BF16 or AMX.
+    On CUDA it depends on the compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and
+    Turing (7.x), whose bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. On
+    a CPU it is bf16 with AVX512-BF16 or AMX, else fp32.
     """
     if device_type == "cuda":
         if capability >= (8, 0):
@@ -324,7 +336,7 @@ def _choose_precision(device: torch.device, precision: str) -> str:
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """Return the compile mode, and why the requested one is impossible."""
+    """Return the compile mode to use, and a warning if the configured one is impossible or ""."""
     if machine.compile == "auto":
         # Blocks compile faster than a full model, and their gradients arrive during the backward,
         # to be reduced while it computes.
@@ -341,7 +353,7 @@ def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> t
 
 
 def misses_triton(device: Device) -> str:
-    """Return why our Triton kernels do not run here; empty if they do."""
+    """Return why our Triton kernels cannot run on this device, or "" if they can."""
     if device.type != "cuda":
         return f"there is no GPU to run them ({device.type})"
     if find_spec("triton") is None:

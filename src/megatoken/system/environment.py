@@ -1,4 +1,4 @@
-"""Read and set environment variables. Only distributed/env.py and redact.py read others."""
+"""Read and set environment variables. Others are read only in distributed/env.py and redact.py."""
 
 import os
 import sys
@@ -17,39 +17,39 @@ _ADDED_VARIABLES: set[str] = set()
 
 
 def huggingface_cache() -> Path:
-    """Return huggingface_hub's folder of downloaded repositories (HF_HUB_CACHE, HF_HOME)."""
+    """Return the folder of huggingface_hub's downloads, which HF_HUB_CACHE or HF_HOME can set."""
     if hub := os.environ.get("HF_HUB_CACHE"):
         return Path(hub)
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
 
 
 def tiktoken_caches() -> list[Path]:
-    """Return the folders that tiktoken searches for vocabularies, in its order."""
+    """Return the folders in which tiktoken looks for vocabularies, in its order."""
     folders = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.environ.get("DATA_GYM_CACHE_DIR")]
     temporary = Path(os.environ.get("TMPDIR") or "/tmp") / "data-gym-cache"
     return [Path(folder) for folder in folders if folder] + [temporary]
 
 
 def megatoken_cache() -> Path:
-    """Return the folder for downloads and for measurements of this machine (MEGATOKEN_CACHE)."""
+    """Return the cache folder for downloads and measurements, which MEGATOKEN_CACHE can set."""
     if cache := os.environ.get("MEGATOKEN_CACHE"):
         return Path(cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
 
 
 def heartbeat_file() -> Path | None:
-    """Return the file in which the launcher expects this rank's heartbeat, if there is one."""
+    """Return the file to which this rank must write its heartbeat; None without a launcher."""
     file = os.environ.get(HEARTBEAT)
     return Path(file) if file else None
 
 
 def preferred_precision() -> str:
-    """Return the replacement for `machine.precision=auto` (MEGATOKEN_PRECISION); empty if unset."""
+    """Return MEGATOKEN_PRECISION, which replaces `machine.precision=auto`; "" if unset."""
     return os.environ.get("MEGATOKEN_PRECISION", "")
 
 
 def max_instruction_set() -> str:
-    """Return MEGATOKEN_INSTRUCTION_SET; empty if unset. Raises ConfigError for an unknown one."""
+    """Return MEGATOKEN_INSTRUCTION_SET, or "" if unset. Raises ConfigError for an unknown value."""
     limit = os.environ.get(INSTRUCTION_SET, "")
     if limit and limit not in INSTRUCTION_SETS:
         fix = f"set it to one of {', '.join(INSTRUCTION_SETS)}"
@@ -58,29 +58,30 @@ def max_instruction_set() -> str:
 
 
 def preferred_compiler() -> str:
-    """Return the user's C++ compiler (CXX); empty if unset."""
+    """Return the C++ compiler that the user set in CXX; "" if unset."""
     return os.environ.get("CXX", "")
 
 
 def python_command(program: str) -> list[str]:
-    """Return a command that runs Python code with this package importable.
+    """Return a command that runs the Python code `program`, in which this package can be imported.
 
-    -P keeps the current folder, whose files may have any name, out of the import path.
+    With -P, files in the current folder cannot shadow modules.
     """
     path = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
     return [sys.executable, "-P", "-c", f"{path}; {program}"]
 
 
 def prepare_process() -> None:
-    """Set variables that torch and numpy read when they are loaded. The user's own values win.
+    """Set variables that torch and numpy read when they are imported, unless the user has set them.
 
-    In GNU's OpenMP runtime a waiting thread spins for milliseconds, and so loses a time slice at
-    every parallel region when another program wants its core; but if it spins too briefly, an idle
-    machine loses a quarter of its speed. OpenBLAS, numpy's library, spins for 2^26 cycles.
+    Two of them limit how long idle threads spin. In GNU's OpenMP runtime, a waiting thread spins
+    for milliseconds, which costs a time slice per parallel region if another program wants its
+    core. Spinning too briefly, on the other hand, costs a quarter of the speed on an idle machine.
+    OpenBLAS, which numpy uses, spins for 2^26 cycles by default.
     """
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # log2 of cycles
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch prints a page of C++ frames about a late process
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or torch prints a page of C++ frames if a process is late
         "KINETO_LOG_LEVEL": "99",  # torch's profiler prints its starts and stops
     }
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -92,13 +93,13 @@ def prepare_process() -> None:
 
 
 def given_environment() -> dict[str, str]:
-    """Return the environment without the additions of `prepare_process`, for child processes."""
+    """Return the environment as it was before `prepare_process`, for child processes."""
     return {name: value for name, value in os.environ.items() if name not in _ADDED_VARIABLES}
 
 
 @contextmanager
 def safe_import_path() -> Iterator[None]:
-    """Keep the current folder out of the import path of processes that are started meanwhile."""
+    """Keep the current folder out of the import path of processes started inside the context."""
     os.putenv("PYTHONSAFEPATH", "1")
     try:
         yield

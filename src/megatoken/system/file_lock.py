@@ -1,4 +1,4 @@
-"""Lock a folder, so that one process at a time writes to it."""
+"""Lock a folder, so that only one process at a time writes to it."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from megatoken.system.atomic_write import MALFORMED, read_json, replace_file, st
 
 LOCK = ".lock"
 OWNER = ".owner.json"
-OWNER_SECONDS = 1.0  # for a new owner to write its name
+OWNER_SECONDS = 1.0  # to wait for a new owner to write its name
 WAIT_SECONDS = 10.0
 
 
@@ -26,12 +26,14 @@ class LockedError(StorageError):
 def lock_folder(
     folder: Path, what: str, *, on_wait: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Create a folder and hold its lock. Raises LockedError with the owner's pid, or StorageError.
+    """Hold a folder's lock inside the context, creating the folder if needed.
 
-    The kernel releases the lock of a process that dies.
+    Raises LockedError with the owner's pid if another process holds the lock, and StorageError if
+    the folder cannot be used. The kernel releases the lock of a process that dies.
 
-    what: the user of the folder, for messages: "run", "sweep".
-    on_wait: called every WAIT_SECONDS until the lock is free, instead of raising LockedError.
+    what: what the folder holds, for messages, such as "run" or "sweep".
+    on_wait: if given, wait for the lock instead of raising LockedError, and call this every
+        WAIT_SECONDS.
     """
     from filelock import FileLock, Timeout  # slow to import for commands that only read
 
@@ -59,12 +61,15 @@ def lock_folder(
 
 
 def format_now() -> str:
-    """Return the local date, time and UTC offset: 2026-07-01T09:30:00+0200."""
+    """Return the local time with its UTC offset, such as 2026-07-01T09:30:00+0200."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _locked_error(folder: Path, what: str) -> LockedError:
-    """Return the error that names the owner, after waiting for it to replace a dead one's name."""
+    """Return an error that names the lock's owner.
+
+    It waits up to OWNER_SECONDS if the name in the file is still that of a dead process.
+    """
     owner_text = "it has just started"
     deadline = time.monotonic() + OWNER_SECONDS
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Find GPUs by name, with figures from drivers, data sheets, clouds and power bills (gpus.toml)."""
+"""Find GPUs by name, with their memory, speed, price and power from a table (gpus.toml)."""
 
 import re
 import tomllib
@@ -15,10 +15,12 @@ NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. Rates in bytes per second per direction; price in US dollars per hour (0: unknown).
+    """A GPU model. Rates are in bytes per second per direction; prices in US dollars per hour.
 
-    driver: its name in PEAK_FLOPS. memory_bytes: as torch reports them, less than the label's.
-    link_rate: to another GPU of the machine. network_rate: its share of the machine's network.
+    driver: the name that its driver reports, as in PEAK_FLOPS.
+    memory_bytes: as torch reports it, which is less than the nominal size.
+    link_rate: between GPUs in one machine. network_rate: its share of the machine's network.
+    price: 0 if unknown.
     """
 
     name: str
@@ -40,11 +42,11 @@ class Gpu:
         return "RunPod's list of March 2026"
 
     def compute_precision(self, precision: str) -> str:
-        """Return the matmul precision: the requested one, or fp32 if the GPU lacks it."""
+        """Return the precision in which matmuls run: the given one, or fp32 if not supported."""
         return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
 
     def peak_flops(self, precision: str) -> float:
-        """Return the dense FLOP/s of matmuls in a precision."""
+        """Return the peak FLOP/s of matmuls in a precision, without sparsity."""
         return PEAK_FLOPS[self.driver][self.compute_precision(precision)]
 
 
@@ -80,12 +82,12 @@ _BY_WORD |= {
 
 
 def find_driver(name: object) -> Gpu | None:
-    """Return the GPU whose driver reports exactly this name, or None."""
+    """Return the GPU whose driver reports exactly `name`, or None."""
     return next((gpu for gpu in GPUS.values() if gpu.driver == name), None)
 
 
 def find_gpu(name: str, where: str = "--gpus") -> Gpu:
-    """Return the GPU with this name, the driver's or a short one. Raises ConfigError."""
+    """Return the GPU with a short name or the name that its driver reports. Raises ConfigError."""
     gpu = _BY_WORD.get(_simplify(name))
     if gpu is None:
         near = suggest(_simplify(name), _BY_WORD)
@@ -95,7 +97,7 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Return the number and kind of GPUs in text such as `8xA100-40GB` or `H100`.
+    """Parse text such as `8xA100-40GB` or `H100` into a number of GPUs and their model.
 
     Raises ConfigError.
     """

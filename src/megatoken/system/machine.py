@@ -1,4 +1,4 @@
-"""Describe this machine: processor, cores, memory, compiler; and the commit of this package."""
+"""Describe this machine (processor, cores, memory, compiler) and the commit of this package."""
 
 import os
 import platform
@@ -26,7 +26,10 @@ COMMAND_SECONDS = 5.0
 
 
 def cpu_count() -> int:
-    """Return the number of cores this process may use, by its affinity and cgroups (Linux)."""
+    """Return the number of cores that this process may use.
+
+    On Linux it respects CPU affinity and cgroup limits.
+    """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:
@@ -40,7 +43,7 @@ def cpu_count() -> int:
 
 
 def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
-    """Yield the contents of `files` in each cgroup that limits this process, of version 1 or 2."""
+    """Yield the contents of `files` in each cgroup (version 1 or 2) that limits this process."""
     try:
         lines = CGROUP_NAMES.read_text().splitlines()
     except OSError:
@@ -58,7 +61,7 @@ def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
 
 
 def find_processor_name() -> str:
-    """Return the processor's name: "AMD EPYC 7763 64-Core Processor", "Apple M2 Pro"."""
+    """Return the processor's name, such as "AMD EPYC 7763 64-Core Processor" or "Apple M2 Pro"."""
     if platform.system() == "Darwin":
         name = _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
     else:
@@ -67,21 +70,21 @@ def find_processor_name() -> str:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features that Linux reports (avx2, avx512_bf16, ...); empty if unknown."""
+    """Return the CPU features that Linux reports, such as avx2; empty on other systems."""
     return allowed_features(_read_cpu_info("flags", "Features").split())
 
 
 def allowed_features(features: Iterable[str]) -> frozenset[str]:
-    """Return the features without those that MEGATOKEN_INSTRUCTION_SET disables.
+    """Return the CPU features that MEGATOKEN_INSTRUCTION_SET does not disable.
 
-    torch's libraries have their own switches.
+    The variable has no effect on torch's own libraries.
     """
     disabled = DISABLED_FEATURES[max_instruction_set()]
     return frozenset(name for name in features if not name.startswith(disabled))
 
 
 def _read_cpu_info(*keys: str) -> str:
-    """Return the first value of one of the keys in /proc/cpuinfo; empty if there is none."""
+    """Return the first value in /proc/cpuinfo of any of the keys; "" if there is none."""
     with suppress(OSError), CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith(keys):
@@ -90,7 +93,7 @@ def _read_cpu_info(*keys: str) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process; 0 if unknown (Windows)."""
+    """Return the peak resident memory of this process in bytes; 0 on Windows."""
     with suppress(OSError):  # ru_maxrss includes the parent's memory at the fork
         status = Path("/proc/self/status").read_text()
         if peak := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
@@ -104,7 +107,7 @@ def peak_resident_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Return the memory available without swapping, within all cgroup limits; 0 if unknown."""
+    """Return the bytes available without swapping, within all cgroup limits; 0 if unknown."""
     try:
         available = re.search(r"^MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
@@ -125,7 +128,7 @@ def free_memory_bytes() -> int:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit of open files by `count`, as far as the system permits."""
+    """Raise this process's limit of open files by `count`, as far as the system permits."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # absent on Windows
 
@@ -136,7 +139,7 @@ def allow_open_files(count: int) -> None:
 
 
 def find_compiler() -> str:
-    """Return the path of the C++ compiler that torch.compile calls on a CPU; empty if none."""
+    """Return the path of the C++ compiler that torch.compile would use on a CPU; "" if none."""
     for name in (preferred_compiler(), "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path:
@@ -145,7 +148,7 @@ def find_compiler() -> str:
 
 
 def find_commit() -> str:
-    """Return the commit of a source checkout; empty for an installed package."""
+    """Return the git commit of this package's source checkout; "" for an installed package."""
     package = Path(__file__).parents[1]
     if not (package.parents[1] / ".git").exists():
         return ""
@@ -153,7 +156,7 @@ def find_commit() -> str:
 
 
 def _first_line(command: list[str]) -> str:
-    """Return the first line a command prints; empty if it is missing, fails or hangs."""
+    """Return the first line that a command prints; "" if it is missing, fails or hangs."""
     lines: list[str] = []
     try:
         exit_code = run_child(command, on_line=lines.append, timeout=COMMAND_SECONDS)

@@ -8,10 +8,10 @@ M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep large blocks that are freed. Return whether it does.
+    """Make glibc keep freed memory instead of returning it to the system; return whether it does.
 
-    Each training step frees and allocates the same hundreds of megabytes, and the system would
-    have to clear and map every new page.
+    Each training step frees and allocates the same hundreds of megabytes. If they were returned,
+    the system would have to clear and map every page again.
     """
     libc = _glibc()
     if libc is None:
@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return free memory to the system once, for example after trials with other block sizes."""
+    """Return freed memory to the system once, for example after trials with other block sizes."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Cache measurements of this machine: one JSON object per file, with an entry per measurement."""
+"""Cache measurements of this machine in JSON files, with an entry per measurement."""
 
 import json
 from contextlib import suppress
@@ -11,14 +11,14 @@ from megatoken.system.file_lock import lock_folder
 
 
 def read_measurements(file: str) -> dict[str, Any]:
-    """Return the entries of a file; empty if it is missing or damaged."""
+    """Return all entries of a cache file, or {} if it is missing or damaged. file: its name."""
     with suppress(RuntimeError):  # a user without a home
         return read_object(megatoken_cache() / file)
     return {}
 
 
 def save_measurement(file: str, key: str, value: object) -> None:
-    """Add or replace an entry. Ignore errors: the measurement is repeated next time."""
+    """Add or replace an entry of a cache file. Errors are ignored; it is then measured again."""
     with suppress(OSError, RuntimeError, StorageError):
         folder = megatoken_cache()
         with lock_folder(folder, "measurement", on_wait=lambda: None):

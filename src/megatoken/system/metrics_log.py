@@ -1,9 +1,9 @@
-"""The log, status and lock of a run folder that a process trains in.
+"""Write the metrics log and status of a run, hold its folder's lock, and read metrics logs.
 
 `metrics.jsonl` holds one object per line: kind, step, tokens, elapsed_seconds and the row's values.
 `status.json` (state, phase, exit code, step, loss, speed, time left, message, pid, host) is
-replaced atomically. A log that cannot be written never stops training: it warns once and counts
-lost rows.
+replaced atomically. Failing to write the log never stops training: the logger warns once and counts
+the lost rows.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megatoken.system.file_lock import format_now, lock_folder
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 LONGEST_TAIL = 1 << 23  # bytes of a log that are searched for its last rows: some 30,000 rows
-STATUS_SECONDS = 1.0  # between updates of the status by steps
+STATUS_SECONDS = 1.0  # between updates of the status after steps
 KINDS = ("train", "val", "eval", "sample", "save", "event")
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 UNUSABLE = "the run folder cannot be used"
@@ -38,10 +38,13 @@ OTHER_FOLDER = "name a folder you can write"
 
 
 class MetricsLogger:
-    """One run folder, held by this process until `close`. Not thread-safe."""
+    """Writes the metrics log and status of a run, and holds the folder's lock until `close`.
+
+    Not thread-safe.
+    """
 
     def __init__(self, folder: Path, lock: contextlib.ExitStack | None = None) -> None:
-        """Use `open` instead. Without a lock, nothing is written, as on ranks other than 0."""
+        """Make a logger that writes nothing, for ranks other than 0. For rank 0, use `open`."""
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that could not be written
         self._lock = lock
@@ -63,10 +66,10 @@ class MetricsLogger:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Lock a run folder, creating it if needed, and open its log after its last complete line.
+        """Lock a run folder, creating it if needed, and open its log to append rows.
 
-        Raises StorageError if another process holds the folder or it cannot be written. The kernel
-        releases the lock of a process that dies.
+        An incomplete last line is cut off. Raises StorageError if another process holds the lock or
+        the folder is not writable. The kernel releases the lock of a process that dies.
         """
         lock = contextlib.ExitStack()
         log = cls(folder, lock)
@@ -93,20 +96,20 @@ class MetricsLogger:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds of training behind the current weights, over all starts of the run."""
+        """Seconds of training that led to the current weights, over all starts of the run."""
         if self._clock_start is None:
             return self._elapsed_seconds
         return self._elapsed_seconds + time.monotonic() - self._clock_start
 
     def start_clock(self) -> None:
-        """Count the time from now on."""
+        """Start counting training time."""
         self._clock_start = time.monotonic()
 
     def rewind(self, step: int, elapsed_seconds: float = 0.0) -> None:
-        """Drop unreadable lines and the rows after `step`, except events.
+        """Remove unreadable lines, and rows after `step` other than events, from the log.
 
-        The clock is set to `elapsed_seconds`, as saved in the checkpoint, or to the time of the
-        last remaining row. Raises StorageError if the file cannot be rewritten.
+        The clock goes back to `elapsed_seconds`, which the checkpoint holds, or to the time of the
+        last remaining row if that is later. Raises StorageError if the file cannot be rewritten.
         """
         self._elapsed_seconds = elapsed_seconds
         if self._clock_start is not None:
@@ -131,11 +134,11 @@ class MetricsLogger:
                 self._file = FileIO(path, "ab")
 
     def write(self, kind: str, step: int, tokens: int, **values: Any) -> None:
-        """Append a row. A full or failing disk never raises.
+        """Append a row to the log. Errors of a full or failing disk are not raised.
 
         NaN and infinities become the strings "nan", "inf" and "-inf".
 
-        kind: one of KINDS. tokens: trained on so far. values: JSON and NumPy values by name.
+        kind: one of KINDS. tokens: tokens trained on so far. values: JSON or NumPy values.
         """
         assert kind in KINDS, kind
         if self._file is None:
@@ -152,7 +155,7 @@ class MetricsLogger:
             self._count_lost(METRICS, error)
 
     def sync(self) -> None:
-        """Make the rows durable; a checkpoint relies on those before it."""
+        """Fsync the log, which is required before a checkpoint is written."""
         if self._file is None:
             return
         try:
@@ -161,22 +164,23 @@ class MetricsLogger:
             self._count_lost(METRICS, error)
 
     def progress(self, **values: Any) -> None:
-        """Update the status with a step's values, at most once per STATUS_SECONDS."""
+        """Add a step's values to status.json, written at most once per STATUS_SECONDS."""
         self._status |= values
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status()
 
     def begin(self, phase: str) -> str:
-        """Set the phase (step, validate, save, ...) and return the previous one."""
+        """Set the phase in status.json (step, validate, save, ...), and return the previous one."""
         previous: str = self._status["phase"]
         if phase != previous:
             self.status(phase=phase)
         return previous
 
     def status(self, **values: Any) -> None:
-        """Update status.json, durably unless the state is `running`. Ignore a failing disk.
+        """Update status.json, with an fsync unless the state is `running`. Disk errors are ignored.
 
-        state: running, done, stopped or failed; with exit_code, step and message.
+        values: entries to change, such as `state` (running, done, stopped or failed), exit_code,
+            step and message.
         """
         self._status |= values
         self._status_time = time.monotonic()
@@ -195,7 +199,7 @@ class MetricsLogger:
             self._count_lost(STATUS, error)
 
     def close(self) -> None:
-        """Release the folder. Safe to call twice."""
+        """Close the log and release the folder's lock. Safe to call twice."""
         if self._file is None or self._lock is None:
             return
         self._file.close()
@@ -213,10 +217,12 @@ class MetricsLogger:
 def read_metrics(
     run: Path | str, warn: Callable[[str], None] = warnings.warn
 ) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl in order, without a half-written last line.
+    """Return the rows of a run's metrics.jsonl in order, without an incomplete last line.
 
-    "nan", "inf" and "-inf" of train, val and eval rows become floats. warn: called with one line if
-    other lines are not rows; they are skipped. Raises DataError if there is no log.
+    The strings "nan", "inf" and "-inf" in train, val and eval rows become floats. Other lines that
+    are not rows are skipped. Raises DataError if there is no log.
+
+    warn: called with one message if lines were skipped.
     """
     path = Path(run) / METRICS
     try:
@@ -242,7 +248,7 @@ def read_metrics(
 
 
 def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the last row of each kind that the last LONGEST_TAIL bytes of a log hold."""
+    """Return the last row of each kind, by kind, in the last LONGEST_TAIL bytes of a run's log."""
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(OSError), (run / METRICS).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -261,16 +267,19 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """A place in a run's metrics.jsonl. inode: of the file, which a resume may replace."""
+    """A position in a run's metrics.jsonl.
+
+    inode: identifies the file, because a resume may replace it.
+    """
 
     inode: int = 0
     offset: int = 0
 
 
 def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
-    """Return the complete rows after a position, and the position after them. Raises OSError.
+    """Return the complete rows after a position, and the new position. Raises OSError.
 
-    After a resume has replaced the file, return all of its rows; the new position has another
+    If a resume has replaced the file, returns all rows of the new file, and a position with its
     inode.
     """
     with (run / METRICS).open("rb") as file:
@@ -284,7 +293,7 @@ def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the row in a line, or None if it holds none."""
+    """Parse a line of metrics.jsonl; return None if it is not a row."""
     with contextlib.suppress(ValueError, RecursionError):
         match row := json.loads(line):
             case {"kind": str(), "step": int(), "tokens": int()}:

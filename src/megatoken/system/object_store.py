@@ -1,7 +1,7 @@
-"""Files at an address such as s3://bucket/run, through fsspec, with retries.
+"""Read and write files at an address such as s3://bucket/run through fsspec, with retries.
 
-fsspec comes with torch; a protocol may need its own library, as s3 needs s3fs (the extra `s3`).
-Credentials and endpoint come from where that library looks for them, never from our options.
+fsspec comes with torch. Some protocols need another library, such as s3fs for s3 (the extra `s3`).
+That library finds credentials and endpoint by itself; they are never passed to megatoken.
 """
 
 import re
@@ -42,18 +42,18 @@ def is_address(text: str | Path) -> bool:
 
 
 def path_or_address(text: str) -> Path | str:
-    """Return a local path, or an address unchanged. Raises ConfigError for anything else."""
+    """Convert text to a local path, unless it is an address. Raises ConfigError for neither."""
     text = strip_file_scheme(text)
     return text if is_address(text) else local_path(text)
 
 
 def strip_file_scheme(text: str) -> str:
-    """Return file:///path as /path, and anything else unchanged."""
+    """Convert file:///path to /path, and leave anything else unchanged."""
     return re.sub("^file:///", "/", text)
 
 
 def run_folder(text: str | Path) -> Path:
-    """Return the path of a run folder. Raises ConfigError for an address or anything else."""
+    """Return the local path of a run folder. Raises ConfigError for an address or invalid path."""
     if is_address(text):
         fix = f"train in a local folder, with a copy there: save.mirror={text}"
         raise ConfigError(f"not a path on this machine: {text}", "--out", fix)
@@ -65,9 +65,12 @@ def run_parallel(
     on_wait: Callable[[], None] | None = None,
     seconds: float | None = None,
 ) -> None:
-    """Run calls on THREADS threads. Raise the first exception and drop calls that have not started.
+    """Run functions on THREADS threads and wait for all of them.
 
-    on_wait: called every `seconds` meanwhile.
+    If one raises an exception, functions that have not started are dropped, and the first exception
+    is raised.
+
+    on_wait: called every `seconds` during the wait.
     """
     with ThreadPoolExecutor(THREADS) as threads:
         pending = {threads.submit(call) for call in calls}
@@ -84,20 +87,23 @@ def run_parallel(
 
 
 class ObjectInfo(NamedTuple):
-    """A file in a store. stamp: its ETag or time, which changes with the content; may be empty."""
+    """Size and version of a file in a store.
+
+    stamp: its ETag or modification time, which changes with the content; may be empty.
+    """
 
     bytes: int
     stamp: str
 
 
 class ObjectStore:
-    """The files below an address or a local folder. Names are relative, with `/`. Thread-safe.
+    """The files below an address or a local folder, named by relative paths with `/`.
 
-    Every method retries, and raises StorageError if the store fails or refuses.
+    Every method retries, and raises StorageError if the store fails or denies access. Thread-safe.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for an address with credentials or an unknown protocol."""
+        """Raises ConfigError if the address contains credentials or its protocol is unknown."""
         import fsspec
 
         if redact(address) != address:
@@ -121,11 +127,11 @@ class ObjectStore:
         self._root = root.rstrip("/")
 
     def at(self, name: str) -> str:
-        """Return the address of a file, for messages."""
+        """Return the full address of a file, for messages."""
         return f"{self.address}/{name}" if name else self.address
 
     def list(self, folder: str = "") -> dict[str, ObjectInfo]:
-        """Return every file below a folder by name; empty if there is none."""
+        """Return every file below a folder, by name; empty if the folder does not exist."""
         try:
             infos = self._call("list", folder, self._fs.find, self._path(folder), detail=True)
         except MissingObjectError:
@@ -138,7 +144,7 @@ class ObjectStore:
         return files
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file, or None if there is none."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         try:
             return int(self._call("read", name, self._fs.info, self._path(name))["size"])
         except MissingObjectError:
@@ -166,9 +172,12 @@ class ObjectStore:
         self._call("write", name, self._fs.pipe_file, self._path(name), content)
 
     def upload(self, path: Path, name: str, xxh3_128: str) -> None:
-        """Copy a local file with that hash to `name` and read it back, unless it is already there.
+        """Copy a local file to `name`, and verify it by reading it back.
 
-        Raises StorageError if the content differs twice.
+        Nothing is copied if the file is already there. Raises StorageError if verification fails
+        twice.
+
+        xxh3_128: the file's hash.
         """
         for _ in range(2):
             if self._has(name, path.stat().st_size, xxh3_128):
@@ -179,7 +188,7 @@ class ObjectStore:
             raise StorageError(what, self.at(name), "check the store")
 
     def remove(self, name: str) -> None:
-        """Remove a file or everything below a folder, if it exists."""
+        """Remove a file, or a folder with everything in it, if it exists."""
         with suppress(MissingObjectError):
             self._call("remove", name, self._fs.rm, self._path(name), recursive=True)
 

@@ -1,8 +1,8 @@
-"""Dense peak FLOP/s of matrix products from vendor data sheets (peak_flops.toml).
+"""Peak FLOP/s of matmuls, without sparsity, from vendor data sheets (peak_flops.toml).
 
-PEAK_FLOPS[device name][precision]. Names are exact: a device that is missing is measured
-(device.py), like laptop parts (their rate depends on a power limit), vGPU and MIG slices, Apple's
-chips, and names that different parts share.
+PEAK_FLOPS[device name][precision]. Device names must match exactly. A device that is not in the
+table is measured (device.py): laptop GPUs, whose speed depends on a power limit, vGPU and MIG
+slices, Apple's chips, and devices that share a name with others.
 """
 
 import tomllib

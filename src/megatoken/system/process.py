@@ -1,4 +1,4 @@
-"""Run child processes. Nothing else in the package starts one."""
+"""Run child processes. All child processes of this package are started here."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ Output = Path | Callable[[str], object] | None
 
 
 class Child:
-    """A child process with the environment that this process was given; stdin is empty."""
+    """A child process, with the environment that this process started with and an empty stdin."""
 
     def __init__(
         self,
@@ -38,9 +38,10 @@ class Child:
     ) -> None:
         """Start the process. Raises OSError.
 
-        env: added to the environment.
-        death_signal: sent to the child when this process dies, however it dies (Linux).
-        detached: in a session of its own, without the signals of a terminal.
+        stdout, stderr: where the child writes; see Output.
+        env: variables to add to the environment.
+        death_signal: signal that Linux sends to the child when this process dies; None for none.
+        detached: whether to start a new session, which gets no signals from the terminal.
         """
         with ExitStack() as files:
 
@@ -69,11 +70,17 @@ class Child:
                 self._readers.append(reader)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, or None while the process runs.
+
+        The code is -number if a signal killed the process.
+        """
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the process and its output to end; return the exit code, None if it runs."""
+        """Wait for the process and its output to end, and return the exit code.
+
+        Returns None if the process still runs after `seconds`.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
             for reader in self._readers:
@@ -81,7 +88,7 @@ class Child:
         return self._process.returncode
 
     def send(self, number: int) -> None:
-        """Send a signal if the process runs."""
+        """Send a signal to the process, if it still runs."""
         self._process.send_signal(number)
 
     def stop(self, seconds: float) -> None:
@@ -100,12 +107,13 @@ def run_child(
     stop_seconds: float = 10.0,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Run a child process to its end and return its exit code, negative for a signal.
+    """Run a child process to its end and return its exit code, which is -number for a signal.
 
-    The child dies with its parent. It is stopped with SIGTERM on Ctrl-C or another exception here,
-    and after `stop_seconds` with SIGKILL. Raises OSError if it cannot be started, TimeoutError if
-    it runs for more than `timeout` seconds.
-    on_line: called on another thread with each line of its output and errors.
+    If this process gets Ctrl-C or another exception meanwhile, the child gets SIGTERM, and SIGKILL
+    after `stop_seconds`. On Linux it also ends if this process dies. Raises OSError if the child
+    cannot be started, and TimeoutError if it runs for more than `timeout` seconds.
+
+    on_line: called on another thread with each line of stdout and stderr.
     """
     child = Child(command, stdout=on_line, stderr=on_line, env=env)
     try:
@@ -118,7 +126,10 @@ def run_child(
 
 
 def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
-    """Return a call with which a process asks Linux for a signal when its parent dies."""
+    """Return a function by which a child asks Linux for a signal when its parent dies.
+
+    Returns None on other systems.
+    """
     return partial(_PRCTL, PR_SET_PDEATHSIG, number) if _PRCTL else None
 
 

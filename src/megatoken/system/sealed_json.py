@@ -1,6 +1,7 @@
-"""Seal a JSON object with its own hash: its last key, `xxh3`, is the hash of all bytes before it.
+"""Add to a JSON object a hash of itself: its last key, `xxh3`, is the hash of all bytes before it.
 
-Dataset manifests use 64 bits, checkpoint manifests 128. xxh3 detects accidents, not attacks.
+Dataset manifests use 64 bits, and checkpoint manifests 128. xxh3 detects accidental damage, but not
+deliberate changes.
 """
 
 import json
@@ -14,16 +15,16 @@ _LONGEST_SEAL = 64
 
 
 def seal(body: bytes, *, bits: int, indent: str = "") -> bytes:
-    """Return a JSON object with its hash of 64 or 128 bits.
+    """Append a hash of 64 or 128 bits and the closing brace to a JSON object.
 
-    body: the object without its last `\\n}`.
+    body: the object as bytes, without its last `\\n}`.
     """
     digest = _hash(body, bits)
     return body + f',\n{indent}"xxh3": "{digest}"\n}}\n'.encode("ascii")
 
 
 def parse_sealed(content: bytes) -> Any:
-    """Return the object, with the key `xxh3`. Raises ValueError if it is not sealed or damaged."""
+    """Parse a sealed object, including its key `xxh3`. Raises ValueError if the hash is wrong."""
     start = max(0, content.rfind(b",\n", -_LONGEST_SEAL))
     ending = _SEAL.fullmatch(content, start)
     if ending is None:

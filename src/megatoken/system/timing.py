@@ -1,4 +1,4 @@
-"""Time calls in rounds A B C A B C, so that the machine's noise affects all alike."""
+"""Time functions in turn, as in A B C A B C, so that noise of the machine affects all equally."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ WARM_SECONDS = 1.0  # a slower first call needs no second warm-up
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of each repeat, in the order measured."""
+    """The seconds of each repeat of a function, in the order of measurement."""
 
     seconds: tuple[float, ...]
 
@@ -28,14 +28,14 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and third quartile, or the extremes of fewer than four repeats."""
+        """The first and third quartile; with fewer than four repeats, the minimum and maximum."""
         if len(self.seconds) < 4:
             return min(self.seconds), max(self.seconds)
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
     def rate(self, amount: float) -> dict[str, Any]:
-        """Return `amount` per second: median, quartiles (low, high), number of repeats."""
+        """Return a dict with the median and quartiles of `amount` per second, and the repeats."""
         low, high = self.quartiles
         return {
             "median": amount / self.median,
@@ -53,9 +53,10 @@ def time_interleaved(
     before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time each call `repeats` times in rounds, after `warmup` untimed rounds.
+    """Time functions in `repeats` rounds, each of which calls every function once.
 
-    before: called with a call's name before it, untimed.
+    warmup: number of untimed rounds at the start. before: called with the function's name before
+    each timed call. synchronize: waits for the device.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup + repeats):
@@ -75,10 +76,15 @@ def time_calls(
     before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None],
 ) -> dict[str, Timing]:
-    """Return seconds per call, warm and interleaved. Short calls are repeated within a measurement.
+    """Time functions in rounds after warming them up, and return seconds per call.
 
-    longest: if `repeats` rounds would take more seconds, there are fewer, but at least `fewest`.
-    is_warm: whether each was called before; the first time of a long call then counts as a round.
+    A function that takes less than MIN_SECONDS is called several times per measurement.
+
+    repeats, longest, fewest: number of rounds; fewer if they would take more than `longest`
+        seconds, but at least `fewest`.
+    is_warm: whether each function was called before, so that its first call may be a measurement.
+    before: called with the function's name before each measurement. synchronize: waits for the
+        device.
     """
     counts: dict[str, int] = {}
     first: dict[str, tuple[float, ...]] = {}
@@ -111,7 +117,7 @@ def time_calls(
 
 
 def time_once(call: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> float:
-    """Return the seconds of one call."""
+    """Return how many seconds one call takes. synchronize: waits for the device."""
     synchronize()
     start = time.perf_counter()
     call()

@@ -1,7 +1,7 @@
-"""All private or undocumented names of torch that megatoken uses.
+"""Wrap all private or undocumented names of torch that megatoken uses.
 
-Names that only the dry run needs are looked up when first used, so that one that a newer torch has
-moved breaks only the dry run, with a one-line error.
+Names needed only by the dry run are looked up when they are first used. If a newer torch has moved
+one of them, only the dry run fails, with a one-line error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ TESTED = "install torch 2.13, which megatoken is tested with"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of DRY_RUN_NAMES. Raises ConfigError if this torch lacks it."""
+    """Look up a name in DRY_RUN_NAMES. Raises ConfigError if this version of torch lacks it."""
     if name not in DRY_RUN_NAMES:
         raise AttributeError(name)
     try:
@@ -46,22 +46,25 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` applies `found_inf` and `grad_scale`."""
+    """Return whether the optimizer's `step` applies its attributes `found_inf` and `grad_scale`.
+
+    Such a `step` divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def declare_found_inf(optimizer: torch.optim.Optimizer) -> None:
-    """Declare that an optimizer's step applies `found_inf` and `grad_scale` itself."""
+    """Make `supports_found_inf` return True for an optimizer whose `step` does it by itself."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def follow_found_inf(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Declare that an optimizer applies them if `inner`, which it steps, does."""
+    """Make `supports_found_inf` return for an optimizer what it returns for its `inner` one."""
     optimizer._step_supports_amp_scaling = supports_found_inf(inner)  # type: ignore[attr-defined]
 
 
 def step_inner(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Step `inner` with the `found_inf` and `grad_scale` of `optimizer`."""
+    """Copy `found_inf` and `grad_scale` from `optimizer` to `inner`, and step `inner`."""
     inner.found_inf = getattr(optimizer, "found_inf", None)  # type: ignore[attr-defined]
     inner.grad_scale = getattr(optimizer, "grad_scale", None)  # type: ignore[attr-defined]
     inner.step()
@@ -70,10 +73,10 @@ def step_inner(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -
 def fused_adamw_step(
     optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None
 ) -> None:
-    """Step a fused AdamW: divide gradients by `grad_scale`, and change nothing if `found_inf` is 1.
+    """Step an optimizer, dividing gradients by `grad_scale`, or do nothing if `found_inf` is 1.
 
-    torch's GradScaler sets both as attributes of optimizers that support them. Raises ConfigError
-    for others, which would not skip the step.
+    Both are passed as attributes of the optimizer, as torch's GradScaler does. Raises ConfigError
+    for an optimizer that would ignore them.
     """
     if not supports_found_inf(optimizer):
         what = f"the fused AdamW of torch {torch.__version__} ignores found_inf or grad_scale"
@@ -86,24 +89,27 @@ def fused_adamw_step(
 def scaler_found_inf(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
-    """Return the flags of `scaler.unscale_`, one per device: > 0 if a gradient is not finite."""
+    """Return the overflow flags that `scaler.unscale_` has set, one tensor per device.
+
+    A flag is > 0 if a gradient is not finite.
+    """
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def abort_nccl() -> None:
-    """Leave all process groups without waiting for collectives in flight."""
+    """Abort all NCCL process groups without waiting for running collectives."""
     distributed_c10d._abort_process_group()
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo `submodule.compile()` for all submodules."""
+    """Undo the `compile()` method for a module and its submodules."""
     for submodule in module.modules():
         submodule._compiled_call_impl = None
 
 
 @contextmanager
 def uncompiled(module: M) -> Iterator[M]:
-    """Yield the module without torch.compile, which would recompile for every new shape."""
+    """Use a module uncompiled inside the context, so that new shapes do not recompile it."""
     plain: M = getattr(module, "_orig_mod", module)  # what torch.compile(module) wraps
     compiled = any(getattr(submodule, "_compiled_call_impl", None) for submodule in plain.modules())
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
@@ -111,7 +117,7 @@ def uncompiled(module: M) -> Iterator[M]:
 
 
 def without_fake_tensors() -> AbstractContextManager[Any]:
-    """Make real tensors inside a dry run; no effect elsewhere."""
+    """Return a context in which a dry run creates real tensors; it has no effect elsewhere."""
     try:
         context: AbstractContextManager[Any] = __getattr__("unset_fake_temporarily")()
     except ConfigError:
