@@ -8,10 +8,11 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class BatchRamp:
-    """Batch sizes in tokens: `start`, then its multiples, finally `full`.
+    """Batch sizes in tokens that grow from `start` to `full`, through the multiples of `start`.
 
-    The size grows from `start` to `full` over about the first `length` tokens. Each size has the
-    same share of them, rounded up to full batches, so the tokens before batch n depend only on n.
+    They grow over about the first `length` tokens, of which each size but `full` gets an equal
+    share, rounded up to whole batches. The tokens before a batch therefore depend only on its
+    number.
     """
 
     start: int
@@ -19,30 +20,33 @@ class BatchRamp:
     length: int
 
     def before(self, batch: int) -> int:
-        """Return the tokens before batch number `batch`, counted from 0."""
+        """Return the total tokens of batches 0 to `batch` - 1."""
         first_batches, first_tokens, sizes = self.levels()
         level = bisect_right(first_batches, batch) - 1
         return first_tokens[level] + (batch - first_batches[level]) * sizes[level]
 
     def size(self, batch: int) -> int:
-        """Return the tokens of this batch."""
+        """Return the tokens in batch number `batch`; the first is 0."""
         return self.before(batch + 1) - self.before(batch)
 
     def count(self, tokens: float) -> int:
-        """Return how many batches, from the first, hold `tokens`, rounded."""
+        """Return how many batches a run of `tokens` has, rounded."""
         first_batches, first_tokens, sizes = self.levels()
         level = bisect_right(first_tokens, tokens) - 1
         return first_batches[level] + round((tokens - first_tokens[level]) / sizes[level])
 
     def smaller(self, tokens: float) -> Iterator[tuple[int, float]]:
-        """Yield each size below `full`, and how many of a run's `tokens` use it."""
+        """Yield each batch size below `full`, and how many of a run's `tokens` use that size."""
         _, first_tokens, sizes = self.levels()
         for level, size in enumerate(sizes[:-1]):
             end = min(first_tokens[level + 1], tokens)
             yield size, max(0.0, end - first_tokens[level])
 
     def levels(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Return for each size: its first batch, the tokens before that batch, and the size."""
+        """Return three lists with an entry per batch size, in ascending order.
+
+        They hold the number of the first batch of that size, the tokens before it, and the size.
+        """
         return _list_levels(self.start, self.full, self.length)
 
 

@@ -1,8 +1,9 @@
 """Derive a compute-optimal run from its number of layers: the recipes `depth-N`.
 
-It is the recipe modern-124m with sizes, length, batch and learning rates that follow from N by
-published rules. C, the FLOPs of the run without the vocabulary, is (72 L d^2 + 12 L d T) per token,
-as Bi et al. count them. Learning rates scale from modern-124m's (docs/recipes.md, Muon).
+They take the recipe modern-124m and compute sizes, length, batch and learning rates from N by
+published rules. Those rules use C, the FLOPs of the run without embedding and output layer, counted
+as (72 L d^2 + 12 L d T) per token, as in Bi et al. Learning rates are scaled from those of
+modern-124m (docs/recipes.md, Muon).
 """
 
 import math
@@ -17,7 +18,7 @@ NAME = re.compile(r"depth-(\d+)")
 DEEPEST = 200
 WIDTH_PER_LAYER = 64
 TOKENS_PER_WEIGHT = 20
-# Of modern-124m.
+# Values of modern-124m, from which others are scaled.
 LR = 4e-3
 MATRIX_LR = 0.02
 WIDTH = 768
@@ -25,7 +26,10 @@ BATCH_TOKENS = 524288
 
 
 def derive_run(depth: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, value, rule) for a run of `depth` layers. Raises ConfigError."""
+    """Yield each setting of a run with `depth` layers as (key, value, rule it follows from).
+
+    Raises ConfigError if the depth is out of range.
+    """
     if not 1 <= depth <= DEEPEST:
         raise ConfigError(f"no recipe of {depth} layers", "recipe", f"use depth-1 to -{DEEPEST}")
     d = WIDTH_PER_LAYER * depth

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-LARGEST = 1e15  # of any number: beyond every run, and exact as a float
+LARGEST = 1e15  # limit of all numbers: beyond any real run, and exact as a float
 NUMBER = re.compile(
     r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?"
 )
@@ -18,7 +18,10 @@ TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """A length of training: `20000steps`, `10e9tok`, `3ep` (epochs), `0.01dur` (share of a run)."""
+    """A length of training, such as `20000steps`, `10e9tok`, `3ep` or `0.01dur`.
+
+    `ep` stands for epochs, and `dur` for a fraction of the run.
+    """
 
     value: float
     unit: str = "steps"
@@ -28,7 +31,7 @@ class Duration:
         return f"{number}{self.unit}"
 
     def steps(self, *, batch_tokens: int, epoch_tokens: int = 0, total_steps: int = 0) -> int:
-        """Return the length in optimizer steps, rounded; at least 1 unless the value is 0."""
+        """Convert to optimizer steps, rounded, but at least 1 unless the duration is 0."""
         return self._count(
             steps=1.0,
             tok=1.0 / batch_tokens,
@@ -37,7 +40,10 @@ class Duration:
         )
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
-        """Return the length in tokens; at least 1 unless it is 0. Steps count as full batches."""
+        """Convert to tokens, at least 1 unless the duration is 0.
+
+        A step counts as a full batch, even during a batch ramp.
+        """
         return self._count(steps=batch_tokens, tok=1, ep=epoch_tokens, dur=total_tokens)
 
     def _count(self, **units: float) -> int:
@@ -46,10 +52,12 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """A setting: its default, one line of help, unit and range.
+    """The definition of a setting: its default, help line, unit, and range of values.
 
-    open_low: whether `low` itself is excluded. only_if: a condition on another setting; this one is
-    ignored unless it holds: `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
+    open_low: whether `low` itself is excluded from the range.
+    only_if: condition on another setting without which this one has no effect, such as
+        `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
+    key: the dotted key, such as `model.n_layer`.
     """
 
     default: Any
@@ -64,23 +72,23 @@ class ConfigField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names that the field accepts; empty if its values are not names."""
+        """The names that the setting accepts; empty for a setting that is not a choice of names."""
         if get_origin(self.type) is not Literal:
             return ()
         return (*get_args(self.type), *_REGISTERED.get(self.key, ()))
 
     def is_registered(self, value: Any) -> bool:
-        """Return whether `register_choice` added the value."""
+        """Return whether `value` is a name added by `register_choice`."""
         return value in _REGISTERED.get(self.key, ())
 
     @property
     def value_type(self) -> Any:
-        """The type of values other than `auto`."""
+        """The type of the setting's values, ignoring `auto`."""
         return (*get_args(self.type), self.type)[0]
 
     @property
     def expects(self) -> str:
-        """The accepted values, in words."""
+        """A description of the accepted values, for messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = {
@@ -96,23 +104,23 @@ class ConfigField:
 def config_field(
     default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any
 ) -> Any:
-    """Declare a field of a section. options: of `ConfigField`."""
+    """Declare a setting as a field of a section's dataclass. options: fields of `ConfigField`."""
     spec = ConfigField(default, doc, unit, **options)
     return field(default=default, metadata={"spec": spec}, compare=compare)
 
 
-_REGISTERED: dict[str, list[str]] = {}  # names that Python code added, by setting
+_REGISTERED: dict[str, list[str]] = {}  # names added by `register_choice`, by setting
 
 
 def register_choice(key: str, name: str) -> None:
-    """Accept `name` as a value of the setting `key`."""
+    """Make `name` an accepted value of the setting `key`."""
     names = _REGISTERED.setdefault(key, [])
     if name not in names:
         names.append(name)
 
 
 def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
-    """Yield every field of nested dataclasses, with its dotted key, in order of declaration."""
+    """Yield every setting in nested dataclasses, with its dotted key, in order of declaration."""
     for item in fields(section):
         if item.metadata:
             yield replace(item.metadata["spec"], key=prefix + item.name, type=item.type)
@@ -121,7 +129,7 @@ def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
 
 
 def parse_value(spec: ConfigField, text: str) -> Any:
-    """Parse and check a value of the field. Raises ValueError saying what was expected."""
+    """Parse and check a value of a setting. Raises ValueError that says what was expected."""
     try:
         value = _parse(spec, text)
     except (ValueError, OverflowError, KeyError):
@@ -162,9 +170,9 @@ def _parse(spec: ConfigField, text: str) -> Any:
 
 
 def parse_time(text: str) -> float:
-    """Return the seconds in a time such as `90`, `45s`, `90m`, `11h30m` or `2d`; 0 if empty.
+    """Convert a time such as `90`, `45s`, `90m`, `11h30m` or `2d` to seconds; "" is 0.
 
-    Raises ValueError on other text.
+    Raises ValueError for other text.
     """
     match = TIME.fullmatch(text.strip())
     if match is None:

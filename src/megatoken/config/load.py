@@ -1,7 +1,8 @@
-"""Load a recipe: a YAML file or the name of a shipped one, with `section.field=value` overrides.
+"""Load a recipe, given as a YAML file or the name of a shipped one, and apply overrides to it.
 
-The result is a checked `Config` with the origin of every value. Mistakes are one-line ConfigErrors
-with file:line. Nothing in a recipe is executed: YAML tags, anchors and merges are refused.
+The result is a checked `Config` that records where each value was set. A mistake raises a one-line
+ConfigError with file:line. Nothing in a recipe is executed: YAML tags, anchors and merges are
+rejected.
 """
 
 import math
@@ -39,7 +40,7 @@ RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20
 NULL = "tag:yaml.org,2002:null"  # the tag of null, ~ and an empty value
 COMMAND_LINE = "command line"  # the origin of an override
-# Datasets of shipped recipes: source and options of the `megatoken prepare` command for each.
+# Source and options of the `megatoken prepare` command for each dataset of a shipped recipe.
 PREPARE = {
     "data/python": "python --tokenizer bpe:4096 --val-fraction 0.05",
     "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
@@ -49,9 +50,9 @@ PREPARE = {
     "data/fineweb-edu": "fineweb-edu",
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
-# Setting one of these in a later layer unsets the others.
+# If overrides set one of these, the recipe's values of all of them are dropped.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
-# A preset in a later layer unsets these.
+# If overrides set a preset, the recipe's values of these are dropped.
 PRESET_FIELDS = tuple(
     f"model.{name}"
     for name in (*ModelConfig().architecture(), "zero_init")
@@ -61,7 +62,7 @@ PRESET_FIELDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One `key: value` as text, and where it was written."""
+    """A setting as written: its dotted key, the text of its value, and where it is (file:line)."""
 
     key: str
     text: str
@@ -70,7 +71,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A checked config, the name of its recipe, and the origin of each value by dotted key."""
+    """A checked config, with the name of its recipe.
+
+    origins: where each value was set, by dotted key, such as file:line, `command line` or
+        `default`.
+    notes: lines to print about values computed by the recipe.
+    """
 
     config: Config
     name: str
@@ -84,18 +90,27 @@ def list_recipes() -> list[str]:
 
 
 def prepare_words(dataset: str, out: str) -> list[str]:
-    """Return the arguments of `megatoken` that make a shipped recipe's data.path in `out`."""
+    """Return the arguments of `megatoken` that prepare a shipped recipe's dataset in `out`.
+
+    dataset: the recipe's data.path.
+    """
     source, *options = PREPARE.get(dataset, "SOURCE").split()
     return ["prepare", source, "--out", out, *options]
 
 
 def load_config(recipe: str | Path, *overrides: str) -> Config:
-    """Load a recipe by file or name, with `section.field=value` overrides. Raises ConfigError."""
+    """Load a recipe from a file or by name, and apply `section.field=value` overrides.
+
+    Raises ConfigError.
+    """
     return resolve(str(recipe), overrides).config
 
 
 def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Load a recipe by file or name, or the settings of a run folder. Raises ConfigError."""
+    """Load a recipe from a file or by name, or the settings of a run folder; apply overrides.
+
+    Raises ConfigError.
+    """
     if folder := find_run(recipe):
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
     if match := depth.NAME.fullmatch(recipe):
@@ -115,9 +130,9 @@ def _resolve_depth(recipe: str, n_layer: int, overrides: Sequence[str]) -> Resol
 
 
 def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Load a run's settings, with the origins in the comments of `file`.
+    """Load the settings of a run. Comments in the file tell where each value was set.
 
-    file: the run's config.yaml or a checkpoint's copy.
+    file: the run's config.yaml, or the copy of it in a checkpoint.
     """
     resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
     comments = {}
@@ -130,7 +145,7 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> ResolvedConfig:
-    """Resolve a run of one step with a published architecture. Raises ConfigError."""
+    """Return the config of a one-step run with a published architecture. Raises ConfigError."""
     preset = Assignment("model.preset", name, "preset")
     steps = Assignment("budget.steps", "1", "preset")
     return resolve_assignments(name, [preset, steps], overrides)
@@ -149,10 +164,11 @@ def from_python(config: Config, name: str) -> ResolvedConfig:
 def resolve_assignments(
     name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()
 ) -> ResolvedConfig:
-    """Parse and check the assignments of a recipe, then of overrides.
+    """Parse and check the settings of a recipe and the overrides, which replace them.
 
-    name: of the run, and of its folder in runs/ unless --out is given. Raises ConfigError naming
-    where a wrong value was written.
+    Raises ConfigError that names where a wrong value was written.
+
+    name: name of the run, also used for its folder in runs/ unless --out is given.
     """
     parts = Path(name).parts
     if not parts or parts[0] == "/" or ".." in parts or not name.isprintable():
@@ -209,14 +225,14 @@ def _parse_assignment(assignment: Assignment) -> Any:
 
 
 def find_run(recipe: str) -> Path | None:
-    """Return the run folder at this path; None if there is none, or a shipped recipe's name."""
+    """Return `recipe` as the path of a run folder; None if it is not one, or names a recipe."""
     folder = Path(recipe)
     is_path = bool(recipe) and recipe not in list_recipes()
     return folder if is_path and _is_run(folder) else None
 
 
 def list_runs(folder: Path) -> list[str]:
-    """Return the paths of the runs in a folder; none if it cannot be read."""
+    """Return the paths of the runs in a folder; an empty list if it cannot be read."""
     with suppress(OSError, ValueError):
         return [str(path) for path in sorted(folder.iterdir()) if _is_run(path)]
     return []
@@ -246,7 +262,7 @@ def _find_recipe(recipe: str) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses tags, anchors and aliases, which can run code or expand to gigabytes."""
+    """A YAML loader that rejects tags, anchors and aliases, which can run code or fill memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -259,7 +275,8 @@ class _Loader(yaml.SafeLoader):
 def compose_yaml(path: Path) -> yaml.Node | None:
     """Return the root node of a YAML file, or None for an empty one.
 
-    Raises ConfigError naming file:line for invalid YAML, files above 1 MiB, tags, anchors, aliases.
+    Raises ConfigError, with file:line, for invalid YAML, tags, anchors, aliases, and files above
+    1 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -280,9 +297,10 @@ def compose_yaml(path: Path) -> yaml.Node | None:
 
 
 def read_recipe(path: Path) -> list[Assignment]:
-    """Return every value of a YAML recipe with its file:line, without nulls.
+    """Return every setting in a YAML recipe with its file:line, except those whose value is null.
 
-    Raises ConfigError on anything but `key: value` and `section:` with `key: value` below it.
+    Raises ConfigError if the file holds anything but `key: value` and `section:` with indented
+    `key: value` lines.
     """
     root = compose_yaml(path)
     assignments: dict[str, Assignment] = {}
@@ -319,7 +337,7 @@ def _list_assignments(
 
 
 def format_value(value: Any) -> str:
-    """Format a value as YAML."""
+    """Format the value of a setting as YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):
@@ -332,9 +350,9 @@ def format_value(value: Any) -> str:
 
 
 def render(config: Config, origins: dict[str, str], *, given_only: bool = False) -> str:
-    """Return the config as YAML that can be trained from again, with each value's origin.
+    """Format a config as a YAML recipe, with the origin of each value as a comment.
 
-    given_only: without defaults and preset values.
+    given_only: whether to leave out default values and those of a preset.
     """
     lines = [f"version: {VERSION}"]
     section = ""
@@ -353,7 +371,7 @@ def render(config: Config, origins: dict[str, str], *, given_only: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that differs between two starts of a run, and whether a resume may change it."""
+    """A setting that a resume would change: old and new value, and whether that is allowed."""
 
     key: str
     old: str
@@ -365,9 +383,10 @@ class Change:
 
 
 def list_changes(old: Config, new: Config) -> list[Change]:
-    """Return every setting that a resume would change.
+    """Return the settings that a resume with the config `new` would change.
 
-    `new` may leave out model.init and the sizes that are read from it.
+    In `new`, model.init and the model sizes that a run reads from it may be unset; they do not
+    count as changes.
     """
     old_values = flatten(old)
     new_values = flatten(new)
@@ -380,7 +399,7 @@ def list_changes(old: Config, new: Config) -> list[Change]:
         new_values |= {key: old_values[key] for key in unread if key in old_values}
     changes = []
     for key in FIELDS:
-        # A run folder holds no secrets, so compare without them.
+        # Secrets are not saved in a run folder, so compare redacted values.
         before = redact(format_value(old_values[key]))
         after = redact(format_value(new_values[key]))
         if before != after:

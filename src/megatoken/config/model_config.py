@@ -1,4 +1,4 @@
-"""Architecture of a model: sizes and switches. All of it is run-defining."""
+"""Define the architecture of a model by its sizes and switches. A resume cannot change them."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from megatoken.config.fields import config_field
 
 VOCAB_MULTIPLE = 128  # pads the embedding's rows, so that matrix kernels tile evenly
 SWIGLU_MULTIPLE = 256  # LLaMA rounds the width of its MLP up to it
-# Off in GPT-2 and LLaMA.
+# Features that are off in GPT-2 and LLaMA.
 SWITCHES = (
     "qk_norm",
     "embedding_norm",
@@ -25,8 +25,8 @@ IF_ROTARY = "model.pos_emb=rotary"
 class ModelConfig:
     """The architecture of a model.
 
-    As a section of a config, `vocab_size` and `d_ff` may be 0; `resolve` fills them in. Two configs
-    are equal if they describe the same network, whatever preset or weights they start from.
+    In a config, `vocab_size` and `d_ff` may be 0 until `resolve` fills them in. Two instances are
+    equal if they describe the same network, even if their preset or initial weights differ.
     """
 
     preset: str = config_field(
@@ -112,12 +112,12 @@ class ModelConfig:
     vocab_multiple: int = VOCAB_MULTIPLE
 
     def resolve(self, vocab_size: int) -> "ModelConfig":
-        """Return the same architecture with `vocab_size` and `d_ff` filled in."""
+        """Return the same architecture with values for `vocab_size` and `d_ff` if they are 0."""
         d_ff = self.d_ff or default_d_ff(self.d_model, self.mlp)
         return replace(self, vocab_size=self.vocab_size or vocab_size, d_ff=d_ff)
 
     def architecture(self) -> dict[str, Any]:
-        """Return the fields that define the network, with `n_kv_head` filled in."""
+        """Return the fields that define the network, by name; n_kv_head is never 0."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         return values | {"n_kv_head": self.kv_heads}
 
@@ -127,39 +127,42 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads; n_head / kv_heads queries share each (grouped-query attention)."""
+        """The number of key/value heads; n_head / kv_heads query heads share each of them."""
         return self.n_kv_head or self.n_head
 
     @property
     def switched_on(self) -> list[str]:
-        """Names of the enabled features that GPT-2 and LLaMA lack."""
+        """The names of enabled features that neither GPT-2 nor LLaMA has."""
         return [name for name in SWITCHES if getattr(self, name)]
 
     @property
     def windows(self) -> list[int]:
-        """Window of each layer in tokens; 0 for full attention."""
+        """The attention window of each layer in tokens; 0 for full attention."""
         pattern = self.window_pattern
         layers = range(self.n_layer - 1)
         return [self.window * (pattern[i % len(pattern)] == "S") for i in layers] + [0]
 
     @property
     def value_embedding_layers(self) -> range:
-        """Layers with value embeddings: every other one, including the last."""
+        """The indices of layers with value embeddings: every other layer, including the last."""
         return range((self.n_layer - 1) % 2, self.n_layer, 2) if self.value_embeddings else range(0)
 
     @property
     def qkv_rows(self) -> list[int]:
-        """Rows of queries, keys and values in the packed projection."""
+        """The numbers of rows for queries, keys and values in the packed projection."""
         return [heads * self.d_head for heads in (self.n_head, self.kv_heads, self.kv_heads)]
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
+        """The number of rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def default_d_ff(d_model: int, mlp: str) -> int:
-    """Return 4 x d_model, or for SwiGLU's three matrices 8/3 of it, rounded up."""
+    """Return the MLP's default width: 4 * d_model, or for SwiGLU 8/3 * d_model, rounded up.
+
+    SwiGLU has three matrices instead of two, so both have about the same number of parameters.
+    """
     if mlp != "swiglu":
         return 4 * d_model
     return -(-(8 * d_model // 3) // SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
@@ -172,7 +175,7 @@ def describe_heads(model: ModelConfig) -> str:
 
 
 def validate_model(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, problem, fix) for each conflict between fields."""
+    """Yield each conflict between fields as (setting, problem, how to fix it)."""
     if model.d_model % model.n_head:
         problem = f"{model.n_head} heads do not divide d_model {model.d_model}"
         yield "model.n_head", problem, f"choose a divisor of {model.d_model}"

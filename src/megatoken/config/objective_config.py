@@ -11,7 +11,7 @@ IF_PPO = "objective.name=ppo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
-    """What training minimizes."""
+    """The training objective and its settings."""
 
     name: Literal["pretrain", "sft", "dpo", "reward", "grpo", "ppo"] = config_field(
         "pretrain",
@@ -71,15 +71,15 @@ class ObjectiveConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether it trains on sampled answers."""
+        """Whether the objective trains on answers sampled from the model."""
         return self.name in ("grpo", "ppo")
 
     @property
     def rollout_steps(self) -> int:
-        """Steps from one sampling of answers to the next."""
+        """The number of steps from one sampling of answers to the next; 1 without sampling."""
         return self.updates if self.samples else 1
 
     @property
     def answers(self) -> int:
-        """Sequences trained on per row of the dataset."""
+        """The number of sequences trained on per row of the dataset."""
         return self.group * self.updates if self.samples else 1

@@ -2,15 +2,16 @@
 
 GPT-2: Radford et al. 2019 and the released weights (the paper misprints the smallest as 117M).
 GPT-3: Brown et al. 2020, table 2.1. Two rows cannot be built as printed: XL (1.3B) has 24 heads of
-128 at width 2048, taken as 16 heads; 13B has width 5140 with 40 heads of 128, taken as 5120. All
-attention is dense, without GPT-3's alternating banded sparse layers, as in every open reproduction.
+128 at width 2048, and here gets 16 heads; 13B has 40 heads of 128 at width 5140, and here gets
+width 5120. All attention is dense, without GPT-3's alternating banded sparse layers, as in every
+open reproduction.
 LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2).
-llama-15m, 42m and 110m are the shapes of llama2.c's stories; llama-5m, with grouped queries and
-its own vocabulary, is ours.
-Modern: ours, named after the weights in matrix products (the output layer once), with all switches
-of model/gpt.py. modern-hf has only the ingredients that Qwen3 (Yang et al. 2025) also has, so that
-transformers can load it. Most other parameters of modern-124m are value embeddings, which are
-looked up.
+llama-15m, 42m and 110m have the sizes of llama2.c's stories models; llama-5m, with grouped-query
+attention and its own vocabulary, is ours.
+Modern: our own models with all switches of model/gpt.py, named after the number of weights used in
+matmuls (the output layer once). modern-124m has many more parameters in all, mostly value
+embeddings, which are lookups. modern-hf uses only features that Qwen3 (Yang et al. 2025) has as
+well, so that the transformers library can load it.
 """
 
 from typing import Any
@@ -87,7 +88,7 @@ def _qwen(*sizes: int) -> ModelConfig:
     return _llama(*sizes, qk_norm=True, zero_init=True)
 
 
-# Names on the Hugging Face hub.
+# Names on the Hugging Face Hub.
 PUBLISHED = {
     "gpt2": "gpt2-124m",
     "gpt2-medium": "gpt2-355m",
@@ -137,5 +138,5 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def suggest_preset(name: str) -> str | None:
-    """Return the preset that an unknown name may mean, or None."""
+    """Return the preset that is closest to an unknown name, or None if none is close."""
     return PUBLISHED.get(name.lower()) or suggest(name, PRESETS)

@@ -1,7 +1,7 @@
 """Declare every setting of a config, typed and frozen.
 
-`model data objective optim budget` and `seed` are run-defining: they fix the loss curve. The other
-sections must not change it. Derived values are properties.
+The sections model, data, objective, optim and budget, and the setting `seed`, determine the loss
+curve of a run. Settings in other sections must not change it. Derived values are properties.
 """
 
 import re
@@ -103,7 +103,7 @@ class OptimConfig:
 
     @property
     def decay_length(self) -> Duration | None:
-        """Length of the decay; None for the rest of the run."""
+        """The length of the learning-rate decay; None if it lasts for the rest of the run."""
         if self.decay != "auto":
             return self.decay
         return Duration(0.2, "dur") if self.schedule in END_DECAYS else None
@@ -111,7 +111,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
-    """Length of the run (exactly one of steps, tokens, epochs) and batch size."""
+    """Length of the run, set by exactly one of steps, tokens and epochs, and the batch size."""
 
     steps: int = config_field(0, "optimizer steps", "steps", low=0)
     tokens: int = config_field(0, "training tokens", "tokens", low=0)
@@ -131,19 +131,19 @@ class BudgetConfig:
 
     @property
     def ramp(self) -> BatchRamp | None:
-        """Sizes of growing batches; None for a constant batch."""
+        """The growing batch sizes at the start of the run; None for a constant batch size."""
         if not self.batch_ramp:
             return None
         return BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp)
 
     def tokens_before(self, batch: int) -> int:
-        """Return the tokens before batch number `batch`, counted from 0."""
+        """Return the total tokens of batches 0 to `batch` - 1."""
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """How the run is computed; nothing here changes the loss curve."""
+    """How the run is computed. None of these settings changes the loss curve."""
 
     device: str = config_field("auto", "auto (fastest available), cpu, cuda, cuda:N or mps")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
@@ -203,7 +203,11 @@ class MachineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """Checkpoints: on this schedule, at the end, on SIGTERM/SIGINT/SIGUSR1, at the time limit."""
+    """When to save checkpoints, and which to keep.
+
+    Regardless of these settings, a run saves at its end, on SIGTERM, SIGINT or SIGUSR1, and at the
+    time limit.
+    """
 
     every: Duration = config_field(
         Duration(0), "interval of checkpoints; 0: only at the end and on a stop", low=0
@@ -227,7 +231,7 @@ class SaveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Validation loss on held-out tokens, and scores on multiple-choice tasks."""
+    """How often to measure the validation loss and multiple-choice scores, and on what."""
 
     every: Duration = config_field(
         Duration(0.1, "dur"), "interval of validation; 0: only at the end", low=0
@@ -301,11 +305,14 @@ class Config:
 
     @property
     def batch_seqs(self) -> int:
-        """Sequences in the global batch of one step."""
+        """The number of sequences in the global batch of one step."""
         return self.budget.batch_tokens // self.model.seq_len
 
     def total_steps(self, epoch_tokens: int) -> int:
-        """Return the optimizer steps of the run. epoch_tokens: size of the training split."""
+        """Return the number of optimizer steps of the run.
+
+        epoch_tokens: training tokens in one epoch.
+        """
         budget = self.budget
         if budget.steps:
             return budget.steps
@@ -315,9 +322,9 @@ class Config:
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
-# Whether a resume may change a section or a setting. free: yes. guarded: with --allow-changes,
-# because training continues differently. fatal: never, because weights, optimizer state or data
-# order would not fit.
+# Whether a resume may change a section or a setting. free: yes. guarded: only with --allow-changes,
+# because training would continue differently. fatal: never, because weights, optimizer state or
+# data order would not fit.
 ON_RESUME: dict[str, Resume] = {
     "seed": "fatal",
     "model": "fatal",
@@ -337,7 +344,7 @@ ON_RESUME: dict[str, Resume] = {
 
 
 def resume_class(key: str) -> Resume:
-    """Return whether a resume may change this setting."""
+    """Return whether a resume may change this setting: `free`, `guarded` or `fatal`."""
     return ON_RESUME.get(key) or ON_RESUME.get(key.partition(".")[0], "free")
 
 
@@ -354,7 +361,10 @@ def is_ignored(config: Config, key: str) -> bool:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Build a `Config` from values by dotted key; the preset and then defaults fill in the rest."""
+    """Build a `Config` from values by dotted key.
+
+    Missing values come from the preset, if `model.preset` is set, or else are defaults.
+    """
     preset = PRESETS.get(values.get("model.preset", ""))
     sections: dict[str, dict[str, Any]] = {"model": _preset_values(preset) if preset else {}}
     for key, value in values.items():
@@ -374,12 +384,12 @@ def _preset_values(preset: ModelConfig) -> dict[str, Any]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return every value by dotted key, in order of declaration."""
+    """Return the value of every setting by dotted key, in order of declaration."""
     return {key: attrgetter(key)(config) for key in FIELDS}
 
 
 def split_sinks(names: str) -> list[str]:
-    """Split a comma-separated list."""
+    """Split the comma-separated names in log.sinks."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 

@@ -1,4 +1,4 @@
-"""Find conflicts between settings that would fail late or train something else."""
+"""Find conflicts between settings that would make a run fail late or train something else."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ Conflicts = Iterator[tuple[str, str, str]]
 
 
 def validate(config: Config) -> Conflicts:
-    """Yield (setting, problem, fix) for each conflict between settings."""
+    """Yield each conflict between settings as (setting, problem, how to fix it)."""
     model = config.model
     if model.preset and model.preset not in PRESETS:
         near = suggest_preset(model.preset)
@@ -112,7 +112,7 @@ def _validate_objective(config: Config) -> Conflicts:
     if save.keep_best:
         intervals["evaluate.every"] = config.evaluate.every
     updates = objective.rollout_steps
-    for key, every in intervals.items():  # a resume samples again, from the saved weights
+    for key, every in intervals.items():  # because a resume samples again from the saved weights
         if every.value and updates > 1 and (every.unit != "steps" or every.value % updates):
             problem = f"{every} would save between the {updates} updates on the same answers"
             yield key, problem, f"use a multiple of objective.updates, such as {updates}steps"

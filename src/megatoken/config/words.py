@@ -1,4 +1,4 @@
-"""Suggest the setting for a misspelled name or another tool's name."""
+"""Suggest a setting for a misspelled key, or for the name that another program uses."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ WORDS = Path(__file__).with_name("words.yaml")
 
 
 def suggest_setting(key: str) -> str:
-    """Return a question that names the setting, or where to find all of them."""
+    """Return a hint for an unknown key: "did you mean 'KEY'?", or how to list all settings."""
     words: dict[str, str] = yaml.safe_load(WORDS.read_text(encoding="utf-8"))
     words |= {name.rpartition(".")[2]: name for name in FIELDS}
     last = key[:100].replace("-", "_").rpartition(".")[2]
