@@ -22,14 +22,14 @@ COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 
 class Result(NamedTuple):
-    """The exit code of a command, and the object that --json prints (None: nothing)."""
+    """The exit code of a command, and the object that --json prints; None prints nothing."""
 
     exit_code: int
     data: dict[str, Any] | None
 
 
 class Command(Protocol):
-    """What a command module defines."""
+    """The names that a command module must define."""
 
     HELP: str
     EXAMPLE: str

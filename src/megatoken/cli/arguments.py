@@ -15,7 +15,7 @@ HOME = re.compile(r"([\w.-]+=)~/")  # a shell expands ~/ only at the start of a 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors raised as ConfigError."""
+    """An ArgumentParser that raises its errors as ConfigError."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -26,10 +26,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, whose first word is the command. Raises ConfigError.
+    """Parse a command line whose first word is the command. Raises ConfigError.
 
-    Settings (`section.field=value`) may stand between other arguments. The result also has
-    `command` and `words`, the command line.
+    Settings (`section.field=value`) may be mixed with other arguments. The result also has the
+    attributes `command`, its name, and `words`, the command line.
     """
     name = words[0]
     if name not in COMMANDS:
@@ -62,9 +62,10 @@ def build_parser(name: str) -> Parser:
 
 
 def split_settings(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line that are not settings, and those that are.
+    """Split a command line into a list of other arguments and a list of settings.
 
-    The value of an option is not a setting. A command without `add_settings` has none.
+    A word that is the value of an option is not a setting, even if it contains `=`. If the command
+    takes no settings (`add_settings`), the second list is empty.
     """
     if not any(action.dest == "overrides" for action in parser._actions):
         return list(words), []
@@ -90,7 +91,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, default: Any) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Let a command take settings, which `parse` stores as the list `overrides`."""
+    """Let a command take settings, which `parse` stores as the attribute `overrides`, a list."""
     parser.add_argument(
         "overrides",
         metavar="section.field=value",
@@ -102,7 +103,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _reject(word: str) -> NoReturn:
-    """Raise ArgumentTypeError: `split_settings` has taken the settings out."""
+    """Raise ArgumentTypeError, because `split_settings` has already removed all valid settings."""
     raise argparse.ArgumentTypeError(f"not a setting: '{word}'")
 
 

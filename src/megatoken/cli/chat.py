@@ -138,7 +138,10 @@ def talk(conversation: "Conversation", options: Namespace, console: Console) -> 
 
 
 def ask(conversation: "Conversation", text: str, options: Namespace, console: Console) -> "Answer":
-    """Answer a message. Unless --json, print it as it is generated, and note if it was cut off."""
+    """Answer a message. Without --json, print the answer as it is generated.
+
+    Also prints a note if the answer was cut off.
+    """
     n_dropped = conversation.dropped
 
     def write(part: str) -> None:
@@ -158,7 +161,10 @@ def ask(conversation: "Conversation", text: str, options: Namespace, console: Co
 
 
 def read_message() -> str:
-    """Read a line, pasted lines, or lines between QUOTES. Raises EOFError at the end of input."""
+    """Read a message: one line, several pasted lines, or lines between QUOTES.
+
+    Raises EOFError at the end of input.
+    """
     lines = [input("> ")]
     with suppress(EOFError):  # raised again by the next call
         # Without readline's bracketed paste, the lines of a paste come one by one.

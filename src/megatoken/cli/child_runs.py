@@ -1,4 +1,7 @@
-"""Run `megatoken train` in child processes for `sweep` and `race`; they save and stop with it."""
+"""Run `megatoken train` in child processes for `sweep` and `race`.
+
+When the command is stopped, the child processes save and stop as well.
+"""
 
 import signal
 import threading
@@ -21,9 +24,10 @@ def stop_on_signal(stopping: threading.Event) -> AbstractContextManager[None]:
 def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -> int:
     """Run `megatoken train WORDS --out FOLDER` and return its exit code.
 
-    Output is appended to FOLDER.log.
+    Its output is appended to FOLDER.log.
 
-    should_stop: called every POLL_SECONDS and after the end; if true, the run saves and stops.
+    should_stop: called every POLL_SECONDS and once after the end. When it returns True, the run is
+    told to save and stop.
     """
     log = find_log(folder)
     command = [*COMMAND, "train", "--out", str(folder), *words]
@@ -43,12 +47,12 @@ def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -
 
 
 def find_log(folder: Path) -> Path:
-    """Return the file with the output of a run."""
+    """Return the file to which the output of the run in `folder` is appended."""
     return folder.with_name(f"{folder.name}.log")
 
 
 def read_error(folder: Path) -> str:
-    """Return the last error in the output of a run, or where to look for it."""
+    """Return the last error in the output of a run, or if it has none, where the output is."""
     log = find_log(folder)
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

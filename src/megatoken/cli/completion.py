@@ -23,7 +23,7 @@ _megatoken_recipe() {{ compadd -- {recipes}; _files; }}
 _megatoken_setting() {{ compadd -S '' -- {settings}; }}
 """,
 }
-# Replaces shtab's own `complete`: no space after the = of a setting, file names by default.
+# Replaces shtab's own `complete`: adds no space after the = of a setting, and completes file names.
 BASH_END = """
 _megatoken() { _shtab_megatoken "$@"; [[ ${COMPREPLY[0]} != *= ]] || compopt -o nospace; }
 complete -o bashdefault -o default -F _megatoken megatoken
@@ -57,7 +57,7 @@ def write_completion(shell: str) -> str:
 
 
 def build_full_parser(file: Any) -> ArgumentParser:
-    """Return a parser of all commands, with shtab's completers. file: the one for paths."""
+    """Return a parser of all commands, with shtab's completers. file: shtab's path completer."""
     root = ArgumentParser(prog="megatoken")
     commands = root.add_subparsers()
     for name in COMMANDS:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
-MEET_SECONDS = 90.0  # for two processes on a busy machine to start, join and sum
-MIN_DISK = 5e9  # bytes: a run of GPT-2 124M
+MEET_SECONDS = 90.0  # limit for two processes on a busy machine to start, join and sum
+MIN_DISK = 5e9  # bytes that a run of GPT-2 124M takes
 MIN_TORCH = (2, 11)
 # Two processes join a group and sum rank + 1.
 PROGRAM = """
@@ -44,7 +44,11 @@ LAUNCH = "from megatoken.launch.local import launch; sys.exit(launch(sys.argv[1:
 
 
 class Finding(NamedTuple):
-    """The result of a check. lacking: runs work, but slower or with less; bad: runs fail."""
+    """The result of a check.
+
+    `lacking` means that runs work, but more slowly or without some features; `bad` means that they
+    fail.
+    """
 
     state: Literal["good", "lacking", "bad"]
     found: str
@@ -69,7 +73,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def run_check(check: Callable[[Path], Finding], folder: Path) -> Finding:
-    """Run a check for runs in `folder`. An exception is a bad finding."""
+    """Run a check on the machine and `folder`; turn an exception into a bad finding."""
     try:
         return check(folder)
     except MegatokenError as error:

@@ -126,7 +126,7 @@ def choose_evaluation(
 def prepare_questions(
     options: Namespace,
 ) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
-    """Return the function that lets a model answer the questions of --chat."""
+    """Read the questions of --chat, and return the function that has a model answer them."""
     from megatoken.data.chat_template import find_template
     from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
     from megatoken.sampling.choose import Sampling
@@ -149,9 +149,10 @@ def prepare_questions(
 
 
 def evaluate_models(options: Namespace) -> Result:
-    """Load each model and evaluate it. Only rank 0 prints and returns data.
+    """Load and evaluate each model. Only rank 0 prints results and returns them as data.
 
-    The data is that of one model, or {"models": [...]} with the `parameters` of each.
+    The data is the scores of a single model, or {"models": [...]} with the scores and `parameters`
+    of each of several models.
     """
     from megatoken.convert.hf.load import refuse_missing_path
     from megatoken.convert.load_pretrained import load_pretrained
@@ -193,7 +194,10 @@ def evaluate_models(options: Namespace) -> Result:
 def print_answers(
     names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """Print each model's scores on tasks, its losses, or the scores of its answers."""
+    """Print the scores of all models: on tasks, losses on text, or scores of chat answers.
+
+    answers: for each model, the data that its evaluation returned.
+    """
     if "chat" in answers[0]:
         from megatoken.eval.answers import describe_answers
 
@@ -213,7 +217,10 @@ def print_answers(
 
 
 def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of each task: scores in percent with standard errors, and remarks."""
+    """Return a row of table cells per task: scores in percent with standard errors, and remarks.
+
+    answer: the data that the evaluation of a model returned.
+    """
     from megatoken.eval.multiple_choice import describe_cut, format_score
 
     rows = []
@@ -227,7 +234,7 @@ def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
 
 
 def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a loss: data, nats per token, bits per byte, perplexity, counts."""
+    """Return the table cells of a loss: data, nats per token, bits per byte, perplexity, counts."""
     bits = answer["bits_per_byte"]
     return [
         f"{answer['split']} of {answer['data']}",
@@ -240,7 +247,10 @@ def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
 
 
 def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], target: Path) -> Path:
-    """Draw the scores of each task, or the loss and bits per byte, over the models' sizes."""
+    """Plot the models' scores on each task, or loss and bits per byte, against their sizes.
+
+    Returns the path of the picture.
+    """
     from megatoken.plots import load_pyplot, save_figure
 
     pyplot = load_pyplot()
@@ -269,7 +279,10 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
 def list_curves(
     panel: str, answers: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the points (value or NaN, standard error) of each curve of a panel."""
+    """Return the curves of a panel by name, each with a point per model.
+
+    A point is (value or NaN, standard error). panel: name of a task, or of a kind of loss.
+    """
     if "tasks" not in answers[0]:
         return {panel: [(_or_nan(answer[panel]), 0.0) for answer in answers]}
     metrics = [answer["tasks"][panel] for answer in answers]

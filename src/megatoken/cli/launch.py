@@ -71,7 +71,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def write_file(path: Path, script: str) -> None:
-    """Write a script. Raises ConfigError if the file exists with other content."""
+    """Write a script to a file. Raises ConfigError if the file exists with different content."""
     with storage_errors(path.parent, fix="choose another file"):
         if path.exists() and path.read_text("utf-8", "replace") != script:
             raise ConfigError("the file exists", path, "remove it, or choose another file")

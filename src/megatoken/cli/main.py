@@ -62,7 +62,7 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def prepare_streams() -> None:
-    """Replace missing standard streams, escape what stdout cannot encode, and redact stderr."""
+    """Replace missing standard streams, escape what stdout cannot encode, redact stderr."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until exit)
@@ -73,7 +73,7 @@ def prepare_streams() -> None:
 
 
 def convert_os_error(error: OSError) -> StorageError:
-    """Return an OSError as a one-line error."""
+    """Convert an OSError to an error with a one-line message."""
     where = error.filename or "standard output"
     return StorageError(error.strerror or str(error), where, "check the path and its permissions")
 

@@ -1,4 +1,4 @@
-"""`megatoken plan RECIPE`: predict what a run takes on some GPUs. No torch unless it calibrates."""
+"""`megatoken plan RECIPE`: predict time, cost and memory of a run. Uses torch only to calibrate."""
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -37,7 +37,7 @@ from megatoken.system.gpus import parse_gpus
 
 HELP = "plan a run on some GPUs: fit, speed, hours, dollars"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
-PAIRS = ("dpo", "reward")  # objectives that train on preferences
+PAIRS = ("dpo", "reward")  # objectives that train on preference pairs
 CALIBRATE_SECONDS = 30.0
 
 
@@ -106,7 +106,13 @@ def plan_gpus(
     modes: Sequence[str],
     console: Console,
 ) -> Result:
-    """Plan for `--gpus`: the run, other numbers of GPUs, the model's family, deadline, budget."""
+    """Plan for the GPUs named by --gpus, and print the plan.
+
+    Depending on the options, it also plans for other numbers of GPUs, other models of the family,
+    a deadline and a budget.
+
+    tokens: training tokens of the run.
+    """
     n_gpus, gpu = parse_gpus(options.gpus)
     factor, n_measured = measured_factor(options.records, gpu)
     common: dict[str, Any] = {
@@ -162,7 +168,7 @@ def plan_gpus(
 def plan_here(
     options: Namespace, config: Config, model: ModelConfig, tokens: float, console: Console
 ) -> Result:
-    """Measure this machine and plan for it. `--price` is the machine's."""
+    """Measure this machine, plan for it, and print the plan. --price is its price per hour."""
     from megatoken.estimate.calibration import count_run_bytes
     from megatoken.measure.calibrate import calibrate
 
@@ -207,7 +213,13 @@ def plan_here(
 
 
 def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recipe: bool) -> float:
-    """Return the training tokens: those of --tokens, else the recipe's, else compute-optimal."""
+    """Return the number of training tokens from --tokens or else from the recipe.
+
+    It is the compute-optimal number for `--tokens chinchilla`, and for a preset, which has no
+    length, if --tokens is not given.
+
+    text: value of --tokens, or None.
+    """
     if text == "chinchilla" or (text is None and not is_recipe):
         return optimal_tokens(model)
     if text is None:
@@ -223,7 +235,7 @@ def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recip
 
 
 def count_epoch_tokens(config: Config, seq_len: int) -> int:
-    """Return the training tokens of one epoch; 0 if the dataset is not on this machine."""
+    """Return the training tokens in one epoch; 0 if the dataset is not on this machine."""
     manifest = read_object(Path(config.data.path) / "manifest.json")
     counts = manifest.get("tokens")
     source = manifest.get("source")
@@ -235,12 +247,15 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
 
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
-    """Return the first row of a table: the model's name, size and context."""
+    """Return the first row of the printed table: "model", and its name, size and context."""
     return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
 
 
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Return rows of a table: fit, layout, speed, length, and time, price and energy if it fits."""
+    """Return the (name, value) rows of the printed table.
+
+    They are fit, layout, speed and length, and if the model fits, time, price and energy.
+    """
     layout = plan.layout
     usable = USABLE * plan.gpu.memory_bytes
     total = plan.memory.total_bytes
@@ -280,38 +295,38 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def describe_parts(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
-    """Return the nonzero parts of a sum, largest first."""
+    """Format the nonzero terms of a sum with their names, largest first."""
     names = sorted((name for name in parts if parts[name]), key=lambda name: -parts[name])
     return ", ".join(f"{name.replace('_', ' ')} {form(parts[name])}" for name in names)
 
 
 def describe_speed(rate: float, spread: tuple[float, float], mfu: float | None) -> str:
-    """Return the expected tokens/s, their range, and MFU if known."""
+    """Format the expected tokens/s with its range (low, high), and the MFU if known."""
     low, high = (share * rate for share in spread)
     return f"{rate:,.0f} tokens/s ({low:,.0f} to {high:,.0f})" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
 def describe_length(tokens: float, model: ModelConfig) -> str:
-    """Return the length of a run, and the compute-optimal one."""
+    """Format the length of a run and, for comparison, the compute-optimal length."""
     optimal = format_quantity(optimal_tokens(model))
     return f"{format_quantity(tokens)} tokens (compute-optimal: {optimal})"
 
 
 def describe_time(hours: float, spread: tuple[float, float]) -> str:
-    """Return the expected time and its range."""
+    """Format the expected time and its range (low, high) in hours."""
     low, high = (format_duration(3600 * hours / share) for share in reversed(spread))
     return f"{format_duration(3600 * hours)} ({low} to {high})"
 
 
 def format_digits(number: float) -> str:
-    """Format a number with two decimals, or two digits if it is small."""
+    """Format a number with two decimals, or a small one with two significant digits."""
     return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
 
 
 def print_scaling(
     plans: Sequence[Plan], counts: Sequence[int], config: Config, console: Console
 ) -> None:
-    """Print the plans for other numbers of GPUs. counts: those asked for."""
+    """Print a table of plans for different numbers of GPUs. counts: the requested numbers."""
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return
@@ -327,7 +342,7 @@ def print_scaling(
 
 
 def print_family(family: Mapping[str, Sequence[Plan]], gpus: str, console: Console) -> None:
-    """Print the plans of the presets of a family."""
+    """Print a table of plans for all presets of a family. family: plans by preset."""
     if family:
         console.print(f"\nthe family at 20 tokens per parameter on {gpus}")
         plans = [plan for (plan,) in family.values()]
@@ -343,7 +358,10 @@ def print_costs(
     leads: Sequence[tuple[str, str]],
     plans: Sequence[Plan],
 ) -> None:
-    """Print a table of plans: two leading cells, then speed, time, price and layout."""
+    """Print a table of plans with speed, time, price and layout.
+
+    heads: headings of the first two columns. leads: their cells for each plan.
+    """
     rows = [[*heads, "tokens/s", "MFU", "hours", "GPU-hours", "dollars", "layout"]]
     for lead, plan in zip(leads, plans, strict=True):
         if not plan.fits:
@@ -361,7 +379,10 @@ def print_costs(
 
 
 def describe_deadline(plan: Plan | None, hours: float, gpu: str) -> str:
-    """Return the fewest GPUs that meet a deadline."""
+    """Format the plan with the fewest GPUs that meets a deadline.
+
+    plan: None if no number of GPUs meets it.
+    """
     deadline = format_duration(3600 * hours)
     if plan is None:
         return f"{deadline}: not met by any number of {gpu}; raise budget.batch_tokens"
@@ -371,7 +392,7 @@ def describe_deadline(plan: Plan | None, hours: float, gpu: str) -> str:
 
 
 def describe_optimum(optimum: Optimum, dollars: float) -> str:
-    """Return the compute-optimal model for a budget."""
+    """Format the compute-optimal model size and tokens for a budget."""
     parameters = format_quantity(optimum.parameters)
     tokens = format_quantity(optimum.tokens)
     cost = f"{optimum.flops:.2e} FLOPs for ${dollars:,.2f}"
@@ -385,7 +406,10 @@ def describe_optimum(optimum: Optimum, dollars: float) -> str:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Return a plan for --json: tokens/s, bytes, hours; no costs if it does not fit."""
+    """Return a plan as the object that --json prints.
+
+    Rates are in tokens/s, memory in bytes, times in hours. A plan that does not fit has no costs.
+    """
     low, high = (share * plan.tokens_per_second for share in plan.spread)
     data = {
         "fits": plan.fits,

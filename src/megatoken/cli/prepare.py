@@ -84,7 +84,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Result:
-    """Prepare conversations, preferences or prompts for a model. recipe: one that uses them."""
+    """Prepare conversations, preferences or prompts. recipe: name of a recipe that uses them."""
     from megatoken.data.prepare_chats import prepare_chats
 
     if is_address(options.out):
@@ -107,9 +107,10 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
 def load_tokenizer_and_context(
     options: Namespace, console: Console
 ) -> "tuple[Tokenizer, int, str]":
-    """Return the tokenizer, the context, and the model's name, "RUN" if none is given.
+    """Return the tokenizer, the context length, and a model's name for messages.
 
-    They come from --tokenizer, which may be a model, and --context.
+    They come from --tokenizer, which may name a model, and --context. Without a model, the name is
+    "RUN".
     """
     from megatoken.data.shard_format import MANIFEST_NAME
     from megatoken.data.tokenizer import load_tokenizer
@@ -129,7 +130,7 @@ def load_tokenizer_and_context(
 
 
 class PrepareBar:
-    """Context manager: a progress line, on a terminal only."""
+    """Context manager that shows a progress line if the output is a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -164,7 +165,7 @@ class PrepareBar:
 def print_summary(
     console: Console, out: Path | str, prepared: "PrepareResult", train_words: str
 ) -> None:
-    """Print what was prepared and the next command, `megatoken train TRAIN_WORDS ...`."""
+    """Print what was prepared, and the next command: `megatoken train` with `train_words`."""
     from megatoken.data.sources import describe_skipped
 
     documents = format_count(prepared.documents, "document")

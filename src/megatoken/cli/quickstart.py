@@ -1,6 +1,6 @@
 """`megatoken quickstart`: prepare text, train a small GPT on it, evaluate it and sample from it.
 
-Each command is printed before it runs. Run again, it skips what is finished.
+Each command is printed before it runs. If quickstart is run again, it skips finished commands.
 """
 
 import gzip
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HELP = "train a small GPT on this machine's Python files or your text, and sample from it"
 EXAMPLE = "megatoken quickstart"
 RECIPE = "quickstart"
-EVAL_TOKENS = 250_000  # at most; the default corpus holds out fewer
+EVAL_TOKENS = 250_000  # limit; the default corpus holds out fewer
 SAMPLES = 3
 
 
@@ -44,8 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console) -> Result:
     """Run `prepare`, `train`, `eval` and `sample`.
 
-    The result has the exit code of `train` and the data of each command by name; `compressors` is
-    what gzip and xz need for the text of `eval`, in bits per byte.
+    The result has the exit code of `train`. Its data holds the data of each command by name, and
+    under `compressors` how well gzip and xz compress the text that `eval` uses, in bits per byte.
     """
     from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
@@ -90,7 +90,10 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def run_step(words: list[str], parent: Namespace, console: Console, answers: dict[str, Any]) -> int:
-    """Run another command, store its data in `answers`, and return its exit code."""
+    """Run another command, store its --json data in `answers`, and return its exit code.
+
+    words: its command line. parent: options of this command.
+    """
     console.print(f"\n$ megatoken {shlex.join(words)}")
     options = parse(words)
     options.json = parent.json
@@ -99,10 +102,10 @@ def run_step(words: list[str], parent: Namespace, console: Console, answers: dic
 
 
 def find_prompt(dataset: "Dataset") -> str:
-    """Return the first words, at most three, of the held-out text (or of all text).
+    """Return up to three words from the start of the held-out text, or of all text if none is.
 
-    They start at a word with a letter, and end without a space: tokens begin with the space before
-    a word.
+    The first word contains a letter. No space follows the last word, because tokens begin with the
+    space before a word.
     """
     tokens = dataset.val if len(dataset.val) else dataset.train
     ids = tokens.read(0, min(32, len(tokens))).tolist()
@@ -112,7 +115,7 @@ def find_prompt(dataset: "Dataset") -> str:
 
 
 def measure_compressors(dataset: "Dataset", seq_len: int) -> dict[str, float]:
-    """Return the bits per byte of gzip -9 and, if available, xz -9 on the text of `eval`."""
+    """Return the bits per byte of gzip -9 and, if available, xz -9 on the text that `eval` uses."""
     from megatoken.data.dataloader import evaluation_windows
 
     ids = dataset.val.read(1, len(dataset.val) - 1)
@@ -131,7 +134,7 @@ def measure_compressors(dataset: "Dataset", seq_len: int) -> dict[str, float]:
 def describe_end(
     out: str, answers: dict[str, Any], prompt: str, has_source: bool
 ) -> list[tuple[str, str]]:
-    """Return (name, value) rows: what was made, how good it is, what to run next."""
+    """Return (name, value) rows to print: the results, how good they are, and what to run next."""
     program = name_program()
     rows = [("run folder", out)]
     if "eval" in answers:
@@ -148,7 +151,7 @@ def describe_end(
 
 
 def name_program() -> str:
-    """Return how a shell starts this program."""
+    """Return the command by which a user starts this program in a shell."""
     path = Path(sys.argv[0])
     if path.name == "__main__.py":
         return "python -m megatoken"

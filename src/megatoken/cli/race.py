@@ -1,10 +1,10 @@
 """`megatoken race A B ... --tokens T`: compare the tokens and time that recipes take to a loss.
 
-A contender is a recipe, in quotes with settings of its own: 'quickstart optim.lr=8e-3'. All train
-from the same seeds, which set the order of the data, and are validated on all held-out text. Each
-run is a `megatoken train` below OUT. They take turns of some minutes, so that a
-slow hour of the machine affects all. The same command continues a race, and trains any seeds or
-contenders that were added.
+A contender is a recipe, which may have its own settings: 'quickstart optim.lr=8e-3' (in quotes).
+All contenders train with the same seeds, which set the order of the data, and are validated on all
+held-out text. Each run is a `megatoken train` in a folder below OUT. The runs take turns of a few
+minutes, so that slow hours of the machine affect all of them. Repeating the command continues a
+race, and trains seeds or contenders that were added.
 """
 
 import re
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
 EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
-VALIDATIONS = (10, 50)  # fewest and most validations of the longest contender
-SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # settings with one value for all contenders
+VALIDATIONS = (10, 50)  # minimum and maximum number of validations of the longest contender
+SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
 # Only train and validate, and log every step.
 FIXED = (
     "evaluate.tasks=",
@@ -67,7 +67,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe with its settings. label: as the user wrote it. words: RECIPE and overrides."""
+    """A recipe with its settings, and its data.
+
+    label: the contender as the user wrote it. words: the recipe and its overrides, as arguments of
+    `megatoken train`.
+    """
 
     label: str
     words: tuple[str, ...]
@@ -76,23 +80,26 @@ class Contender:
 
     @property
     def folder(self) -> str:
-        """The name of the folder of its runs."""
+        """The name of the folder that holds the contender's runs."""
         return re.sub(r"[^\w.=+-]+", "-", self.label).strip("-.")
 
     @property
     def texts(self) -> list[Any]:
-        """The hash of the input files and the documents per split, the same for any tokenizer."""
+        """What identifies the text of its datasets, independent of the tokenizer.
+
+        For each dataset, the hash of the input files and the number of documents in each split.
+        """
         manifests = [part.dataset.manifest for part in self.data.parts]
         return [(manifest.source.get("inputs"), manifest.documents) for manifest in manifests]
 
     @property
     def n_val(self) -> int:
-        """Held-out tokens of its largest dataset."""
+        """The number of held-out tokens in the dataset that has most of them."""
         return max(len(part.dataset.val) for part in self.data.parts)
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens of a run."""
+        """The number of training tokens of one run."""
         seq_len = self.config.model.seq_len
         epoch_tokens = (len(self.data.train) - 1) // seq_len * seq_len
         return self.config.budget.tokens_before(self.config.total_steps(epoch_tokens=epoch_tokens))
@@ -100,7 +107,10 @@ class Contender:
 
 @dataclass(slots=True)
 class Run:
-    """A contender trained from a seed. turn_seconds: length of a turn; 0 for the whole run."""
+    """The run of a contender with one seed.
+
+    turn_seconds: length of a turn; 0 to train the whole run in one turn.
+    """
 
     name: str
     folder: Path
@@ -109,19 +119,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step, 0 before the first."""
+        """The last step that was trained; 0 before the first."""
         step: int = read_object(self.folder / STATUS).get("step", 0)
         return step
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has reached its end, or losses that are not finite have ended it."""
+        """Whether the run has reached its end, or has failed because its loss was not finite."""
         status = read_object(self.folder / STATUS)
         return status.get("state") == "done" or status.get("exit_code") == ExitCode.NUMERICS
 
 
 def run(options: Namespace, console: Console) -> Result:
-    """Train what is missing, then compare, draw and record."""
+    """Train all unfinished runs, then compare the contenders, and draw and record the result."""
     from megatoken.cli.race_report import report
 
     if options.target_loss is None and options.tokens is None:
@@ -151,7 +161,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def open_contender(label: str, options: Namespace) -> Contender:
-    """Resolve a contender and open its data. Raises ConfigError and DataError."""
+    """Resolve a contender's recipe and open its data. Raises ConfigError and DataError."""
     from megatoken.data.mixture import load_mixture
 
     recipe, *settings = shlex.split(label)
@@ -164,10 +174,10 @@ def open_contender(label: str, options: Namespace) -> Contender:
 
 
 def check_contenders(contenders: Sequence[Contender]) -> str:
-    """Return the metric: `loss`, or `bits_per_byte` across tokenizers.
+    """Check that contenders are comparable, and return the metric to compare.
 
-    Raises ConfigError for contenders with the same folder, DataError unless all have the same text,
-    some of it held out.
+    The metric is `loss`, or `bits_per_byte` if their tokenizers differ. Raises ConfigError if two
+    contenders have the same folder, and DataError if their texts differ or no text is held out.
     """
     first = contenders[0]
     if len({contender.folder for contender in contenders}) < max(2, len(contenders)):
@@ -185,9 +195,10 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
 
 
 def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
-    """Return the runs of each seed by label, in the order of their turns, which rotates by seed.
+    """Return for each seed its runs by contender label, in the order in which they take turns.
 
-    Validation takes about a third of the FLOPs of the longest contender.
+    The order rotates from seed to seed. The interval of validations is chosen so that they take
+    about a third of the FLOPs of the longest contender.
     """
     longest = max(contender.total_tokens for contender in contenders)
     n_val = max(contender.n_val for contender in contenders)
@@ -210,7 +221,7 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
 
 
 def check_unchanged(runs: Sequence[Run]) -> None:
-    """Raise ConfigError if a folder holds a run with other settings."""
+    """Raise ConfigError if the folder of one of the runs holds a run with other settings."""
     for run in runs:
         if not (run.folder / RUN_CONFIG).is_file():
             continue
@@ -222,7 +233,7 @@ def check_unchanged(runs: Sequence[Run]) -> None:
 
 
 def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) -> None:
-    """Train the runs of a seed to their ends, in turns."""
+    """Train the runs of one seed in turns until all are finished or `stopping` is set."""
     while not all(run.is_finished for run in runs):
         for run in runs:
             if stopping.is_set():
@@ -232,9 +243,9 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 
 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
-    """Train a run for a turn.
+    """Train a run for one turn.
 
-    Raises the error of a failed run, unless it failed because losses were not finite.
+    If the run fails, its error is raised, except that a loss that is not finite just ends the run.
     """
     step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"

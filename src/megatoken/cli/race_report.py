@@ -1,4 +1,4 @@
-"""Report a race: tokens, FLOPs and time to a loss, with spread and p-values."""
+"""Report a race: tokens, FLOPs and time that each contender took to a loss, with p-values."""
 
 import math
 from argparse import Namespace
@@ -42,9 +42,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The validations of a run: training tokens before each, seconds of those steps, the loss.
+    """The validations of a run, as three sequences with an entry per validation.
 
-    The last loss is infinite if losses that are not finite ended the run.
+    They hold the training tokens before it, the seconds of the steps before it, and the loss. The
+    last loss is infinite if the run failed because its loss was not finite.
     """
 
     tokens: np.ndarray
@@ -52,7 +53,10 @@ class Curve:
     losses: np.ndarray
 
     def find_crossing(self, target: float) -> float | None:
-        """Return the tokens at which the loss first reaches the target, interpolated linearly."""
+        """Return the training tokens at which the loss first reaches `target`, or None.
+
+        They are interpolated linearly between validations.
+        """
         below = np.flatnonzero(self.losses <= target)
         if not len(below):
             return None
@@ -64,7 +68,10 @@ class Curve:
 
 
 def read_curve(run: Path, metric: str, warn: Callable[[str], None]) -> Curve:
-    """Return the validations of a run in `metric`. warn: as in `read_metrics`."""
+    """Read the validations of a run in `metric`, which is `loss` or `bits_per_byte`.
+
+    warn: as in `read_metrics`.
+    """
     rows = read_metrics(run, warn)
     train = [row for row in rows if row["kind"] == "train"]
     val = [row for row in rows if row["kind"] == "val"]
@@ -91,9 +98,11 @@ def report(
     folders: Mapping[str, Sequence[Path]],
     console: Console,
 ) -> Row:
-    """Print, draw and record the finished runs. folders: runs of each contender, by seed.
+    """Compare the finished runs; print, draw and record the result.
 
     Raises ConfigError if the target is not finite.
+
+    folders: for each contender, its run folders in the order of `seeds`.
     """
     first, *_ = folders
     data: Row = {
@@ -133,7 +142,10 @@ def report(
 def describe(
     label: str, curves: Sequence[Curve], targets: Sequence[float], folders: Sequence[Path]
 ) -> Row:
-    """Return the row of a contender: its `runs`, and figures of those that reached the target."""
+    """Return the row of a contender: its `runs`, and statistics of those that reached the target.
+
+    curves, targets, folders: an entry per run.
+    """
     saved_runs = [folder for folder in folders if (folder / CHECKPOINTS).is_dir()]
     model, _ = read_model((saved_runs or folders)[0])
     per_token = flops_per_token(model, causal=True)
@@ -152,7 +164,10 @@ def describe(
 
 
 def describe_run(curve: Curve, target: float, per_token: int) -> Row:
-    """Return what a run took to reach its target (None if it did not), and its losses."""
+    """Return what a run took to reach its target, with None for each if it did not, and its losses.
+
+    per_token: FLOPs per token.
+    """
     final_loss = float(curve.losses[-1])
     run: Row = {
         "target": target,
@@ -171,7 +186,10 @@ def describe_run(curve: Curve, target: float, per_token: int) -> Row:
 
 
 def summarize(values: Sequence[float]) -> Row | None:
-    """Return the median, quartiles (of fewer than four values, extremes) and number of values."""
+    """Return the median, quartiles and number of values; None for no values.
+
+    With fewer than four values, the minimum and maximum replace the quartiles.
+    """
     if not values:
         return None
     timing = Timing(tuple(values))
@@ -180,9 +198,10 @@ def summarize(values: Sequence[float]) -> Row | None:
 
 
 def compare(row: Row, first: Row) -> None:
-    """Add to a row the ratios of the first contender's tokens and time to its own, and p-values.
+    """Add to a contender's row how its tokens and time compare with those of the first contender.
 
-    Ratios use only the seeds with which both reached the target; a p-value needs all seeds.
+    They are ratios, the first contender's values divided by its own, over the seeds with which both
+    reached the target. p-values are added only if both reached it with all seeds.
     """
     pairs = list(zip(first["runs"], row["runs"], strict=True))
     for key in ("tokens", "seconds"):
@@ -196,7 +215,7 @@ def compare(row: Row, first: Row) -> None:
 
 
 def show(data: Row, console: Console) -> None:
-    """Print the table, and the runs that missed the target."""
+    """Print the table of contenders, and the runs that did not reach the target."""
     console.print(f"target: {data['target']}, {data['unit']} of held-out text")
     cells = [("contender", "reached", *(heading for heading, _ in COLUMNS.values()))]
     for row in data["contenders"]:
@@ -218,11 +237,14 @@ def draw_race(
     targets: Sequence[float],
     metric: str,
 ) -> Path:
-    """Draw the validation losses over tokens and over the time of steps, a color per contender."""
+    """Plot validation losses against tokens and against the time of steps, a color per contender.
+
+    Returns the path of the picture.
+    """
     figure, panels = open_panels(pyplot, 2)
     all_curves = [curve for runs in curves.values() for curve in runs]
     divisor, unit = choose_time_unit(max(curve.seconds[-1] for curve in all_curves))
-    # Limits leave out the first tenth, whose steep fall would leave no room for the rest.
+    # The limits ignore the first tenth of a run, whose steep fall would leave no room for the rest.
     ends = np.concatenate([curve.losses[len(curve.losses) // 10 :] for curve in all_curves])
     ends = ends[np.isfinite(ends)]
     for axis, key, scale in zip(panels, ("tokens", "seconds"), (1, divisor), strict=True):

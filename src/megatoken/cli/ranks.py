@@ -10,10 +10,12 @@ from megatoken.launch.scripts import check_batch
 
 
 def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
-    """Run this command in `--nproc` processes and return their exit code.
+    """Run this command again in --nproc processes, and return their exit code.
 
-    Return None in a process that must run the command itself. config: of a run, whose batch must
-    divide among the processes.
+    Returns None if this process must run the command itself, because it is one of them or --nproc
+    is not given.
+
+    config: config of a run, whose batch must divide among the processes; None for other commands.
     """
     dist_env = read_dist_env()
     nproc = options.nproc

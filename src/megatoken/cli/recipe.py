@@ -32,7 +32,7 @@ from megatoken.system.atomic_write import read_object
 
 RECIPE_HELP = f"YAML file, run folder, or a built-in recipe: {', '.join(list_recipes())}"
 PRESET_HELP = f"recipe, or a preset: {', '.join(PRESETS)}"
-TRANSLATED = {  # options that replace RECIPE by a recipe of another program
+TRANSLATED = {  # options that read the recipe of another program in place of RECIPE
     "llmc": ("FLAGS", "flags of llm.c's train_gpt2cu, in quotes"),
     "nanogpt": ("WORDS", "nanoGPT config file and --name=value flags, in quotes"),
     "composer": ("FILE", "YAML of Composer or llm-foundry"),
@@ -48,7 +48,7 @@ def add_recipe_arguments(parser: ArgumentParser) -> None:
 
 
 def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
-    """Resolve the recipe. Also return the run folder if the recipe names one, else None."""
+    """Resolve the recipe on the command line; also return its run folder, if it names one."""
     names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
     if len(names) != 1:
         fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
@@ -70,9 +70,9 @@ def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
 
 
 def find_run_config(folder: Path) -> Path:
-    """Return the config.yaml of a run.
+    """Return the path of a run's config.yaml.
 
-    If it is damaged or incomplete, return the copy in the newest undamaged checkpoint.
+    If that file is damaged or incomplete, return the copy in the newest valid checkpoint.
     """
     path = folder / RUN_CONFIG
     keys = set[str]()
@@ -88,7 +88,7 @@ def find_run_config(folder: Path) -> Path:
 
 
 def check_recipe(config: Config) -> None:
-    """Check what needs no data, devices or processes. Raises what the run would raise."""
+    """Make those checks of a run that need no data or device, and raise the same errors."""
     dims = ParallelDims(tp_size=config.machine.tensor_parallel)
     check_dims(dims, config.model.resolve(config.model.vocab_size))
     if config.evaluate.tasks:
@@ -100,22 +100,23 @@ def check_recipe(config: Config) -> None:
 
 
 def check_init(recipe: str, config: Config, out: Path) -> None:
-    """Raise ConfigError if the recipe needs initial weights and has none."""
+    """Raise ConfigError if the recipe needs initial weights and model.init is not set."""
     if recipe in NEED_WEIGHTS and not config.model.init and not list_steps(out / "checkpoints"):
         raise ConfigError(f"{recipe} needs initial weights", "--init", "give --init RUN_OR_HF_DIR")
 
 
 def render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
-    """Return a recipe as YAML, with its notes as comments."""
+    """Format a recipe as YAML, with its notes as comments. given_only: as in `render`."""
     notes = "".join(f"# {note}\n" for note in resolved.notes)
     return notes + render(resolved.config, resolved.origins, given_only=given_only)
 
 
 def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> None:
-    """Append the settings that options stand for to the overrides.
+    """Append to `options.overrides` the settings for which other options are short forms.
 
-    values: setting and value (None: not given) of each option. Raises ConfigError if the command
-    line also has the setting itself.
+    Raises ConfigError if the command line contains both an option and its setting.
+
+    values: for each option, its setting and value; the value is None if the option is not given.
     """
     keys = [word.partition("=")[0] for word in options.overrides]
     for option, (key, value) in values.items():
@@ -130,9 +131,9 @@ def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> Non
 def resolve_recipe_or_preset(
     name: str, overrides: Sequence[str]
 ) -> tuple[ResolvedConfig, ModelConfig, bool]:
-    """Resolve a recipe, or a preset if no recipe has the name.
+    """Resolve a recipe or, if no recipe has that name, a preset.
 
-    Also return its model, with a vocabulary, and whether it is a recipe.
+    Also returns its model config with the vocabulary size filled in, and whether it is a recipe.
     """
     is_recipe = name in list_recipes() or name not in PRESETS
     if is_recipe:
@@ -147,10 +148,10 @@ def resolve_recipe_or_preset(
 
 
 def find_vocabulary(config: Config) -> tuple[int, str]:
-    """Return the vocabulary size of a model without model.vocab_size, and where it comes from.
+    """Return the vocabulary size for a config without model.vocab_size, and where it comes from.
 
-    It is that of the dataset if that is on this machine, else of the preset, of the tokenizer in
-    the recipe's `prepare` command, or of GPT-2.
+    The first of these that is known counts: the dataset, if it is on this machine, the preset, the
+    tokenizer in the recipe's `prepare` command, and GPT-2.
     """
     tokenizer = read_object(Path(config.data.path) / "manifest.json").get("tokenizer")
     size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None

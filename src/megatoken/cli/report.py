@@ -44,7 +44,7 @@ def serve(options: Namespace, console: Console) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # Another site whose name resolves to this machine (DNS rebinding) gets nothing.
+            # Send nothing to another site whose name resolves to this machine (DNS rebinding).
             host = self.headers.get("Host", "").rpartition(":")[0]
             if self.path != "/" or host not in ("127.0.0.1", "localhost"):
                 self.send_error(404)

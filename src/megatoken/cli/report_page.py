@@ -1,7 +1,7 @@
 """Build the page of `megatoken report` from runs and its template (report_page/).
 
-The page holds its style, script and numbers and loads nothing. The script draws the curves, of at
-most MAX_POINTS points each.
+The page contains its style, script and data, and loads nothing else. The script draws the curves,
+which have at most MAX_POINTS points each.
 """
 
 import math
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """A run as its files describe it."""
+    """The data of a run, read from its folder."""
 
     name: str
     folder: Path
@@ -58,18 +58,18 @@ class RunData:
     provenance: Row
 
     def of_kind(self, kind: str) -> list[Row]:
-        """Return the rows of metrics.jsonl of a kind."""
+        """Return the rows of metrics.jsonl that have this kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU in the price list, if the run used one."""
+        """The GPU that the run used; None if it is not in the price list."""
         return find_driver(self.provenance.get("device"))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the page. A float in a row is drawn as a bar, 1.0 at full length."""
+    """A table on the page. A float in a row is drawn as a bar, with full length for 1.0."""
 
     name: str
     heads: Sequence[str]
@@ -90,8 +90,10 @@ def build_page(
     Raises DataError for a folder without metrics, and ConfigError if `ladder` is not a record of
     `bench ladder`.
 
-    price: dollars per process-hour; None for the price list's. ladder: a record of `bench ladder`.
-    warn: as in `read_metrics`. is_live: whether the page reloads its numbers from the server.
+    price: dollars per hour of one process; None to use the price list.
+    ladder: a record written by `bench ladder`, or None.
+    warn: as in `read_metrics`.
+    is_live: whether the page reloads its data from the server.
     """
     data = [
         RunData(
@@ -123,10 +125,10 @@ def build_page(
 
 
 def read_curves(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the points of a run's curves as lists: `train`, `val` and `tasks`.
+    """Return the points of a run's curves under the keys `train`, `val` and `tasks`.
 
-    Training rows are averaged over at most MAX_POINTS equal spans; `low` and `high` are the extreme
-    losses of a span.
+    Training rows are averaged over at most MAX_POINTS groups of consecutive rows; `low` and `high`
+    hold the lowest and highest loss of each group.
     """
     train = [row for row in rows if row["kind"] == "train"]
     val = [row for row in rows if row["kind"] == "val"]
@@ -154,7 +156,7 @@ def _load_template() -> jinja2.Template:
 
 
 def _name_runs(runs: Sequence[Path]) -> list[str]:
-    """Return the folders' names, or their paths if two names are equal."""
+    """Return the names of the run folders, or their paths if two have the same name."""
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
@@ -164,12 +166,12 @@ def _find_rewards(rows: Sequence[Row]) -> list[str]:
 
 
 def _columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the numbers of rows by name, NaN where a row has none."""
+    """Return the values of each name in all rows as an array, with NaN where a row has none."""
     return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
 
 
 def _average(points: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
-    """Return the means of equal spans, with the lowest and highest loss."""
+    """Average points over groups of equal size; add the lowest and highest loss of each group."""
     loss = points["loss"]
     if not len(loss):
         return {}
@@ -183,7 +185,7 @@ def _average(points: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
 
 
 def _to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
-    """Return values with six digits, None for NaN."""
+    """Convert arrays to lists, rounded to six significant digits, with None for NaN."""
     return {
         name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in array]
         for name, array in values.items()
@@ -191,7 +193,10 @@ def _to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
 
 
 def _summarize(runs: Sequence[RunData], price: float | None) -> Table:
-    """Return a row per run, without columns in which no run has a value."""
+    """Return the table with a row per run, without columns that are empty for all runs.
+
+    price: as in `build_page`.
+    """
     rows = [_summarize_run(run, price) for run in runs]
     heads = [head for head in rows[0] if any(row[head] not in ("", "-") for row in rows)]
     sources = sorted({run.gpu.price_source for run in runs if run.gpu and run.gpu.price})
@@ -200,7 +205,7 @@ def _summarize(runs: Sequence[RunData], price: float | None) -> Table:
 
 
 def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
-    """Return the cells of a run. Time and cost are those of training, without pauses."""
+    """Return the cells of a run by column. Time and cost exclude pauses between its starts."""
     status = run.status
     train = run.of_kind("train")
     last = train[-1] if train else {}
@@ -214,7 +219,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
             planned = tokens / number(row.get("tokens_per_second"))
     processes = number(run.provenance.get("processes", 1))
     mfu = _median(train, lambda row: number(row.get("mfu")))
-    # Both are measured over the batch; elapsed_seconds also holds validation and saves.
+    # Both cover only the steps; elapsed_seconds also includes validation and saves.
     mfu_per_rate = _median(train, lambda row: number(row["mfu"]) / row["tokens_per_second"])
     flops = mfu_per_rate * processes * number(run.provenance.get("peak_flops")) * tokens
     price = price or (run.gpu.price if run.gpu else 0.0)
@@ -246,7 +251,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
 
 
 def _median(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
-    """Return the median value of the rows that have one; NaN if none has."""
+    """Return the median of `value` over rows, ignoring NaN; NaN if no row has a value."""
     values = [value(row) for row in rows if number(row.get("mfu")) > 0]
     return float(np.median(values)) if values else math.nan
 
@@ -268,7 +273,7 @@ def _format_cost(process_seconds: float, price: float) -> str:
 
 
 def _format_reward(train: Row, val: Row) -> str:
-    """Return the last training reward or accuracy, and the held-out one with its standard error."""
+    """Format the last reward or accuracy in training, and the held-out one with standard error."""
     key = "reward" if "reward" in train else "accuracy"
     held_out = _join(
         _cell(val.get(key), ".3f", ""), _cell(val.get("reward_stderr"), ".3f", ""), " ± "
@@ -277,7 +282,7 @@ def _format_reward(train: Row, val: Row) -> str:
 
 
 def _choose_samples(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return labels and texts of at most MAX_SAMPLES samples, including the last."""
+    """Return (label, texts) of at most MAX_SAMPLES of the run's samples, including the last one."""
     samples = run.of_kind("sample")
     indices = np.linspace(0, len(samples) - 1, min(len(samples), MAX_SAMPLES)).round()
     return [
@@ -290,7 +295,7 @@ def _choose_samples(run: RunData) -> list[tuple[str, list[str]]]:
 
 
 def _tabulate_scores(runs: Sequence[RunData]) -> Table:
-    """Return the last scores of each task, with the published ones of HellaSwag."""
+    """Return a table of the runs' last scores on each task, and published scores on HellaSwag."""
     rows = []
     for run in runs:
         for task, last in {str(row.get("task")): row for row in run.of_kind("eval")}.items():
@@ -309,7 +314,7 @@ def _format_score(value: Any, stderr: Any = None) -> str:
 
 
 def _tabulate_ladder(record: Row) -> Table:
-    """Return the rungs of a `bench ladder` record. Raises ConfigError for another file."""
+    """Return the table of a `bench ladder` record. Raises ConfigError for another file."""
     answer = record.get("answer", record)
     rungs = [rung for rung in answer.get("rungs", []) if rung["tokens_per_second"]]
     if not rungs:

@@ -23,7 +23,7 @@ from megatoken.system.metrics_log import METRICS, STATUS, find_last_rows
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"
 MARKS = {METRICS, STATUS, "checkpoints"}  # a folder with one of these is a run
-# Key of a row, and whether the largest is the best.
+# Keys of a row by which runs can be sorted, and whether the largest value is the best.
 SORT_KEYS = {
     "name": ("run", False),
     "state": ("state", False),
@@ -77,12 +77,15 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run."""
+    """Return whether a folder looks like a run folder."""
     return any((folder / name).exists() for name in MARKS)
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the run folders in a folder by name, including itself. Skip hidden folders."""
+    """Yield the run folders in `root`, sorted by name, and `root` itself if it is one.
+
+    Hidden folders are skipped.
+    """
     for folder, names, files in os.walk(root):
         if not MARKS.isdisjoint([*names, *files]):
             yield Path(folder)
@@ -93,7 +96,7 @@ def find_runs(root: Path) -> Iterator[Path]:
 def read_run(run: Path) -> Row:
     """Return the state, progress, losses and size of a run, as --json prints them.
 
-    message: the error of a failed run, or of a file that cannot be read.
+    The row's `message` is the error of a failed run, or why a file cannot be read.
     """
     status = read_object(run / STATUS)
     last = find_last_rows(run, ("train", "val"))
@@ -124,10 +127,13 @@ def read_run(run: Path) -> Row:
 
 
 def find_state(run: Path, status: Row) -> str:
-    """Return the state in status.json (running, done, stopped, failed) or one it cannot hold.
+    """Return the state of a run: the one in status.json, or `dead`, `copy` or `broken`.
 
-    dead: it says running, but the process on this machine is gone. copy: the folder was made by
-    save.mirror and has no status. broken: status.json cannot be read.
+    status.json holds `running`, `done`, `stopped` or `failed`. A run is `dead` if its status says
+    running but its process is gone from this machine, `copy` if the folder is a copy made by
+    save.mirror, and `broken` if status.json cannot be read.
+
+    status: the content of status.json.
     """
     state = "copy" if is_copy(run) else str(status.get("state", "broken"))
     if state == "running" and status.get("host") == socket.gethostname():
@@ -136,7 +142,7 @@ def find_state(run: Path, status: Row) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs."""
+    """Return whether a process with this id runs on this machine."""
     try:
         if os.name != "nt":  # on Windows this kills it
             os.kill(pid, 0)
@@ -148,13 +154,16 @@ def is_alive(pid: int) -> bool:
 
 
 def read_loss(row: Row) -> float | None:
-    """Return the loss of a row, None if it is missing or not finite."""
+    """Return the loss in a row of the log, or None if it is missing or not finite."""
     loss = row.get("loss")
     return None if isinstance(loss, str) else loss
 
 
 def average_rate(last: Row) -> float | None:
-    """Return tokens/s up to a run's last train row, counting evaluations and saves, or None."""
+    """Return the average tokens/s up to a run's last train row, or None if unknown.
+
+    The time includes evaluations and saves.
+    """
     seconds = last.get("elapsed_seconds")
     return last["tokens"] / seconds if seconds else None
 
@@ -167,7 +176,10 @@ def read_config(run: Path) -> Config:
 
 
 def find_own_data(models: Sequence[str]) -> str:
-    """Return the data.path that runs share; "" if a model is not a run. Raises ConfigError."""
+    """Return the data.path that all runs share; "" if one of the models is not a run.
+
+    Raises ConfigError if the paths differ.
+    """
     if not all(is_run(Path(name)) for name in models):
         return ""
     paths = {name: read_config(Path(name)).data.path for name in models}
@@ -177,7 +189,7 @@ def find_own_data(models: Sequence[str]) -> str:
 
 
 def count_bytes(folder: Path) -> int:
-    """Return the size of the files in a folder."""
+    """Return the total size in bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # a checkpoint that was just replaced
@@ -186,7 +198,7 @@ def count_bytes(folder: Path) -> int:
 
 
 def format_row(row: Row) -> tuple[str, ...]:
-    """Return the cells of a run, in the order of COLUMNS."""
+    """Return the table cells of a run, in the order of COLUMNS."""
 
     def cell(key: str, form: str) -> str:
         return "-" if row[key] is None else format(row[key], form)
@@ -205,7 +217,7 @@ def format_row(row: Row) -> tuple[str, ...]:
 
 
 def list_differences(runs: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, with their values in each run."""
+    """Return the settings that differ between runs, each with its value in every run."""
     settings: list[dict[str, Any]] = []
     for run in runs:
         settings.append({})

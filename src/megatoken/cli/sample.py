@@ -33,7 +33,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def read_prompt(prompt: str) -> str:
-    """Return the prompt, read from stdin if it is `-`."""
+    """Return the prompt, or what stdin holds if the prompt is `-`."""
     if prompt != "-":
         return prompt.encode(errors="surrogateescape").decode(errors="replace")
     if sys.stdin.isatty():
@@ -42,7 +42,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def sample(options: Namespace, prompt: str, console: Console) -> Result:
-    """Generate and print. A single sequence is printed as it is generated, unless --json."""
+    """Generate text and print it, a single sequence as it is generated (without --json)."""
     from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.data.chat_template import find_stop_ids
     from megatoken.sampling.choose import Sampling

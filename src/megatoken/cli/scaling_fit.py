@@ -19,7 +19,7 @@ from megatoken.plots import check_picture, load_pyplot, open_panels, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.metrics_log import STATUS, find_last_rows
 
-FAR = 100  # warn of extrapolations beyond this multiple of the largest run's FLOPs
+FAR = 100  # warn about extrapolations beyond this multiple of the largest run's FLOPs
 FAR_OFF = 0.02  # warn if the largest run's loss is predicted with a larger relative error
 DEFAULT_BUDGETS = (10, 100)  # multiples of the largest run's FLOPs
 CURVE_POINTS = 100
@@ -27,7 +27,11 @@ CURVE_POINTS = 100
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run: N and D for the law, its last validation loss in nats, and the data it is on."""
+    """What the law needs to know of a run.
+
+    parameters: N, the weights used in matmuls. tokens: D, the training tokens. loss: the last
+    validation loss in nats. tokenizer, dataset: fingerprints of the data.
+    """
 
     folder: Path
     parameters: int
@@ -42,7 +46,10 @@ class FinishedRun:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Read a run. Raises DataError unless it is done with a validation loss and a checkpoint."""
+    """Read a finished run.
+
+    Raises DataError unless it is done and has a checkpoint and a validation loss at its last step.
+    """
     state = read_object(folder / STATUS).get("state")
     if state != "done":
         raise DataError(f"the run is not finished: {state}", folder)
@@ -57,7 +64,7 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Return the architecture of a run, and the facts in the manifest of its newest checkpoint.
+    """Return the architecture of a run, and `meta` of its newest checkpoint's manifest.
 
     Raises DataError without a checkpoint.
     """
@@ -72,9 +79,11 @@ def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
 def fit_scaling(
     folders: Sequence[Path], budgets: Sequence[float], plot: Path | None, console: Console
 ) -> dict[str, Any]:
-    """Fit, print and draw the law of some runs; return what --json prints.
+    """Fit a scaling law to runs, print and draw it, and return what --json prints.
 
-    Raises DataError for runs that do not determine a law, ConfigError for an impossible budget.
+    Raises DataError if the runs do not determine a law, and ConfigError for an impossible budget.
+
+    budgets: FLOPs for which to extrapolate.
     """
     if not all(0 < flops < math.inf for flops in budgets):
         raise ConfigError("a budget is not a positive number", "--flops")
@@ -110,13 +119,13 @@ def to_arrays(runs: Sequence[FinishedRun]) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def fit_runs(runs: Sequence[FinishedRun]) -> Law:
-    """Fit a law. Raises DataError for runs that do not determine one."""
+    """Fit a law to runs. Raises DataError if they do not determine one."""
     parameters, tokens, losses = to_arrays(runs)
     return fit_law(choose_terms(parameters, tokens), parameters, tokens, losses)
 
 
 def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[dict[str, Any]]:
-    """Print the losses of the runs next to the law's; return the rows."""
+    """Print each run's loss next to the loss that the law predicts; return the rows."""
     rows = []
     cells: list[tuple[str, ...]] = [("run", "N", "D", "6 N D", "loss", "law", "error")]
     for run in runs:
@@ -140,7 +149,10 @@ def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[d
 
 
 def show_law(law: Law, laws: Sequence[Law], console: Console) -> dict[str, Any]:
-    """Print the formula and the intervals of its coefficients; return them."""
+    """Print the law's formula and confidence intervals of its coefficients; return them.
+
+    laws: laws fitted to bootstrap resamples.
+    """
     names = law.terms.names
     fits = {"E": describe(law.floor, [other.floor for other in laws])}
     formula = f"loss = {law.floor:.4f}"
@@ -157,18 +169,21 @@ def show_law(law: Law, laws: Sequence[Law], console: Console) -> dict[str, Any]:
 
 
 def describe(value: float, resamples: Sequence[float]) -> dict[str, float]:
-    """Return a value and the interval of its resamples."""
+    """Return a value and its confidence interval, from its values in bootstrap resamples."""
     low, high = interval(resamples)
     return {"value": value, "low": low, "high": high}
 
 
 def format_range(fit: Mapping[str, float]) -> str:
-    """Format a value of `describe`."""
+    """Format a value and its interval, as returned by `describe`."""
     return "{value:.4f} ({low:.4f} to {high:.4f})".format(**fit)
 
 
 def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str, float] | None:
-    """Predict the largest run from the law of the others; None if those are too few."""
+    """Predict the largest run's loss from a law fitted to the other runs.
+
+    Prints and returns the prediction, or returns None if there are too few other runs.
+    """
     largest = runs[-1]
     try:
         law = fit_runs(runs[:-1])
@@ -186,9 +201,10 @@ def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str,
 
 
 def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
-    """Return N and D for a budget, a number or an array: the best split if the law has both.
+    """Return N and D on which to spend `flops`, a number or an array.
 
-    A law of D keeps the largest run's N, one of N its D, one of C their ratio.
+    A law in N and D gives the split with the lowest loss. With a law in D only, N is that of the
+    largest run; with a law in N only, D is; and with a law in compute only, their ratio is.
     """
     if law.terms.names == ("N", "D"):
         return law.best_split(flops)
@@ -200,7 +216,7 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
 def extrapolate(
     flops: float, law: Law, laws: Sequence[Law], largest: FinishedRun, console: Console
 ) -> dict[str, Any]:
-    """Print and return the lowest loss for a budget, with the model and tokens that reach it."""
+    """Print and return the lowest loss for a budget of FLOPs, with its model size and tokens."""
     n, d = spend(law, flops, largest)
     data: dict[str, Any] = {"flops": flops, "N": n, "D": d}
     if not math.isfinite(n):
@@ -221,7 +237,10 @@ def extrapolate(
 def draw_law(
     path: Path, law: Law, laws: Sequence[Law], runs: Sequence[FinishedRun], flops: float
 ) -> Path:
-    """Draw the runs over FLOPs, a curve per model size, and the lowest loss by the law."""
+    """Plot the runs' losses against FLOPs, a curve per model size, and the law's lowest loss.
+
+    Returns the path of the picture.
+    """
     pyplot = load_pyplot()
     figure, (axis,) = open_panels(pyplot, size=(8, 5))
     for index, size in enumerate(sorted({run.parameters for run in runs})):

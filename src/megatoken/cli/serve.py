@@ -37,9 +37,10 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def serve(options: Namespace, console: Console) -> Result:
-    """Serve until SIGTERM or Ctrl-C, then finish running answers; a second Ctrl-C ends them.
+    """Serve until SIGTERM or Ctrl-C, then finish the answers in progress.
 
-    Raises ConfigError for options out of range, an open host without a key, or a port in use.
+    A second Ctrl-C cuts them off. Raises ConfigError if an option is out of range, if the port is
+    in use, or if other machines could connect without a key.
     """
     try:
         from megatoken.serving.app import build_app, build_server, listen
@@ -68,7 +69,7 @@ def serve(options: Namespace, console: Console) -> Result:
         console.warn(no_template)
     context = loaded.model.config.seq_len
     served = ServedModel(name, context, loaded.tokenizer, template, no_template)
-    # Any other address needs a key, which a foreign page (DNS rebinding) does not have.
+    # Any other address needs a key, which the page of another site (DNS rebinding) does not have.
     hosts = ["127.0.0.1", "[::1]", "localhost"] if options.host in LOOPBACK else ["*"]
     with (
         listen(options.host, options.port) as listener,

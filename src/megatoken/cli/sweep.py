@@ -1,8 +1,8 @@
 """`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: search settings with short runs and Optuna.
 
-Each trial is a `megatoken train` below OUT. A trial is stopped early if its validation loss is
-worse than the median of earlier trials at that point. OUT/journal.log holds the search: the same
-command continues it after a kill, and unfinished trials resume from their checkpoints.
+Each trial is a `megatoken train` in a folder below OUT. A trial is stopped early if its validation
+loss is worse than the median of earlier trials at the same step. OUT/journal.log records the
+search: repeating the command continues it, and unfinished trials resume from their checkpoints.
 """
 
 import math
@@ -74,7 +74,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
-    """Return the distribution of each searched setting, and the other settings.
+    """Split settings into those to search, with their distributions, and fixed ones.
 
     Raises ConfigError.
     """
@@ -94,7 +94,10 @@ def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
 
 
 def parse_range(recipe: str, settings: Sequence[str], key: str, text: str) -> Any:
-    """Return the distribution of `low..high`, `log:low..high` or `a|b|c`. Raises ConfigError."""
+    """Parse `low..high`, `log:low..high` or `a|b|c` as the distribution of the setting `key`.
+
+    Raises ConfigError.
+    """
     from optuna import distributions
 
     match = RANGE.fullmatch(text)
@@ -113,7 +116,7 @@ def parse_range(recipe: str, settings: Sequence[str], key: str, text: str) -> An
 
 
 def check_data(recipe: str, space: Space, settings: Sequence[str]) -> None:
-    """Raise ConfigError or DataError unless all data can be opened and have held-out text."""
+    """Raise ConfigError or DataError unless all datasets can be opened and have held-out text."""
     from megatoken.data.mixture import load_mixture
 
     config = resolve(recipe, settings).config.data
@@ -124,7 +127,7 @@ def check_data(recipe: str, space: Space, settings: Sequence[str]) -> None:
 
 
 def format_values(params: dict[str, Any]) -> dict[str, str]:
-    """Return the values of a trial as text of settings, numbers with 4 digits."""
+    """Format the values of a trial as they are written in settings, numbers with 4 digits."""
     return {
         key: f"{value:.4g}" if isinstance(value, float) else str(value)
         for key, value in params.items()
@@ -180,9 +183,9 @@ class Sweep:
             self._run_trial(trial)
 
     def ask(self) -> Any:
-        """Return the next trial with its values, an interrupted one first; None at the end.
+        """Return the next trial with its values, or None at the end; interrupted trials come first.
 
-        Each trial has a seed, so that a continued search draws the same values.
+        The values are drawn with a seed per trial, so that a continued search draws the same ones.
         """
         import optuna
 
@@ -204,7 +207,7 @@ class Sweep:
             return trial
 
     def _run_trial(self, trial: Any) -> None:
-        """Train with the values of a trial, and record its state."""
+        """Train with the values of a trial, and record how it ended."""
         from optuna.trial import TrialState
 
         folder = find_folder(self.options.out, trial)
@@ -247,9 +250,10 @@ class TrialLosses:
         self._step = 0
 
     def update(self) -> bool:
-        """Report new losses; return whether the trial is to be stopped early.
+        """Report new losses; return whether the trial must be stopped early.
 
-        Losses after that are ignored, so the search does not depend on when the log is read.
+        Once it must be, later losses are ignored, so that the search does not depend on how often
+        the log is read.
         """
         if not (self._folder / METRICS).exists():
             return False
@@ -271,7 +275,10 @@ def find_folder(out: Path, trial: Any) -> Path:
 
 
 def report(search: Sweep, console: Console) -> dict[str, Any]:
-    """Print the trials, best first; write the best recipe and the picture."""
+    """Print the trials, best first; write the best recipe and a picture.
+
+    Returns what --json prints.
+    """
     from megatoken.bench.report import save_picture
 
     out = search.options.out
@@ -308,7 +315,7 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
 
 
 def draw(pyplot: Any, path: Path, study: Any, space: Space) -> Path:
-    """Draw the loss over each setting, of finished trials and of those stopped early."""
+    """Plot the loss of finished and early-stopped trials against each setting; return the path."""
     from optuna.trial import TrialState
 
     from megatoken.plots import open_panels, save_figure

@@ -1,9 +1,9 @@
 """`megatoken sync RUN --to tensorboard,wandb,trackio`: send a run's metrics to other programs.
 
-A separate process reads the log, so no sink can stop a run or lose a row. `log.sinks=...` starts
-one per sink with --follow (train/sinks.py), which sends rows as they arrive and ends after the run.
-RUN/sync/NAME.json holds the last step sent of each kind, so a later call sends the rest, and no row
-of a resumed run twice.
+This process only reads the log, so a failing sink can neither stop a run nor lose rows. With
+`log.sinks=...`, a run starts one such process per sink with --follow (train/sinks.py), which sends
+rows as they are written and ends after the run. RUN/sync/NAME.json records the last step sent for
+each kind of row, so that a later call sends only the rest, even after a resume.
 """
 
 import json
@@ -62,10 +62,10 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 class Sink(NamedTuple):
-    """A program that shows numbers over steps. Any exception ends the sync, never the run.
+    """A program that shows metrics over steps. Its exceptions end the sync, but not the run.
 
-    log: takes the numbers of a row by name, such as `train/loss`, and the row.
-    flush: writes what was logged, as far as the program can. Raises OSError on a full disk.
+    log: takes a dict of a row's numbers by name, such as `train/loss`, and the row.
+    flush: writes out what was logged, if the program supports it. Raises OSError on a full disk.
     """
 
     log: Callable[[dict[str, float], Row], object]
@@ -74,7 +74,10 @@ class Sink(NamedTuple):
 
 
 def open_tensorboard(run: Path, state: Row) -> Sink:
-    """Write event files to RUN/tensorboard, for `tensorboard --logdir runs`."""
+    """Return a sink that writes event files to RUN/tensorboard, for `tensorboard --logdir runs`.
+
+    state: what RUN/sync/NAME.json holds.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -92,7 +95,10 @@ def open_tensorboard(run: Path, state: Row) -> Sink:
 
 
 def open_wandb(run: Path, state: Row) -> Sink:
-    """Log to the project `megatoken`; without an API key or if WANDB_MODE says so, to RUN/wandb."""
+    """Return a sink that logs to the W&B project `megatoken`.
+
+    Without an API key, or if WANDB_MODE says so, it logs to RUN/wandb instead.
+    """
     import wandb
 
     name = run.resolve().name
@@ -115,7 +121,7 @@ def open_wandb(run: Path, state: Row) -> Sink:
 
 
 def open_trackio(run: Path, state: Row) -> Sink:
-    """Log to the project `megatoken` in trackio's local database."""
+    """Return a sink that logs to the project `megatoken` in trackio's local database."""
     import trackio
 
     name = run.resolve().name
@@ -131,14 +137,14 @@ OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open
 
 
 def check_room(folder: Path) -> None:
-    """Raise OSError if a disk is full, which W&B and trackio do not report."""
+    """Raise OSError if the disk of `folder` is full, which W&B and trackio do not report."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0" * PROBE_BYTES)
 
 
 def read_settings(run: Path) -> dict[str, str]:
-    """Return every setting of a run, or none if its config cannot be read."""
+    """Return every setting of a run as text by key, or {} if its config cannot be read."""
     with suppress(MegatokenError):
         settings = flatten(read_config(run))
         return {key: redact(format_value(value)) for key, value in settings.items()}
@@ -146,9 +152,10 @@ def read_settings(run: Path) -> dict[str, str]:
 
 
 def send(run: Path, name: str, *, follow: bool) -> int:
-    """Send the rows that a sink lacks, unless another process does, and return their number.
+    """Send a sink the rows that it does not have yet, and return their number.
 
-    Raises ConfigError if the sink is not installed, StorageError if it fails.
+    Does nothing if another process is already sending to the sink. Raises ConfigError if the sink
+    is not installed, and StorageError if it fails.
 
     follow: whether to wait for more rows until the run ends.
     """
@@ -167,7 +174,10 @@ def send(run: Path, name: str, *, follow: bool) -> int:
 
 
 def send_rows(run: Path, name: str, *, follow: bool) -> int:
-    """Send the rows after the steps in RUN/sync/NAME.json, in order, and update that file."""
+    """Send rows after the steps recorded in RUN/sync/NAME.json, in order, and update the file.
+
+    Returns their number. follow: as in `send`.
+    """
     path = run / "sync" / f"{name}.json"
     state = {"sent": {}, **read_object(path)}
     sink = OPENERS[name](run, state)
@@ -194,12 +204,12 @@ def send_rows(run: Path, name: str, *, follow: bool) -> int:
 
 
 def name_source(row: Row) -> str:
-    """Return the prefix of a row's numbers: train, val, eval/hellaswag."""
+    """Return the prefix for names of a row's numbers: train, val, or such as eval/hellaswag."""
     return f"eval/{row['task']}" if row["kind"] == "eval" else row["kind"]
 
 
 def read_numbers(row: Row) -> dict[str, float]:
-    """Return the finite numbers of a row by name: train/loss, eval/hellaswag/acc_norm."""
+    """Return the finite numbers in a row, named like train/loss or eval/hellaswag/acc_norm."""
     return {
         f"{name_source(row)}/{key}": float(value)
         for key, value in row.items()

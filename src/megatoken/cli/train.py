@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = "resume with changed guarded fields or data"
     arg("--allow-changes", action="store_true", help=doc)
     arg("--explain", action="store_true", help="print the measurements behind each auto setting")
-    arg("--ending", type=local_path, help=SUPPRESS)  # where a stop is noted (launch/local.py)
+    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (launch/local.py)
     parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
 
 
@@ -100,14 +100,17 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def watch_parent(ending: Path | None) -> None:
-    """Ask for SIGTERM when torchrun, the parent, dies."""
+    """Ask for a SIGTERM when the parent dies, if it is torchrun. ending: value of --ending."""
     request = at_parent_death(signal.SIGTERM)
     if ending and heartbeat_file() is None and request:
         request()
 
 
 def convert_stop(code: int, ending: Path | None) -> int:
-    """Return an exit code; for torchrun, write STOPPED to the file `ending` and return 0."""
+    """Return the exit code `code`; under torchrun, replace STOPPED by 0.
+
+    torchrun would count it as a failure, so it is written to the file `ending` instead.
+    """
     return write_stop_marker(ending) if code == ExitCode.STOPPED else code
 
 
@@ -123,7 +126,10 @@ def _length(text: str) -> Duration:
 
 
 def describe_fields() -> str:
-    """Return a line for each setting by section: default, resume class, meaning, unit, choices."""
+    """Return a description of all settings, with a line for each, by section.
+
+    A line holds the default, whether a resume may change it, the meaning, the unit and the choices.
+    """
     lines = ["settings (section.field=value); on resume free ones may change:"]
     section = ""
     for key, spec in FIELDS.items():

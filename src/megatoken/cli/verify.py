@@ -20,7 +20,10 @@ EXAMPLE = "megatoken verify data/mine"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """kind: dataset, run or checkpoint. checked: number of shards or checkpoints."""
+    """The result of verification.
+
+    kind: dataset, run or checkpoint. checked: number of shards or checkpoints checked.
+    """
 
     kind: str
     checked: int
@@ -44,9 +47,9 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def verify_folder(folder: Path | str) -> Report:
-    """Check a dataset, run or checkpoint, in a folder or at an address.
+    """Verify a dataset, run or checkpoint, in a folder or at an address.
 
-    Raises DataError if it is none of them. Damage is reported in the result.
+    Raises DataError if it is none of these. Damage is not raised, but reported in the result.
     """
     from megatoken.data.dataset import load_dataset, verify_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
