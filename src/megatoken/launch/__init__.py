@@ -1,1 +1,1 @@
-"""Starting the processes of a run, on one machine or many."""
+"""Start the processes of a run, on one machine or many."""

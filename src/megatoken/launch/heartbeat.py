@@ -1,8 +1,8 @@
 """Find ranks that hang: each rank writes its phase and step to a file, which the launcher reads.
 
-A rank that waits for another is as silent as one that hangs, so a run counts as hung when every
-rank has been silent for longer than its limit. The stacks then show which rank is not waiting in a
-collective, or is waiting in a different one.
+A rank that waits for a hung rank is just as silent. So a run counts as hung once every rank has
+been silent for longer than its limit. The hung rank is then found by the stacks: it is not waiting
+in a collective, or is waiting in a different one than the others.
 """
 
 import faulthandler
@@ -20,21 +20,21 @@ from megatoken.system.process import Child
 
 # Seconds of silence that each phase may take. Storage may stall; a save that writes has heartbeats.
 MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0)
-LIMIT_FACTOR = 5.0  # times the longest of the last RECENT ones
+LIMIT_FACTOR = 5.0  # limit divided by the longest of the last RECENT times
 RECENT = 64
-MIN_MEASURED = {"step": 3, "save": 0}  # before there is a limit: the first steps compile
-DUMP_SECONDS = 1.0  # for a rank to dump its stacks
-MAX_POLL_GAP = 1.0  # between two polls; after a longer one, the launcher itself was suspended
+MIN_MEASURED = {"step": 3, "save": 0}  # to set a limit; the first steps compile
+DUMP_SECONDS = 1.0  # to wait for ranks to dump their stacks
+MAX_POLL_GAP = 1.0  # between two polls; if it was longer, the launcher itself was suspended
 
 
 class Heartbeat:
-    """The heartbeat of a rank. Does nothing without a launcher that reads it."""
+    """Writes the heartbeats of this rank. Does nothing if no launcher reads them."""
 
     def __init__(self) -> None:
         file = heartbeat_file()
         self._file = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT)
         if file is not None:
-            # Stacks are written in C at the signal, even while a library holds the GIL.
+            # The signal handler is in C, so it dumps stacks even while a library holds the GIL.
             self._stacks = stacks_file(file).open("w")
             faulthandler.register(signal.SIGQUIT, self._stacks)
         self._now = ("setup", 0, 0)
@@ -42,9 +42,11 @@ class Heartbeat:
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def beat(self, phase: str, step: int, done: int = 0) -> None:
-        """Report a phase at a step; a new value of `done` reports progress in it. Call every step.
+        """Report the current phase and step, and with a new value of `done` progress in a phase.
 
-        A phase has no limit until it has been measured, except a save, which reports progress.
+        The limit of silence in a phase is a multiple of how long the phase took recently, and
+        infinite until it has been timed. Only a save has a limit from the start, because it reports
+        progress.
         """
         if self._file is None or (phase, step, done) == self._now:
             return
@@ -62,7 +64,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
-        """Run a phase inside another one, which continues afterwards."""
+        """Report `phase` inside the context, then the surrounding phase again."""
         outer = self._now
         self.beat(phase, step)
         try:
@@ -72,7 +74,7 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Read the heartbeats of a machine's ranks, one file per rank in `folder`."""
+    """Reads the heartbeats of the ranks on this machine, from a file per rank in `folder`."""
 
     def __init__(self, folder: Path, ranks: Collection[int], world_size: int) -> None:
         self.files = {rank: folder / f"rank-{rank}" for rank in ranks}
@@ -82,7 +84,7 @@ class Watchdog:
         self._polled_at = time.monotonic()
 
     def read(self, rank: int) -> tuple[float, int, str]:
-        """Return the silence limit in seconds, step and phase of a rank's last heartbeat."""
+        """Return a rank's last heartbeat: its limit of silence in seconds, step and phase."""
         line = self.files[rank].read_text() if self.files[rank].exists() else ""
         if line != self._latest[rank][0]:
             self._latest[rank] = (line, self._clock)
@@ -90,7 +92,10 @@ class Watchdog:
         return float(limit), int(step), phase
 
     def all_silent(self, ranks: Collection[int]) -> bool:
-        """Poll the running ranks. Return whether all have been silent beyond their limits."""
+        """Read the heartbeats of `ranks`; return whether all were silent beyond their limits.
+
+        It must be called regularly, because the seconds of silence are counted between calls.
+        """
         now = time.monotonic()
         self._clock += min(now - self._polled_at, MAX_POLL_GAP)
         self._polled_at = now
@@ -98,7 +103,7 @@ class Watchdog:
         return all(self.silent_seconds(rank) > limit for rank, limit in limits.items())
 
     def describe(self, rank: int) -> str:
-        """Return phase and step of a rank's last heartbeat; "" before the first."""
+        """Format the phase and step of a rank's last heartbeat; "" before the first."""
         _, step, phase = self.read(rank)
         return f" in phase '{phase}' after step {step}" if self._latest[rank][0] else ""
 
@@ -107,11 +112,12 @@ class Watchdog:
         return self._clock - self._latest[rank][1]
 
     def find_hung(self, processes: Mapping[int, Child]) -> tuple[str, str]:
-        """Return a message that names the rank the others wait for, and the stacks of all ranks.
+        """Return a message that names the hung rank, and a text with the stacks of all ranks.
 
-        The first rule that applies picks the rank: it does not answer; it is not in a collective;
-        its stack is the rarest; its step is the earliest. If every rank here waits in a collective,
-        the cause may be on another machine, whose own watchdog reports it.
+        The hung rank is one that does not answer, or else one that is not in a collective, or else
+        the one with the rarest stack, or else the one at the earliest step. If every rank of this
+        machine waits in a collective, the hung rank may be on another machine, whose own watchdog
+        reports it.
         """
         stacks = self._dump_stacks(processes)
         # The main thread is the last.
@@ -133,7 +139,7 @@ class Watchdog:
         )
 
     def _dump_stacks(self, processes: Mapping[int, Child]) -> dict[int, str]:
-        """Return each rank's stacks; "" if it does not answer."""
+        """Ask the ranks for the stacks of their threads; return "" for one that does not answer."""
         files = {rank: stacks_file(self.files[rank]) for rank in processes}
         for rank, file in files.items():
             if file.exists():
@@ -143,16 +149,19 @@ class Watchdog:
 
 
 def stacks_file(heartbeat: Path) -> Path:
-    """Return the file where a rank dumps its stacks."""
+    """Return the file to which a rank dumps its stacks. heartbeat: its heartbeat file."""
     return heartbeat.with_suffix(".stacks")
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Return whether a thread is inside torch.distributed or megatoken.distributed."""
+    """Return whether a dump of stacks has a thread inside torch.distributed or our distributed."""
     threads = split_threads(stacks)
     return any("/distributed/" in "".join(thread.splitlines()[:3]) for thread in threads)
 
 
 def split_threads(stacks: str) -> list[str]:
-    """Split a dump into one stack per thread, innermost call first, without the heading lines."""
+    """Split a dump into one stack per thread, without the lines that begin each stack.
+
+    A stack begins with the innermost call.
+    """
     return [thread.strip() for thread in re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)]

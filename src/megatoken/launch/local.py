@@ -1,7 +1,7 @@
-"""Start the ranks of one machine, watch them, restart them after a failure, forward signals.
+"""Start the ranks of one machine, watch them, restart them after a failure, and forward signals.
 
-Used by `--nproc` and `Trainer(nproc=...)`, on one machine or once on each of several (torchrun,
-srun).
+Used by `--nproc` and `Trainer(nproc=...)`. With several machines, torchrun or srun starts one such
+launcher on each.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ FORWARDED = (*STOP_SIGNALS, "SIGINT")
 COMMAND = python_command(
     "sys.argv[0] = 'megatoken'; from megatoken.__main__ import main; sys.exit(main())"
 )
-RESTARTS = 3  # in a row without progress
-GRACE_SECONDS = 10.0  # for the other ranks after one has failed, and again after SIGTERM
-LOST_SECONDS = 2.0  # for the other ranks after one was killed
+RESTARTS = 3  # default of how many restarts in a row may make no progress
+GRACE_SECONDS = 10.0  # for other ranks to exit after one failed, and again after SIGTERM
+LOST_SECONDS = 2.0  # for other ranks to exit after one was killed
 POLL_SECONDS = 0.05
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
 COPY_SECONDS = 0.5  # signals this close are one: some launchers signal a process and its group
@@ -42,7 +42,10 @@ PARENT = os.getppid()
 
 
 def not_ignored(names: Sequence[str]) -> list[str]:
-    """Return the signals that exist here and that this process does not ignore (nohup: SIGHUP)."""
+    """Return those signals that exist on this system and that this process does not ignore.
+
+    nohup, for example, makes it ignore SIGHUP.
+    """
     return [
         name
         for name in names
@@ -54,7 +57,10 @@ def not_ignored(names: Sequence[str]) -> list[str]:
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle `not_ignored(names)` inside the context. No effect outside the main thread."""
+    """Call `handler` for signals inside the context, except for those that the process ignores.
+
+    Does nothing outside the main thread.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, name) for name in not_ignored(names)] if is_main else []
     previous = {number: signal.signal(number, handler) for number in numbers}
@@ -66,13 +72,17 @@ def handle_signals(
 
 
 class RepeatedSignal:
-    """Tells a second SIGTERM or SIGINT, which ends a process at once, from a copy of the first."""
+    """Tells whether a second SIGTERM or SIGINT is a new request or a copy of the first.
+
+    Some launchers send a signal to both a process and its group. A new request ends the process at
+    once.
+    """
 
     def __init__(self) -> None:
         self._first_at: float | None = None
 
     def is_repeated(self, number: int) -> bool:
-        """Record a signal and return whether it is a second request."""
+        """Record a signal, and return whether it is a second request to stop."""
         if signal.Signals(number).name not in END_WHEN_REPEATED:
             return False
         now = time.monotonic()
@@ -83,7 +93,10 @@ class RepeatedSignal:
 
 @contextmanager
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
-    """On a signal, exit as stopped, until train/preemption.py handles signals."""
+    """Inside the context, a signal ends the process with the exit code of a stopped run.
+
+    It is for the time before train/preemption.py handles signals. marker: see `write_stop_marker`.
+    """
 
     def stop(number: int, _frame: FrameType | None) -> None:
         text = f"stopped by {name_cause(number)} before the run began; nothing to save\n"
@@ -96,9 +109,10 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
 
 def write_stop_marker(marker: Path | None) -> ExitCode:
-    """Return the exit code of a stopped run.
+    """Return the exit code for a stopped run.
 
-    With a marker file, write the code there and return 0, so that torchrun does not restart.
+    marker: under torchrun, a file to which the code is written. 0 is then returned, so that
+    torchrun does not restart the run.
     """
     if marker is None:
         return ExitCode.STOPPED
@@ -107,7 +121,7 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 
 
 def name_cause(number: int) -> str:
-    """Return the name of a signal, or say that Linux sent it because the launcher died."""
+    """Describe why a signal was sent: its name, or that Linux sent it because the launcher died."""
     if sys.platform == "linux" and os.getppid() != PARENT:
         death_signal = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal))
@@ -119,14 +133,15 @@ def name_cause(number: int) -> str:
 def launch(
     command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None
 ) -> int:
-    """Run `command` in `nproc` processes. Return 0, or the exit code of the first that failed.
+    """Run `command` in `nproc` processes; return 0, or the exit code of the first that failed.
 
-    Signals are forwarded to all processes; a second SIGTERM or SIGINT kills them. When a process is
-    killed, hangs or loses a peer, all are ended and restarted, at most `restarts` times in a row
-    without progress. If this process is killed, they get SIGTERM, save and stop (Linux).
+    Signals are forwarded to all processes, and a second SIGTERM or SIGINT kills them. If one of the
+    processes is killed, hangs or loses a peer, all are ended and restarted. On Linux, if this
+    process is killed, they get SIGTERM, save and stop.
 
-    machine: the rank of this process among several machines. A lost process then ends the others of
-    its machine with code 7, and torchrun or Slurm restarts all machines.
+    restarts: how many restarts in a row may make no progress.
+    machine: with several machines, the rank of this one. Processes are then not restarted here:
+        the others are ended, 7 is returned, and torchrun or Slurm restarts all machines.
     """
     machine = machine or DistEnv()
     if machine.world_size > 1:
@@ -167,10 +182,10 @@ def launch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How the ranks ended.
+    """How the ranks of a machine ended.
 
-    code: exit code, negative for a signal. lost: how a rank was lost, "" if a restart cannot help.
-    step: the last step of any rank.
+    code: exit code, or -number for a signal. lost: how a rank was lost; "" if none was, so that a
+    restart would not help. step: the latest step that any rank reported.
     """
 
     code: int
@@ -185,13 +200,14 @@ def run_ranks(
     children: dict[int, Child],
     forwarded: Sequence[int],
 ) -> LaunchResult:
-    """Start the ranks of a machine, relay their errors, and wait for all.
+    """Start the ranks of a machine, print their errors, and wait for all of them.
 
-    forwarded: signals received before all ranks were started.
+    children: filled with the processes by rank. forwarded: signals received so far, which are also
+    sent to ranks that start later.
     """
     world_size = nproc * machine.world_size
     first_rank = nproc * machine.rank
-    # torchrun kills this process when its ranks do not stop in time: then none may survive.
+    # torchrun kills this process if its ranks do not stop in time, and then no rank may survive.
     death_signal = signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL
     errors: dict[int, list[str]] = {}
     with (
@@ -237,9 +253,12 @@ def relay_line(errors: list[str], line: str) -> None:
 
 
 def print_errors(codes: Mapping[int, int], errors: Mapping[int, Sequence[str]]) -> None:
-    """Print one rank's errors per exit code, except that of the first rank, which printed its own.
+    """Print the errors of one rank for each exit code.
 
-    'Peer lost' errors are hidden if another rank reported the cause.
+    The first rank's code is left out, because that rank has printed its errors itself. Errors about
+    a lost peer are left out if another rank reported the cause.
+
+    codes, errors: exit code and error lines by rank.
     """
     printed = {next(iter(codes.values()))}
     if any(0 < code != ExitCode.PEER for code in codes.values()):
@@ -257,11 +276,14 @@ def _print(text: str) -> None:
 
 
 def wait_for_all(children: Mapping[int, Child], watchdog: Watchdog) -> tuple[int, str]:
-    """Wait for all ranks, and end the rest when one fails or all hang.
+    """Wait for all ranks; if one fails or all hang, end the others.
 
-    After a failure the others get GRACE_SECONDS to exit, and again after SIGTERM. If a rank was
-    killed or hangs they cannot save, and get SIGKILL. Return the first nonzero exit code (a lost
-    peer's only if there is no other; negative: the signal), and how a rank was lost.
+    After a failure, the others have GRACE_SECONDS to exit, then get SIGTERM and have GRACE_SECONDS
+    again. If a rank was killed or hangs, they get SIGKILL, because they could not save anyway.
+
+    Returns an exit code, and how a rank was lost, or "". The code is that of the first rank that
+    failed, or -number if a signal killed it. It is ExitCode.PEER only if no rank failed with
+    another code, or if all ranks hang.
     """
     deadline = float("inf")
     first_failed: int | None = None
@@ -290,7 +312,7 @@ def wait_for_all(children: Mapping[int, Child], watchdog: Watchdog) -> tuple[int
                 _print(stacks)
             can_save = not lost and not terminated
             for child in running.values():
-                # A rank that waits inside a library for a lost peer reacts to SIGKILL only.
+                # A rank that waits inside a library for a lost peer reacts only to SIGKILL.
                 child.send(signal.SIGTERM if can_save else signal.SIGKILL)
             terminated = True
             deadline = time.monotonic() + GRACE_SECONDS
@@ -302,7 +324,10 @@ def wait_for_all(children: Mapping[int, Child], watchdog: Watchdog) -> tuple[int
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Reserve a TCP port. A socket with SO_REUSEADDR, such as TCPStore's, can listen on it."""
+    """Reserve a free TCP port inside the context.
+
+    A socket with SO_REUSEADDR, such as that of torch's TCPStore, can still listen on it.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -310,6 +335,6 @@ def reserve_port() -> Iterator[int]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port that is free now."""
+    """Return a TCP port that is free at the moment."""
     with reserve_port() as port:
         return port

@@ -1,8 +1,9 @@
 """Write launch scripts for torchrun, Slurm, Kubernetes and SkyPilot from templates/.
 
-A script runs the same command once per machine, which starts and watches its ranks (local.py),
-forwards the scheduler's warning signal, and restarts the run after exit codes 75 (stopped,
-resumable) and 7 (a rank lost). The run folder and the dataset must be on a shared file system.
+A script runs the same command on every machine. The command starts and watches the machine's ranks
+(local.py) and gets the scheduler's warning signal before the time limit. The script restarts the
+run after exit codes 75 (stopped, can be resumed) and 7 (a rank was lost). The run folder and the
+dataset must be on a shared file system.
 """
 
 import json
@@ -58,22 +59,25 @@ TIME = "24:00:00"  # default of --time
 IMAGE = "megatoken"  # built from the Dockerfile
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save
-# After other codes a restart is useless.
+# After exit codes other than these, a restart would not help.
 RESTARTED = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER)
 
 
 class ScriptTemplate(Template):
-    """Template with placeholders %{name}, which leaves $ to the shell."""
+    """A string template with placeholders %{name}, so that $ can be used for the shell."""
 
     delimiter = "%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to launch.
+    """What to launch, and where.
 
-    nproc: processes per node. time: Slurm's limit. setup: shell lines before the run. partition,
-    account, sbatch (`name=value` or `name`): Slurm options. image: for Kubernetes and SkyPilot.
+    nproc: number of processes per node.
+    setup: shell commands to run before training.
+    time, partition, account: Slurm's time limit and options.
+    sbatch: more Slurm options, as `name=value` or `name`.
+    image: container image for Kubernetes and SkyPilot.
     namespace: for Kubernetes.
     """
 
@@ -92,7 +96,7 @@ class Job:
 
 
 def check_job(job: Job, config: Config) -> None:
-    """Raise ConfigError for a job that would fail when it starts, possibly hours later."""
+    """Raise ConfigError for a job that would fail once the scheduler starts it."""
     if min(job.nodes, job.nproc) < 1:
         raise ConfigError("a job needs processes", "--nodes, --nproc", "give at least 1")
     check_batch(config, job.nodes, job.nproc)
@@ -101,7 +105,7 @@ def check_job(job: Job, config: Config) -> None:
 def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, --nproc") -> None:
     """Raise ConfigError if the batch does not divide among the data-parallel processes.
 
-    nproc: processes per node.
+    nproc: number of processes per node. where: option to name in the error.
     """
     machine = config.machine
     dist_env = DistEnv(world_size=nodes * nproc, local_world_size=nproc)
@@ -117,7 +121,7 @@ def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, -
 
 
 def check_options(engine: str, job: Job) -> None:
-    """Raise ConfigError for an option that the engine lacks, or a value that breaks its script."""
+    """Raise ConfigError for an option that the engine does not have or a value it cannot accept."""
     for name in ("partition", "account", "namespace", "image", "gpus", "time", "sbatch", "setup"):
         value = getattr(job, name)
         for text in [value] if isinstance(value, str) else value:
@@ -135,15 +139,15 @@ def check_options(engine: str, job: Job) -> None:
 
 
 def name_job(recipe: str) -> str:
-    """Return a recipe's name as a host name of at most 40 characters."""
+    """Convert a recipe's name to a job name that is a valid host name of at most 40 characters."""
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower())
     return re.sub(r"^(?![a-z])-?", "run-", name)[:40].strip("-")
 
 
 def write_script(engine: str, job: Job) -> str:
-    """Return the script of an engine, without template lines whose value is empty.
+    """Return the launch script of a job for an engine. Raises what `check_options` raises.
 
-    Raises what `check_options` raises.
+    Lines of the template that would set an empty value are left out.
     """
     check_options(engine, job)
     train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])
@@ -192,7 +196,7 @@ def write_script(engine: str, job: Job) -> str:
 
 
 def _seconds(time: str) -> int:
-    """Return the seconds of a Slurm time limit; 0 means none."""
+    """Convert a Slurm time limit to seconds; 0 means no limit."""
     days, _, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
@@ -201,7 +205,7 @@ def _seconds(time: str) -> int:
 
 
 def _list_sbatch_lines(job: Job) -> list[str]:
-    """Return the #SBATCH lines of options, quoted as in a shell."""
+    """Return the job's Slurm options as #SBATCH lines, with shell quoting."""
     options = [*job.sbatch]
     if job.account:
         options.insert(0, f"account={job.account}")

@@ -1,9 +1,9 @@
 """Run torchrun and exit with the run's exit code; launch scripts start this module.
 
-It starts one process per machine, `megatoken train --nproc N`, which starts and watches the ranks
-(local.py); all machines restart when one has lost a rank. torchrun itself exits with 1 after any
-failure, and counts a stopped and saved run (75) as one. So a stopped run writes its code to a
-marker file and exits with 0 (`megatoken train --ending`).
+torchrun starts `megatoken train --nproc N` once per machine, which starts and watches the ranks
+(local.py). When one machine loses a rank, all machines restart. torchrun exits with 1 after any
+failure, and would count a run that was stopped and saved (75) as a failure. So a stopped run writes
+its code to a marker file and exits with 0 (`megatoken train --ending`).
 """
 
 import signal
@@ -19,14 +19,15 @@ from torch.distributed.run import parse_args, run
 from megatoken.distributed.env import prepare_torchrun
 from megatoken.launch.local import FORWARDED, not_ignored, stop_at_once
 
-SAVE_SECONDS = 300  # from a signal until running processes are killed
+SAVE_SECONDS = 300  # after a signal, until processes that still run are killed
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun and return the exit code of the run.
 
-    It is the code in the marker file if a stopped run wrote one. Otherwise it is 0 on success, the
-    exit code of the first process that failed, or 128 + the signal that killed it or torchrun.
+    If a stopped run wrote its code to the marker file, that code is returned. Otherwise it is 0 on
+    success, the exit code of the first process that failed, or if a signal killed that process or
+    torchrun, 128 + its number.
     """
     prepare_torchrun()
     script = list(arguments).index("-m") + 2
