@@ -1,10 +1,10 @@
 """megatoken pre-trains GPT-2, GPT-3 and LLaMA models from raw text.
 
-The names below are the Python API (docs/python.md); each is imported when it is first used, so that
-`import megatoken` is quick and needs no torch.
+The names below are the Python API (docs/python.md). Each is imported when it is first used, so that
+`import megatoken` is fast and does not load torch.
 
-LAYERS lists the packages in the order in which data flows. A package imports itself and earlier
-ones only; tests/test_architecture.py enforces it.
+LAYERS lists the packages from the lowest layer up. A package may import only itself and earlier
+ones, which tests/test_architecture.py enforces.
 """
 
 from importlib import import_module
@@ -54,7 +54,7 @@ __all__ = [*_MODULES, "LAYERS", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from its module, which is imported now."""
+    """Import the module of a public name, and return the name's value."""
     if name not in _MODULES:
         raise AttributeError(f"module 'megatoken' has no attribute {name!r}")
     module = import_module(f"megatoken.{_MODULES[name]}")

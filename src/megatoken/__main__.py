@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # the current folder, whose files may be named like modules
+    del sys.path[0]  # the current folder, whose files could shadow modules
 
 import os
 import signal
@@ -13,9 +13,10 @@ STOPPED = 75
 
 
 def main() -> int:
-    """Run the command. If a signal comes during the imports, `train` exits as stopped.
+    """Run the command.
 
-    It does not with --ending: the parent, torchrun, would count that exit code as a failure.
+    If a signal arrives during its imports, `train` exits with the code of a stopped run. With
+    --ending it does not, because its parent, torchrun, would count that code as a failure.
     """
     if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:
         for name in STOP_SIGNALS:

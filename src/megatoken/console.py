@@ -1,7 +1,7 @@
-"""Terminal output. All of it goes to one stream, so that `--json` can keep stdout for its line.
+"""Print to the terminal. All output goes to one stream, so that --json can reserve stdout for JSON.
 
-On a terminal the newest step is one line updated in place; in a file a step is printed every few
-seconds.
+On a terminal, the newest step is shown in a line that is updated in place. In a file, a line is
+printed every few seconds.
 """
 
 import os
@@ -34,7 +34,7 @@ FILE_WIDTH = 80  # of rules in a file
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as 42s, 3m05s, 2h07m or 4d03h."""
+    """Format seconds, for example as 42s, 3m05s, 2h07m or 4d03h."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -46,7 +46,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_quantity(value: float, unit: str = "") -> str:
-    """Format a number with a metric prefix: 854.4 M, 1.20 k."""
+    """Format a number with a metric prefix, for example as 854.4 M or 1.20 k."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g} {prefix}{unit}"
@@ -54,21 +54,24 @@ def format_quantity(value: float, unit: str = "") -> str:
 
 
 def format_memory(number: float) -> str:
-    """Format bytes as 1.25 GiB or 49.2 MiB."""
+    """Format a number of bytes, for example as 1.25 GiB or 49.2 MiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
-    """Format a count with its noun: 1 document, 2,000 documents. plural: if not the noun + s."""
+    """Format a count with its noun, for example as 1 document or 2,000 documents.
+
+    plural: plural of the noun; "" for the noun + s.
+    """
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def format_step(
     row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float
 ) -> str:
-    """Format a train row of metrics.jsonl, the most important part first.
+    """Format a train row of metrics.jsonl as a line, with the most important values first.
 
-    GRPO's loss is omitted if no group has different rewards: it is 0 then.
+    GRPO's loss is left out if the rewards within every group are equal, because it is then 0.
     """
     step = row["step"]
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
@@ -92,14 +95,14 @@ def format_step(
 
 
 def spell_controls(text: str) -> str:
-    """Escape control characters other than newlines and tabs: terminals obey them."""
+    """Escape control characters other than newlines and tabs, because terminals act on them."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text
     )
 
 
 class _Rich(RichConsole):
-    """A rich console that becomes quiet when its stream fails: a closed pipe, a full disk."""
+    """A rich console that stops printing once its stream fails (a closed pipe or a full disk)."""
 
     def _check_buffer(self) -> None:
         try:
@@ -108,34 +111,34 @@ class _Rich(RichConsole):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Discard all output, including what the stream has buffered. (rich exits here.)"""
+        """Discard all further and buffered output, whereas rich would exit the process."""
         self.quiet = True
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 class Console:
-    """Print plain text, never rich markup, to stdout or stderr. Colors follow NO_COLOR.
+    """Prints plain text, without rich markup, to stdout or stderr. NO_COLOR turns off colors.
 
-    Printing raises nothing: output that the stream or its encoding cannot take is dropped or
-    escaped.
+    Printing raises no errors: if the stream fails, output is dropped, and characters that its
+    encoding lacks are escaped.
     """
 
     def __init__(self, *, to_stderr: bool = False, quiet: bool = False) -> None:
-        """quiet: print nothing, as on ranks other than 0."""
+        """Open a console. quiet: print nothing, as on ranks other than 0."""
         self.rich = _Rich(stderr=to_stderr, highlight=False, soft_wrap=True, quiet=quiet)
         self._live = Live(console=self.rich, auto_refresh=False)
         self._next_step_time = 0.0
 
     @property
     def is_live(self) -> bool:
-        """Whether the stream is a terminal that can replace lines, regardless of FORCE_COLOR."""
+        """Whether the stream is a terminal on which a line can be updated; ignores FORCE_COLOR."""
         with suppress(ValueError):  # the stream is closed
             return self.rich.file.isatty() and not self.rich.is_dumb_terminal
         return False
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print a redacted line above the live one."""
+        """Print text without secrets, above the line that shows the newest step."""
         self._print(redact(text), style)
 
     def _print(self, text: str, style: str = "") -> None:
@@ -148,12 +151,12 @@ class Console:
         self.print(f"warning: {text}", WARNING)
 
     def table(self, rows: Sequence[Sequence[str]], left: int = 2) -> None:
-        """Print rows in aligned columns. left: number of left-aligned columns."""
+        """Print rows in aligned columns. left: number of left-aligned columns before the others."""
         for line in self.align(rows, left):
             self.print(line)
 
     def align(self, rows: Sequence[Sequence[str]], left: int) -> list[str]:
-        """Return the lines of a table. left: number of left-aligned columns."""
+        """Return the lines of a table with aligned columns. left: as in `table`."""
         cells = [[spell_controls(cell).replace("\n", " ") for cell in row] for row in rows]
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
         lines = []
@@ -174,17 +177,18 @@ class Console:
         self.print(text + line * (width - cell_len(text)), ACCENT)
 
     def fence(self, title: str, texts: Sequence[str]) -> None:
-        """Print generated texts between rules with a title, numbered if there are several."""
+        """Print generated texts between horizontal lines with a title, numbered if several."""
         for number, text in enumerate(texts, start=1):
             self.rule(f"{title} {number} of {len(texts)}" if len(texts) > 1 else title)
             self._print(spell_controls(text))
         self.rule()
 
     def step(self, line: str, *, share: float | None = None, last: bool = False) -> None:
-        """Show the newest step, unless the previous one is too recent.
+        """Show the newest step, unless another one was shown very recently.
 
-        line: parts joined by SEPARATOR; a terminal shows as many as fit. share: progress from 0 to
-        1, drawn as a bar. last: show it in any case.
+        line: values joined by SEPARATOR; a terminal shows as many as fit.
+        share: progress of the run from 0 to 1, drawn as a bar.
+        last: whether this is the last step, which is always shown.
         """
         if not last and time.monotonic() < self._next_step_time:
             return
@@ -196,7 +200,7 @@ class Console:
             self.print(line)
 
     def _fit(self, line: str, share: float | None) -> Text:
-        """Return the bar and the parts of a line that fit the terminal."""
+        """Return the progress bar, and as many values of the line as fit on the terminal."""
         text = Text(overflow="ellipsis", no_wrap=True, end="")
         bar = 0 if share is None or self.rich.width < 60 else 10
         if share is not None and bar:
@@ -208,5 +212,5 @@ class Console:
         return text.append(line)
 
     def close(self) -> None:
-        """Stop updating the live line; it stays on the screen."""
+        """Stop updating the line of the newest step, and leave it on the screen."""
         self._live.stop()

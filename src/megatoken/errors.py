@@ -13,7 +13,7 @@ from megatoken.redact import redact
 
 
 class ExitCode(IntEnum):
-    """Exit codes that schedulers and scripts rely on."""
+    """Exit codes of the `megatoken` command, on which schedulers and scripts rely."""
 
     DONE = 0
     CONFIG = 2
@@ -26,10 +26,12 @@ class ExitCode(IntEnum):
 
 
 class MegatokenError(Exception):
-    """An error with a one-line, redacted message `what — where — fix`.
+    """An error with a one-line message `what — where — fix`, without secrets.
 
-    where: file:line, key, shard and offset, rank or step. fix: what to do about it. Control
-    characters are escaped.
+    Control characters are escaped.
+
+    where: place of the error, such as file:line, a setting's key, a shard and offset, a rank or a
+    step. fix: what the user can do about it.
     """
 
     code: ClassVar[ExitCode]
@@ -79,6 +81,6 @@ class PeerError(MegatokenError):
 
 
 def error_from_code(code: int, message: str) -> MegatokenError:
-    """Return the error for the exit code of another process."""
+    """Return an error of the class that belongs to another process's exit code."""
     classes = {error.code: error for error in MegatokenError.__subclasses__()}
     return classes[ExitCode(code)](message)

@@ -42,7 +42,7 @@ LAST_VALUES = {  # legend at the right of a panel
     "frameon": False,
     "fontsize": 8,
 }
-LARGEST_VALUE = 1e30  # matplotlib's scales overflow above
+LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
 Row = dict[str, Any]
 
 
@@ -60,14 +60,17 @@ def load_pyplot() -> Any:
 
 
 def check_picture(target: Path) -> None:
-    """Raise ConfigError if matplotlib is missing or cannot write the format of the suffix."""
+    """Raise ConfigError if matplotlib is missing or cannot write files with the target's suffix."""
     formats = load_pyplot().FigureCanvasBase.get_supported_filetypes()
     if target.suffix and target.suffix[1:].lower() not in formats:
         raise ConfigError(f"unknown picture format {target.suffix}", target, "name a .png file")
 
 
 def open_panels(pyplot: Any, columns: int = 1, size: tuple[float, float] = (5.5, 4.5)) -> Any:
-    """Return a figure and a list of panels with a grid. size: inches of each panel."""
+    """Return a figure, and a list of its panels, each with a grid.
+
+    size: width and height of each panel in inches.
+    """
     figure, axes = pyplot.subplots(
         1, columns, figsize=(columns * size[0], size[1]), layout="constrained", squeeze=False
     )
@@ -96,12 +99,12 @@ def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
 
 
 def choose_time_unit(seconds: float) -> tuple[int, str]:
-    """Return the unit of an axis that ends at `seconds`: its length in seconds, and its name."""
+    """Choose the unit for a time axis that ends at `seconds`; return its seconds and its name."""
     return next((divisor, unit) for least, divisor, unit in TIME_UNITS if seconds >= least)
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """Format a number on an axis: 0.0006, 250k, 1.5M, 10B."""
+    """Format a number on an axis, for example as 0.0006, 250k, 1.5M or 10B."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
@@ -109,13 +112,16 @@ def format_tick(value: float, _: object = None) -> str:
 
 
 def number(value: Any) -> float:
-    """Return a number that a picture can show, else NaN."""
+    """Return `value` if it is a number that matplotlib can draw, else NaN."""
     is_number = isinstance(value, int | float) and abs(value) <= LARGEST_VALUE
     return float(value) if is_number else math.nan
 
 
 def draw_run(run: Path, *, pictures: bool) -> str:
-    """Draw a run's curves, and its weights if asked. Return a line with the files or the error."""
+    """Draw a run's curves, and if `pictures` is set its weights.
+
+    Returns a line that names the files or the error.
+    """
     try:
         paths = [draw_curves([run], run / "plots" / "curves.png")]
         if pictures:
@@ -131,8 +137,9 @@ def draw_curves(
     x: str = "tokens",
     warn: Callable[[str], None] = warnings.warn,
 ) -> Path:
-    """Draw the loss, those PANELS that were measured, and a panel per task, over `x`.
+    """Plot the curves of runs against `x`, and return the path of the picture.
 
+    There is a panel for the loss, one for each task, and one for each of PANELS that was logged.
     Raises DataError if no run has training steps.
 
     x: a key of X_AXES. warn: as in `read_metrics`.
@@ -174,7 +181,10 @@ def draw_curves(
 
 
 def _set_x(rows: Sequence[Row], x: str) -> str:
-    """Set `x` in all rows to their place on the horizontal axis; return its label."""
+    """Set the key `x` of all rows to their position on the horizontal axis; return its label.
+
+    x: a key of X_AXES.
+    """
     key, label = X_AXES[x]
     divisor = 1
     if x == "seconds":
@@ -195,7 +205,7 @@ def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
 
 
 def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
-    """Draw a task's scores in one run with their standard errors, one marker per score."""
+    """Plot the scores of one run on a task, with standard errors and a marker per kind of score."""
     for score, marker in zip(SCORES, "osv", strict=True):
         scored = [row for row in rows if row.get(score) is not None]
         x, y = _read_points(scored, "eval", score)
@@ -205,13 +215,19 @@ def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
 
 
 def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return places and values; a value that is missing or not a number leaves a gap."""
+    """Return horizontal positions and values of `key` in rows of a kind.
+
+    A value that is missing or not a number becomes NaN, which leaves a gap in the curve.
+    """
     rows = [row for row in rows if row["kind"] == kind]
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 
 def _plot(axis: Any, x: np.ndarray, y: np.ndarray, form: str, **style: Any) -> None:
-    """Plot a curve whose label is its last value; a single point is a cross."""
+    """Plot a curve and write its last value into the label; draw a single point as a cross.
+
+    form: format of the value.
+    """
     values = y[np.isfinite(y)]
     if len(values):
         style.setdefault("marker", "+" if len(values) == 1 else "")
@@ -219,7 +235,10 @@ def _plot(axis: Any, x: np.ndarray, y: np.ndarray, form: str, **style: Any) -> N
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
-    """Return the centered mean over SMOOTHED_SHARE of the run, shorter at both ends."""
+    """Return the moving average over a centered window of SMOOTHED_SHARE of the run.
+
+    The window is shorter at both ends.
+    """
     window = np.ones(2 * int(len(y) * SMOOTHED_SHARE / 2) + 1)
     is_finite = np.isfinite(y)
     sums = np.convolve(np.where(is_finite, y, 0.0), window, "same")
@@ -228,7 +247,10 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 
 
 def draw_weights(run: Path, folder: Path) -> list[Path]:
-    """Draw a model's position embeddings, if any, and a corner of its first QKV matrix."""
+    """Draw a model's learned position embeddings, if any, and a corner of its first QKV weight.
+
+    Returns the paths of the pictures.
+    """
     from megatoken.convert.load_pretrained import load_pretrained
 
     state = load_pretrained(run, warn=lambda text: None).model.state_dict()
