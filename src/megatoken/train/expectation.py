@@ -54,16 +54,19 @@ class Expectation:
 
 
 def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
-    """Return the cache key of a calibration: everything it depends on but depth and micro-batch."""
+    """Return the cache key of a calibration.
+
+    It names all that the calibration depends on, except the model's depth and the micro-batch.
+    """
     return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
 
 
 def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
-    """Return the cached calibration for this model at any depth, or None.
+    """Return the cached calibration for this model, which may have another depth, or None.
 
-    None also if it was measured at another micro-batch.
+    A calibration that was measured at another micro-batch is not used.
     """
     saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
     if saved is None or saved["micro_batch"] != micro_batch:

@@ -75,11 +75,11 @@ def _lengthen(
 
 
 def set_aside_decay(plan: RunPlan, changes: Sequence[Change]) -> None:
-    """Move an extended run's checkpoints from the old decay out of the way.
+    """Move aside the checkpoints that an extended run saved during its old learning-rate decay.
 
-    The run then resumes from the newest checkpoint before the decay. The others move to
-    RUN/finished-step-N, a run folder with copies of the log and config so far. Does nothing for
-    schedules that decay from the start.
+    They move to RUN/finished-step-N, a run folder with copies of the log and config so far. The run
+    then resumes from its newest checkpoint before the decay. Does nothing for schedules that decay
+    from the start.
     """
     schedule = plan.config.optim.schedule
     old = previous_steps(plan.config, plan.step_config, changes)

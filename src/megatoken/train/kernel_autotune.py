@@ -43,7 +43,7 @@ Errors = dict[str, str]  # "operation implementation" -> why it does not run her
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """The chosen implementation of each operation, and the timings that decided.
+    """The chosen implementation of each operation, and the timings on which the choice is based.
 
     seconds: empty if the config left no choice. errors: messages of implementations that failed
     when timed. library: name of the native library; "" if no native kernel is chosen.
@@ -184,8 +184,8 @@ def list_options(
     """Return the implementations of each operation that can run here, plain PyTorch first.
 
     A deterministic run gets only the plain ones, because which one is fastest depends on the number
-    of threads. With dropout, no other attention is listed: all of them would fall back to the
-    explicit formula in training (model/kernels/attention.py).
+    of threads. With dropout, attention has only the default implementation, because all of them
+    would fall back to the explicit formula in training (model/kernels/attention.py).
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
@@ -219,7 +219,10 @@ def list_options(
 
 
 def pick(seconds: Mapping[str, float], margin: float) -> str:
-    """Return the fastest implementation, or the first unless it is beaten by a factor `margin`."""
+    """Return the fastest implementation if it beats the first by the factor `margin`.
+
+    Otherwise returns the first. seconds: time of each implementation.
+    """
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
@@ -293,8 +296,8 @@ def _build_trials(
 ) -> dict[str, Callable[[str], Tensor | None]]:
     """Return for each operation a function that runs its forward with a named implementation.
 
-    The functions for `block` and `mixed` run a full block, those for `attention` and `loss` only
-    that operation. A function that includes the backward returns None.
+    The functions for `block` and `mixed` run a full block, and those for `attention` and `loss`
+    only that operation. The one for `loss` also computes the gradient, and returns None.
     """
     B, T, C = seqs, config.seq_len, config.d_model
     block = (

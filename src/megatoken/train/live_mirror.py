@@ -18,8 +18,8 @@ def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
     """Fetch the mirror's newest complete checkpoint if the run folder has none.
 
     Returns whether a checkpoint was fetched. Raises ConfigError if the mirror belongs to another
-    run or has later checkpoints than a run folder with checkpoints, and StorageError if it cannot
-    be read and the run folder has no checkpoint.
+    run or is ahead of the checkpoints in the run folder, and StorageError if it cannot be read and
+    the run folder has no checkpoint.
     """
     if not mirror:
         return False
@@ -112,7 +112,7 @@ class Mirror:
     def finish(self) -> bool:
         """Upload the newest checkpoint and wait for it, with retries.
 
-        Returns False if there is nothing to do on this rank, True otherwise, even after a failure.
+        Returns whether this rank uploads checkpoints, even if the upload failed.
         """
         if self._uploads is None:
             return False

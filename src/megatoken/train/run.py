@@ -183,10 +183,11 @@ class Run(RunPlan):
     restore: Callable[[], CheckpointManifest | None]
 
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
-        """Raise StopRequested on all ranks if one has to save and stop, else combine their flags.
+        """Raise StopRequested on all ranks if any of them has to save and stop.
 
-        All ranks must call it. Returns whether any rank passed `flag` as True. Between the updates
-        on one batch of sampled answers, nothing is raised, because only weights are saved.
+        All ranks must call it. If nothing is raised, returns whether any rank set `flag`. A stop
+        waits for the last update on the current batch of sampled answers, because the answers are
+        not saved.
 
         next_seconds: expected duration of what comes next, which must fit in the time limit.
         """

@@ -224,7 +224,7 @@ class StepConfig:
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
     def batch_size(self, batch: int) -> int:
-        """Return the tokens in batch number `batch`, which differ during a batch ramp."""
+        """Return the size of batch number `batch` in tokens; it grows during a batch ramp."""
         return self.tokens_before(batch + 1) - self.tokens_before(batch)
 
 

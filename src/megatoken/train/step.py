@@ -254,9 +254,9 @@ def forward_loss(
 
 
 def unscale_gradients(state: TrainState) -> None:
-    """Divide fp16 gradients by the loss scale, and share any overflow of a sharded model.
+    """Divide fp16 gradients by the loss scale.
 
-    If gradients overflow on one process, all processes then skip the update.
+    If the model is sharded, an overflow on one process makes all processes skip the update.
     """
     state.scaler.unscale_(state.optimizer)
     if state.scaler.is_enabled() and not state.dims.is_unsharded:
@@ -294,7 +294,7 @@ def clip_and_update(
 
 
 def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
-    """Clip and update unless `state.found_bad` is set, which makes the host wait for the device.
+    """Clip and update unless `state.found_bad` is set; reading it waits for the device.
 
     Returns whether fp16 gradients overflowed, so that the scaler skipped the update. Raises
     NumericsError if they overflow even at the lowest loss scale.
