@@ -38,7 +38,7 @@ class GradBucketReducer:
                 pair[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Announce the last backward of a step, during which gradients are reduced."""
+        """Reduce gradients during the next backward, which must be the step's last."""
         self._n_missing = [len(bucket) for bucket in self._buckets]
 
     def _on_gradient(self, index: int, pair: GradPair, _: Tensor) -> None:
@@ -133,7 +133,7 @@ class PairwiseGradSum:
         self._sums: list[list[Tensor]] = []  # each sums at least twice as many as the next
 
     def add(self) -> None:
-        """Add the gradients of the latest backward to the sums, and clear them when complete."""
+        """Add the gradients of a micro-batch to the sums. Call it after each backward."""
         self._n_backwards += 1
         n_sums, remainder = divmod(self._n_backwards, self._n_sequential)
         if remainder:

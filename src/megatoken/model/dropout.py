@@ -32,7 +32,7 @@ def spread(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
-    """Hash a key and an index, or tensors of them, into new keys.
+    """Hash keys with an index, or elementwise with a tensor of indices, into new keys.
 
     The hash is the two-round 32-bit bijection of Wellons' hash prospector.
     """

@@ -176,10 +176,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """An MLP with GELU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021) or SwiGLU
-    (Shazeer 2020).
+    """A feed-forward network with GELU, squared ReLU or SwiGLU, chosen by `config.mlp`.
 
-    The setting `gelu` is GPT-2's tanh approximation, and `gelu-erf` is exact.
+    `gelu` is GPT-2's tanh approximation, and `gelu-erf` is exact. Sources: Hendrycks and Gimpel
+    2016 (GELU), So et al. 2021 (squared ReLU), Shazeer 2020 (SwiGLU).
     """
 
     kernels = BLOCK["torch"]
@@ -334,10 +334,10 @@ class GPT(nn.Module):
     def _place(
         self, ids_BT: Tensor, cache: KeyValueCache | None, tree_mask: TreeMask | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return positions (T,) or (B, T), the mask of full layers, and that of windowed layers.
+        """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
-        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. None stands for the
-        plain causal mask, and for windowed layers for the causal mask restricted to the window.
+        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. In place of the plain
+        causal mask, or for layers with a window the causal mask within the window, it is None.
         """
         T = ids_BT.shape[1]
         device = ids_BT.device
@@ -357,7 +357,7 @@ class GPT(nn.Module):
         return positions, mask, self._window_mask(positions, keys, mask)
 
     def _window_mask(self, positions: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """Restrict a mask to the window; None is the causal mask.
+        """Restrict a mask to the window. If the mask is None, restrict the causal mask.
 
         positions: of the queries, (T,) or (B, T). keys: positions of the keys, (S,) or (B, S).
         """
@@ -459,7 +459,7 @@ def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
     sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
     padding rows 0; norms 1. Gates of value embeddings and the value head are 0. With `zero_init`,
-    these projections and an untied output layer are 0, too.
+    the two projections and an untied output layer are also 0.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)

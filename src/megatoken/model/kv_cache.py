@@ -79,7 +79,7 @@ class KeyValueCache:
     def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
         """Append copies of each sequence in another cache, whose sequences are equally long.
 
-        copies: how often to append each of them.
+        copies: number of copies of each sequence.
         """
         start = len(self.lengths)
         length = other.length

@@ -47,6 +47,6 @@ def rotary_cos_sin(config: ModelConfig, positions: Tensor) -> CosSin | None:
 
 
 def apply_rotary(x_BTHD: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the channel pairs of every head in fp32 or wider; return the dtype of `x_BTHD`."""
+    """Rotate the channel pairs of every head in fp32 or wider. The result has the input's dtype."""
     cos_T1D, sin_T1D = cos_sin
     return (x_BTHD * cos_T1D + x_BTHD.roll(x_BTHD.shape[-1] // 2, -1) * sin_T1D).to(x_BTHD.dtype)

@@ -14,8 +14,8 @@ class LRSchedule:
     decay:
         cosine, linear: starts after warm-up and lasts `decay_length`, or if that is None, to the
             end of the run (Loshchilov & Hutter 2017; GPT-3).
-        wsd, wsd-sqrt: constant until the last `decay_length` of the run, which decays linearly or
-            as 1 - sqrt (Hu et al. 2024; Hägele et al. 2024).
+        wsd, wsd-sqrt: constant, then a linear or a 1 - sqrt decay over the last `decay_length` of
+            the run (Hu et al. 2024; Hägele et al. 2024).
         multi-step: multiplied by sqrt(min_lr_ratio) at the start of the last `decay_length` and
             again in its middle (DeepSeek-AI 2024).
         constant: no decay.
