@@ -64,8 +64,8 @@ def commit(
     earlier checkpoints are untouched. Raises CheckpointError if the step has a checkpoint of
     another format.
 
-    files: a function that writes the file, by name; names may contain folders, as in
-        `tokenizer/vocab.json`.
+    files: for each file name, a function that writes the file to a path; names may contain folders,
+        as in `tokenizer/vocab.json`.
     meta: a JSON object for the manifest, without NaN or infinities.
     needed_bytes: free space required.
     """
@@ -114,7 +114,7 @@ def write_files(
 
     After a temporary error, a file is written again from its beginning.
 
-    files: a function that writes the file, by name.
+    files: as in `commit`.
     needed_bytes: size of the checkpoint, for the error message.
     on_progress: called with the number of bytes just hashed or fsynced.
     """

@@ -156,7 +156,7 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return {"optimizer": {name of the class, hyperparameters of its groups}} for the manifest.
+    """Return the optimizer's class and its groups' hyperparameters for `meta` of the manifest.
 
     Learning rates are left out, because the schedule sets them, and Muon's hyperparameters, because
     they are in the config. For AdamW, the result is empty.

@@ -37,7 +37,7 @@ class DamagedError(CheckpointError):
 class FileEntry:
     """A file listed in a manifest.
 
-    mtime_ns: the file's mtime when this process hashed it, or negative; not saved.
+    mtime_ns: the file's mtime when this process hashed it; negative if it did not. Not saved.
     """
 
     bytes: int

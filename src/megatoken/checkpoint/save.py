@@ -35,8 +35,8 @@ POLL_SECONDS = 0.5
 class AsyncSave:
     """A checkpoint that is being written in the background.
 
-    All ranks must create it, and later call `finish`, after the same steps. If it cannot be started
-    or finished, both raise StorageError on all ranks and leave no files.
+    All ranks must create it, and later call `finish`, after the same steps. If either fails,
+    StorageError is raised on all ranks and no files are left.
     """
 
     def __init__(

@@ -164,9 +164,9 @@ def describe(
 
 
 def describe_run(curve: Curve, target: float, per_token: int) -> Row:
-    """Return what a run took to reach its target, with None for each if it did not, and its losses.
+    """Return the tokens, FLOPs and seconds that a run took to reach its target, and its losses.
 
-    per_token: FLOPs per token.
+    The first three are None if it did not reach the target. per_token: FLOPs per token.
     """
     final_loss = float(curve.losses[-1])
     run: Row = {

@@ -12,8 +12,8 @@ from megatoken.launch.scripts import check_batch
 def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
     """Run this command again in --nproc processes, and return their exit code.
 
-    Returns None if this process must run the command itself, because it is one of them or --nproc
-    is not given.
+    Returns None if this process must run the command itself, because it is one of these processes
+    or --nproc is 1.
 
     config: config of a run, whose batch must divide among the processes; None for other commands.
     """

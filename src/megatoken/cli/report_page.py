@@ -166,7 +166,7 @@ def _find_rewards(rows: Sequence[Row]) -> list[str]:
 
 
 def _columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the values of each name in all rows as an array, with NaN where a row has none."""
+    """Return for each name an array of its values in all rows, with NaN where a row has none."""
     return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
 
 

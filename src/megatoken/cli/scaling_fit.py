@@ -203,8 +203,9 @@ def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str,
 def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
     """Return N and D on which to spend `flops`, a number or an array.
 
-    A law in N and D gives the split with the lowest loss. With a law in D only, N is that of the
-    largest run; with a law in N only, D is; and with a law in compute only, their ratio is.
+    If the law depends on both, the split has the lowest loss. If it depends only on N or only on D,
+    the other one is the largest run's. If it depends only on their product, their ratio is the
+    largest run's.
     """
     if law.terms.names == ("N", "D"):
         return law.best_split(flops)

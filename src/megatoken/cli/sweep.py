@@ -252,8 +252,8 @@ class TrialLosses:
     def update(self) -> bool:
         """Report new losses; return whether the trial must be stopped early.
 
-        Once it must be, later losses are ignored, so that the search does not depend on how often
-        the log is read.
+        From then on, losses are ignored, so that the search does not depend on how often the log is
+        read.
         """
         if not (self._folder / METRICS).exists():
             return False

@@ -204,7 +204,7 @@ def send_rows(run: Path, name: str, *, follow: bool) -> int:
 
 
 def name_source(row: Row) -> str:
-    """Return the prefix for names of a row's numbers: train, val, or such as eval/hellaswag."""
+    """Return the prefix for the names of a row's numbers, such as train, val or eval/hellaswag."""
     return f"eval/{row['task']}" if row["kind"] == "eval" else row["kind"]
 
 

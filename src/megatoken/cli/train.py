@@ -100,7 +100,10 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def watch_parent(ending: Path | None) -> None:
-    """Ask for a SIGTERM when the parent dies, if it is torchrun. ending: value of --ending."""
+    """Ask Linux for a SIGTERM when torchrun, the parent, dies.
+
+    ending: value of --ending; None if the parent is not torchrun, and nothing is done.
+    """
     request = at_parent_death(signal.SIGTERM)
     if ending and heartbeat_file() is None and request:
         request()

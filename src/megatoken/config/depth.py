@@ -1,8 +1,8 @@
 """Derive a compute-optimal run from its number of layers: the recipes `depth-N`.
 
-They take the recipe modern-124m and compute sizes, length, batch and learning rates from N by
-published rules. Those rules use C, the FLOPs of the run without embedding and output layer, counted
-as (72 L d^2 + 12 L d T) per token, as in Bi et al. Learning rates are scaled from those of
+These recipes are modern-124m, except that sizes, length, batch and learning rates are computed from
+N by published rules. The rules use C, the FLOPs of the run without embedding and output layer,
+counted as (72 L d^2 + 12 L d T) per token, as in Bi et al. Learning rates are scaled from those of
 modern-124m (docs/recipes.md, Muon).
 """
 

@@ -225,7 +225,7 @@ def _parse_assignment(assignment: Assignment) -> Any:
 
 
 def find_run(recipe: str) -> Path | None:
-    """Return `recipe` as the path of a run folder; None if it is not one, or names a recipe."""
+    """Return the path `recipe` if it is a run folder and no shipped recipe's name, else None."""
     folder = Path(recipe)
     is_path = bool(recipe) and recipe not in list_recipes()
     return folder if is_path and _is_run(folder) else None

@@ -1,4 +1,4 @@
-"""Define the architecture of a model by its sizes and switches. A resume cannot change them."""
+"""Define the architecture of a model by its sizes and switches, which determine the loss curve."""
 
 import re
 from collections.abc import Iterator

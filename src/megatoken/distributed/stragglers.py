@@ -50,7 +50,7 @@ class PhaseTimer:
         return event
 
     def read(self) -> list[float]:
-        """Return the seconds of each timed step and clear them; the device must have finished."""
+        """Return the seconds of each timed step and clear them. The steps must be finished."""
         if self.device_type == "cuda":
             seconds = [1e-3 * begin.elapsed_time(end) for begin, end in self._steps]
         else:
@@ -109,7 +109,7 @@ class StragglerDetector:
 
 
 def find_stragglers(reports: Sequence[Mapping[str, Sequence[float]]]) -> list[Straggler]:
-    """Return the ranks that are much slower than the others, by phase.
+    """Return a Straggler for each rank and phase that is much slower than on the other ranks.
 
     reports: for every rank, a dict from phase to seconds per step, with one number for each half of
     the window. A rank must be slow in both halves.

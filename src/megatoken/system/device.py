@@ -162,8 +162,8 @@ def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
 def with_peak(device: Device) -> Device:
     """Return the device with its peak FLOP/s from the data sheet, or else by measurement.
 
-    The highest measurement ever made on this machine counts. So it is measured even if one is
-    cached, because that one may be too low, if the machine was busy.
+    A peak is measured even if one is cached, because the machine may have been busy then. The
+    higher one is used.
     """
     if device.peak_flops:
         return device
@@ -336,7 +336,7 @@ def _choose_precision(device: torch.device, precision: str) -> str:
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """Return the compile mode to use, and a warning if the configured one is impossible or ""."""
+    """Return the compile mode to use, and a warning, "" if the configured mode is possible."""
     if machine.compile == "auto":
         # Blocks compile faster than a full model, and their gradients arrive during the backward,
         # to be reduced while it computes.

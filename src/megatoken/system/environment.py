@@ -1,4 +1,4 @@
-"""Read and set environment variables. Others are read only in distributed/env.py and redact.py."""
+"""Read and set environment variables, except those read in distributed/env.py and redact.py."""
 
 import os
 import sys

@@ -42,7 +42,10 @@ def is_address(text: str | Path) -> bool:
 
 
 def path_or_address(text: str) -> Path | str:
-    """Convert text to a local path, unless it is an address. Raises ConfigError for neither."""
+    """Convert text to a local path, unless it is an address.
+
+    Raises ConfigError if it is neither.
+    """
     text = strip_file_scheme(text)
     return text if is_address(text) else local_path(text)
 
@@ -168,7 +171,7 @@ class ObjectStore:
         return str(hasher.hexdigest())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file."""
+        """Write `content` to a file."""
         self._call("write", name, self._fs.pipe_file, self._path(name), content)
 
     def upload(self, path: Path, name: str, xxh3_128: str) -> None:

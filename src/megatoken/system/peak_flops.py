@@ -1,8 +1,8 @@
 """Peak FLOP/s of matmuls, without sparsity, from vendor data sheets (peak_flops.toml).
 
-PEAK_FLOPS[device name][precision]. Device names must match exactly. A device that is not in the
-table is measured (device.py): laptop GPUs, whose speed depends on a power limit, vGPU and MIG
-slices, Apple's chips, and devices that share a name with others.
+PEAK_FLOPS[device name][precision]. Device names must match exactly. Devices that are not in the
+table are measured (device.py). It leaves out laptop GPUs, whose speed depends on a power limit,
+vGPU and MIG slices, Apple's chips, and names that different devices share.
 """
 
 import tomllib

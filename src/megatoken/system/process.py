@@ -109,9 +109,9 @@ def run_child(
 ) -> int:
     """Run a child process to its end and return its exit code, which is -number for a signal.
 
-    If this process gets Ctrl-C or another exception meanwhile, the child gets SIGTERM, and SIGKILL
-    after `stop_seconds`. On Linux it also ends if this process dies. Raises OSError if the child
-    cannot be started, and TimeoutError if it runs for more than `timeout` seconds.
+    If Ctrl-C or another exception interrupts the wait, the child gets SIGTERM, and SIGKILL after
+    `stop_seconds`. On Linux, it also ends if this process dies. Raises OSError if the child cannot
+    be started, and TimeoutError if it runs for more than `timeout` seconds.
 
     on_line: called on another thread with each line of stdout and stderr.
     """

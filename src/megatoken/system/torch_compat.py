@@ -54,12 +54,12 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def declare_found_inf(optimizer: torch.optim.Optimizer) -> None:
-    """Make `supports_found_inf` return True for an optimizer whose `step` does it by itself."""
+    """Make `supports_found_inf` return True for an optimizer."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def follow_found_inf(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Make `supports_found_inf` return for an optimizer what it returns for its `inner` one."""
+    """Make `supports_found_inf` return the same for an optimizer as for its `inner` optimizer."""
     optimizer._step_supports_amp_scaling = supports_found_inf(inner)  # type: ignore[attr-defined]
 
 
