@@ -37,7 +37,7 @@ from megatoken.system.atomic_write import (
     sync_folder,
 )
 
-IDENTITY = "mirror.json"  # identifies the run of a mirror: in the run folder and in the copy
+IDENTITY = "mirror.json"  # identifies the run, in its folder and in its mirror
 FileWriter = Callable[[Path], object]  # writes one file at the given path
 SLACK_BYTES = 1 << 20  # allowance for the manifest and other small files
 RETRY_SECONDS = (1.0, 5.0)  # before a file is written again after a temporary error

@@ -67,8 +67,8 @@ class AsyncSave:
         }
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
             self.meta["attention"] = state.model.attention_name
-        self.files: dict[str, FileEntry] = {}  # of all ranks, once committed
-        self._entries: dict[str, FileEntry] = {}  # of this rank
+        self.files: dict[str, FileEntry] = {}  # those of all ranks, once committed
+        self._entries: dict[str, FileEntry] = {}  # those of this rank
         self._error: MegatokenError | None = None
         self.writing_seconds = 0.0
         self._n_bytes = 0  # hashed and made durable

@@ -247,7 +247,7 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
 
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
-    """Return the first row of the printed table: "model", and its name, size and context."""
+    """Return the row of the printed table that describes the model: its name, size and context."""
     return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
 
 

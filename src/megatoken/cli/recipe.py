@@ -88,7 +88,10 @@ def find_run_config(folder: Path) -> Path:
 
 
 def check_recipe(config: Config) -> None:
-    """Make those checks of a run that need no data or device, and raise the same errors."""
+    """Run those checks of `megatoken train` that need no data or device.
+
+    Raises the errors that training would raise.
+    """
     dims = ParallelDims(tp_size=config.machine.tensor_parallel)
     check_dims(dims, config.model.resolve(config.model.vocab_size))
     if config.evaluate.tasks:

@@ -11,8 +11,9 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
-# The parameter of the backward, and the local parameter that the optimizer updates. They are the
-# same tensor, a low-precision copy and its fp32 master weight, or a DTensor and its local part.
+# The parameter that gets a gradient in the backward, and the local one that the optimizer updates.
+# They are the same tensor, a low-precision copy and its fp32 master weight, or a DTensor and its
+# local tensor.
 GradPair = tuple[Tensor, Tensor]
 
 

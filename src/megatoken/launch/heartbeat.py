@@ -18,7 +18,7 @@ from pathlib import Path
 from megatoken.system.environment import heartbeat_file
 from megatoken.system.process import Child
 
-# Seconds of silence that each phase may take. Storage may stall; a save that writes has heartbeats.
+# Smallest limits of silence in seconds, by phase. Storage may stall; a save reports its progress.
 MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0)
 LIMIT_FACTOR = 5.0  # limit divided by the longest of the last RECENT times
 RECENT = 64
@@ -154,7 +154,7 @@ def stacks_file(heartbeat: Path) -> Path:
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Return whether a dump of stacks has a thread inside torch.distributed or our distributed."""
+    """Return whether a dump has a thread inside torch.distributed or megatoken.distributed."""
     threads = split_threads(stacks)
     return any("/distributed/" in "".join(thread.splitlines()[:3]) for thread in threads)
 

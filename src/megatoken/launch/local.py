@@ -1,7 +1,7 @@
 """Start the ranks of one machine, watch them, restart them after a failure, and forward signals.
 
-Used by `--nproc` and `Trainer(nproc=...)`. With several machines, torchrun or srun starts one such
-launcher on each.
+Used by `--nproc` and `Trainer(nproc=...)`. With several machines, torchrun or srun starts the
+command with `--nproc` once on each.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of a micro-batch when its loss is computed, and at the end of its backward.
+    """Memory of a micro-batch in bytes, when its loss is computed and at the end of its backward.
 
     blocks: activations saved for the backward.
     low_precision: copies of the weights in the dtype of matmuls.
@@ -38,7 +38,7 @@ def count_activation_bytes(
     loss_chunk: int,
     sharded: bool,
 ) -> ActivationBytes:
-    """Return the bytes of a micro-batch of `tokens`.
+    """Estimate the activation memory of a micro-batch of `tokens` in bytes.
 
     loss_chunk: how many rows of logits are held at once; 0 for all.
     sharded: whether weights are sharded. They are then gathered in low precision, and the residual

@@ -336,7 +336,10 @@ def _choose_precision(device: torch.device, precision: str) -> str:
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """Return the compile mode to use, and a warning, "" if the configured mode is possible."""
+    """Return the compile mode to use, and a warning.
+
+    The warning is "" unless the configured mode is impossible on this machine.
+    """
     if machine.compile == "auto":
         # Blocks compile faster than a full model, and their gradients arrive during the backward,
         # to be reduced while it computes.

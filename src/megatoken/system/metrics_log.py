@@ -210,7 +210,7 @@ class MetricsLogger:
         self.lost_rows += 1
         if self.lost_rows == 1:
             text = f"cannot write the log: {error.strerror} — {self.folder / name}; continuing"
-            with contextlib.suppress(OSError):  # of a closed terminal
+            with contextlib.suppress(OSError):  # the terminal is closed
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

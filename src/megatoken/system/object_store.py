@@ -20,7 +20,7 @@ from megatoken.system.atomic_write import NO_PATH, local_path
 
 RETRY_SECONDS = (1.0, 5.0)
 THREADS = 8  # files that are read or written at once
-READ_BYTES = 16 << 20  # at once, to hash an object
+READ_BYTES = 16 << 20  # per request, to hash an object
 # Errors that are not retried; by name, because botocore may not be installed.
 FINAL_ERRORS = {
     *("PermissionError", "NotADirectoryError", "FileExistsError"),
@@ -115,7 +115,7 @@ class ObjectStore:
         if not is_address(address) and NO_PATH.match(address):
             raise ConfigError(f"not an address: {address}", "", "write it as s3://bucket/folder")
         self.address = address.rstrip("/")
-        # A cached instance would have the credentials of its creation.
+        # A cached instance would keep the credentials with which it was created.
         options = {"use_listings_cache": False, "skip_instance_cache": True}
         if not is_address(address) or address.startswith(("file:", "local:")):
             options["auto_mkdir"] = True

@@ -28,7 +28,7 @@ from megatoken.system.torch_compat import uncompile
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
-GRADIENT_TOLERANCE = 1e-2  # between norms of one gradient, which some kernels sum in any order
+GRADIENT_TOLERANCE = 1e-2  # relative difference of gradient norms; some kernels sum in any order
 
 
 def compile_forward(

@@ -34,7 +34,7 @@ from megatoken.system.device import Device
 from megatoken.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.train.spikes import RecentSteps
 
-MOMENTUM_START = 0.85  # of optim.momentum_warmup (Jordan et al. 2024)
+MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class TrainState:
         return self.sharded.global_grad_norm(self.comm)
 
     def refresh_low_precision_copy(self) -> None:
-        """Copy the fp32 weights to the low-precision copy, if there is one."""
+        """Overwrite the low-precision copy, if there is one, with the fp32 weights."""
         if self.uses_master_weights:
             with torch.no_grad():
                 foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
@@ -201,7 +201,7 @@ class StepConfig:
     skip_spikes: bool = False
     deterministic: bool = False  # add gradients in the same order on 1, 2, 4, ... processes
     ramp: BatchRamp | None = None  # for batches that grow to `batch_tokens`
-    momentum: float = 0.95  # of Muon
+    momentum: float = 0.95  # Muon's
     momentum_warmup: int = 0
 
     def momentum_of(self, step: int) -> float:

@@ -30,7 +30,7 @@ class StepLog:
     def __init__(self, run: Run, recovery: Recovery) -> None:
         self._run = run
         self._recovery = recovery
-        self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # with values of the batch
+        self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # step, batch_values
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
         self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
