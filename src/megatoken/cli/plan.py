@@ -106,10 +106,7 @@ def plan_gpus(
     modes: Sequence[str],
     console: Console,
 ) -> Result:
-    """Plan for the GPUs named by --gpus, and print the plan.
-
-    Depending on the options, it also plans for other numbers of GPUs, other models of the family,
-    a deadline and a budget.
+    """Plan for --gpus, for other numbers of GPUs and models, and for a deadline or budget.
 
     tokens: training tokens of the run.
     """
@@ -139,8 +136,9 @@ def plan_gpus(
         smallest = find_deadline(config, model, gpu, math.inf, **common)
         fewest = smallest.layout.gpus if smallest else math.inf
         data["fewest_gpus"] = fewest if fewest <= GPU_COUNTS[-1] else None
-        no_number = f"no number up to {GPU_COUNTS[-1]:,}"
-        where = f"{fewest:,} x {gpu.name}" if data["fewest_gpus"] else no_number
+        where = f"no number up to {GPU_COUNTS[-1]:,}"
+        if data["fewest_gpus"]:
+            where = f"{fewest:,} x {gpu.name}"
         rows.append(("fits on", where))
     if n_measured:
         rows.append(("measured", f"{factor:.2f} times the formula ({n_measured} records)"))
