@@ -33,7 +33,7 @@ from megatoken.estimate.plan import (
 )
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object
-from megatoken.system.gpus import parse_gpus
+from megatoken.system.gpus import Gpu, parse_gpus
 
 HELP = "plan a run on some GPUs: fit, speed, hours, dollars"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
@@ -133,12 +133,9 @@ def plan_gpus(
     if data["settings"]:
         rows.append(("settings", f"train with {' '.join(data['settings'])}"))
     if not plan.fits:
-        smallest = find_deadline(config, model, gpu, math.inf, **common)
-        fewest = smallest.layout.gpus if smallest else math.inf
-        data["fewest_gpus"] = fewest if fewest <= GPU_COUNTS[-1] else None
-        where = f"no number up to {GPU_COUNTS[-1]:,}"
-        if data["fewest_gpus"]:
-            where = f"{fewest:,} x {gpu.name}"
+        fewest = find_fewest_gpus(config, model, gpu, common)
+        data["fewest_gpus"] = fewest
+        where = f"{fewest:,} x {gpu.name}" if fewest else f"no number up to {GPU_COUNTS[-1]:,}"
         rows.append(("fits on", where))
     if n_measured:
         rows.append(("measured", f"{factor:.2f} times the formula ({n_measured} records)"))
@@ -161,6 +158,16 @@ def plan_gpus(
     print_scaling(scaled, counts, full, console)
     print_family(family, f"{n_gpus} x {gpu.name}", console)
     return Result(ExitCode.DONE, data)
+
+
+def find_fewest_gpus(
+    config: Config, model: ModelConfig, gpu: Gpu, common: dict[str, Any]
+) -> int | None:
+    """Return the fewest GPUs on which the model fits; None if more than GPU_COUNTS lists."""
+    smallest = find_deadline(config, model, gpu, math.inf, **common)
+    if smallest is None or smallest.layout.gpus > GPU_COUNTS[-1]:
+        return None
+    return smallest.layout.gpus
 
 
 def plan_here(

@@ -8,9 +8,8 @@ open reproduction.
 LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2).
 llama-15m, 42m and 110m have the sizes of llama2.c's stories models; llama-5m, with grouped-query
 attention and its own vocabulary, is ours.
-Modern: our own models with all switches of model/gpt.py, named after the number of weights used in
-matmuls (the output layer once). modern-124m has many more parameters in all, mostly value
-embeddings, which are lookups. modern-hf uses only features that Qwen3 (Yang et al. 2025) has as
+Modern: our own models with all switches of model/gpt.py. Their names count only weights that are
+multiplied; value embeddings, which are looked up, give modern-124m many more parameters. modern-hf uses only features that Qwen3 (Yang et al. 2025) has as
 well, so that the transformers library can load it.
 """
 

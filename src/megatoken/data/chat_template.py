@@ -194,7 +194,7 @@ class ChatTemplate:
         return self._control_ids[stop[0]]
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless `encode` gives the ids of encoding the rendered text at once."""
+        """Raise ConfigError unless `encode`, which works by message, matches encoding all the text."""
         text = self._render(_PROBE, [message.content for message in _PROBE], True, "")
         if self.encode(_PROBE, reply=True)[0] != self.tokenizer.encode_control(text):
             what = f"chat template {self.name}: text next to control tokens changes their ids"

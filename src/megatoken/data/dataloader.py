@@ -310,18 +310,18 @@ class Prefetcher:
         self._next: tuple[int, Future[Batch | Tensor]] | None = None
         self.metrics: dict[str, float] = {}  # always empty; only other batch sources have metrics
 
-    def get(self, step: int) -> Batch:
-        """Return the batch of `step` on the device, and start making that of step + 1.
+    def get(self, number: int) -> Batch:
+        """Return a batch on the device, and start making the next one.
 
-        Steps may be requested in any order. Raises DataError as `DataLoader.rows` does.
+        Numbers may be requested in any order. Raises DataError as `DataLoader.rows` does.
         """
-        if self._next and self._next[0] == step:
+        if self._next and self._next[0] == number:
             future = self._next[1]
         else:
-            future = self._pool.submit(self._make, step)
+            future = self._pool.submit(self._make, number)
         self._next = None
         made = future.result()
-        self._next = step + 1, self._pool.submit(self._make, step + 1)
+        self._next = number + 1, self._pool.submit(self._make, number + 1)
         if isinstance(made, Batch):
             return made.to(self._device)
         rows = widen_ids(made.to(self._device, non_blocking=True), self._loader.tokens.dtype)
@@ -335,8 +335,8 @@ class Prefetcher:
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # otherwise pinning opens a context on device 0
 
-    def _make(self, step: int) -> Batch | Tensor:
-        """Return a step's batch or, for plain text on a GPU, its ids in pinned memory.
+    def _make(self, number: int) -> Batch | Tensor:
+        """Return a batch or, for plain text on a GPU, its ids in pinned memory.
 
         The ids keep their stored 16 or 32 bits, so that fewer bytes are copied; `get` widens them
         on the GPU.
@@ -344,8 +344,8 @@ class Prefetcher:
         loader = self._loader
         is_text = not loader.has_marks and loader.document_start is None
         if self._device.type != "cuda" or not is_text:
-            return loader.full_batch(step)
-        rows = loader.rows(step)
+            return loader.full_batch(number)
+        rows = loader.rows(number)
         return torch.from_numpy(
             rows.view(np.int16 if rows.itemsize == 2 else np.int32)
         ).pin_memory()

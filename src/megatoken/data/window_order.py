@@ -16,7 +16,7 @@ _ONE = 2**64  # 1.0 in units of 2**-64
 
 
 class WindowOrder(Protocol):
-    """An endless list of windows 0 to n - 1, in some order."""
+    """An endless list of window numbers, which goes through 0 to n - 1 again and again."""
 
     def windows(self, first: int, size: int) -> NDArray[np.int64]:
         """Return entries [first, first + size) of the endless list."""

@@ -165,7 +165,7 @@ class PairwiseGradSum:
 
 
 def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
-    """Sum tensors in a binary tree: add the sums of both halves, or an odd number in order."""
+    """Sum tensors as a binary tree, as far as their number can be halved; then one by one."""
     half, odd = divmod(len(terms), 2)
     if odd:
         return reduce(torch.add, terms)

@@ -6,7 +6,7 @@ read different data. Along the replica axis, ranks hold copies and read differen
 `machine.sharding` chooses what the sharding axis splits (Rajbhandari et al. 2020, ZeRO):
 
     none    nothing: every replica holds everything
-    zero1   stored weights and optimizer state; full weights and gradients exist during a step
+    zero1   optimizer state and fp32 weights; a step gathers full weights and has full gradients
     zero2   also gradients, which are reduced after every micro-batch
     zero3   also the weights during a step: each layer's are gathered only while it computes
     hybrid  zero3 within a machine; machines are replicas

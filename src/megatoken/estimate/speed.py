@@ -47,13 +47,14 @@ FOREACH_LAUNCHES = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Memory traffic and launches of a way to run training, in 16 bits with fp32 master weights.
+    """Cost coefficients of a training step that runs eagerly, compiled or with native kernels.
 
-    Bytes are moved in forward and backward. element_bytes: element-wise work of a layer, per
-    feature of a token. logit_bytes: the loss, per logit. score_bytes: explicit attention, per pair
-    of tokens and head. weight_bytes: casts of weights and sums of gradients, per parameter and
-    micro-batch. adamw_bytes: gradient norm, clipping and update, per parameter. launches:
-    operations per layer.
+    They are for 16 bits with fp32 master weights, forward and backward together. element_bytes:
+    bytes that element-wise operations of a layer move, per feature of a token. logit_bytes: bytes
+    that the loss moves, per logit. score_bytes: bytes that explicit attention moves, per pair of
+    tokens and head. weight_bytes: bytes that casts of weights and sums of gradients move, per
+    parameter and micro-batch. adamw_bytes: bytes that gradient norm, clipping and update move, per
+    parameter. launches: kernel launches per layer.
     """
 
     element_bytes: float

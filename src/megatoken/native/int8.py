@@ -1,4 +1,6 @@
-"""8-bit weights for decoding, which spends its time on reading weights, and a linear layer.
+"""Weights in 8 bits, and a linear layer that uses them, for decoding on a CPU.
+
+Decoding is limited by the bytes of weights that it reads.
 
 Shapes: N rows, I inputs, O outputs.
 """

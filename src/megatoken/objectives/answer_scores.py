@@ -19,10 +19,10 @@ MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward r
 
 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
-    """Return how many of `rows` rows to compute at once.
+    """Return how many of `rows` rows, each of `row_tokens` tokens, to compute at once.
 
-    These have at most as many tokens as `micro_batch` full contexts. The result is `micro_batch`
-    multiplied or divided by a power of two.
+    It is `micro_batch` multiplied or divided by a power of two, so that the rows together have at
+    most as many tokens as `micro_batch` full contexts.
     """
     size = micro_batch
     while size * row_tokens > micro_batch * seq_len and size % 2 == 0:

@@ -43,7 +43,7 @@ class LRSchedule:
         return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step; the first step is 0."""
+        """Return the learning rate of a step. Steps count from 0."""
         start = self.ramp.before(step) if self.ramp else step
         if start < self.warmup:
             end = self.ramp.before(step + 1) if self.ramp else step + 1

@@ -107,8 +107,8 @@ def hash_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) -> None:
     """Fsync a closed file. Raises OSError.
 
-    on_progress: on Linux, called with the number of bytes in each part of SYNC_BYTES that was
-        written to the disk.
+    on_progress: on Linux, the file is synced in parts of SYNC_BYTES, and this is called with the
+        size of each part.
     """
     flags = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs writable files only
     descriptor = os.open(path, flags)

@@ -192,7 +192,7 @@ def _peak_key(device: Device) -> str:
 
 
 def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return functions that multiply `left` by `right` into a preallocated result, by library.
+    """Return a function per library that computes `left @ right` into a preallocated result.
 
     The libraries are torch, and for fp32 on a CPU also numpy, whose BLAS may be faster. numpy is
     left out if torch uses fewer threads than there are cores, because numpy always uses all.

@@ -1,4 +1,4 @@
-"""Build the model and optimizer of a run: new weights, those of `model.init`, or user objects.
+"""Build the model and optimizer of a run, unless the user passes them to `Trainer`.
 
 restore.py then replaces their state if the run has a checkpoint.
 """

@@ -112,7 +112,7 @@ class Mirror:
     def finish(self) -> bool:
         """Upload the newest checkpoint and wait for it, with retries.
 
-        Returns whether this rank uploads checkpoints, even if the upload failed.
+        Returns True on the rank that uploads, whether or not the upload succeeded.
         """
         if self._uploads is None:
             return False

@@ -46,8 +46,8 @@ class TrainState:
         a low-precision copy of it.
     forward: `compute_model`, compiled or not.
     sharded: this process's slices of the parameters.
-    found_bad: 0-d bool on the device that a bad step sets. Its update and all later ones are
-        skipped until the host reads the flag and clears it.
+    found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
+        host reads and clears it.
     objective: what to minimize; None for the mean cross-entropy of the targets.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps, for finding spikes.

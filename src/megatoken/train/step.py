@@ -294,7 +294,7 @@ def clip_and_update(
 
 
 def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
-    """Clip and update unless `state.found_bad` is set; reading it waits for the device.
+    """Wait for the device to read `state.found_bad`; unless it is set, clip and update.
 
     Returns whether fp16 gradients overflowed, so that the scaler skipped the update. Raises
     NumericsError if they overflow even at the lowest loss scale.

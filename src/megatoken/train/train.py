@@ -1,7 +1,8 @@
 """Train a model: read this file first.
 
 `Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its
-newest checkpoint, and trains it to the end of its budget.
+newest checkpoint, and trains it to the end of its budget. The loop is `run_loop`; batches.py makes
+its batches, step.py computes a step, restore.py resumes.
 """
 
 import tempfile
@@ -134,7 +135,7 @@ class Trainer:
         self.explain = explain
         self.allow_changes = allow_changes
         self.extend = extend
-        # The name of a built-in reward is in the config.
+        # A built-in reward is found by its name in the config, so it need not be passed on.
         self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
     def fit(self) -> Summary:
@@ -228,11 +229,11 @@ class Trainer:
     ) -> Run:
         """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
         state = log.state
-        steps, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
-        plan = replace(plan, step_config=steps)
+        step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
+        plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
-        # After tuning, which measures the cross-entropy; None keeps it (train/step.py).
-        state.objective = build_objective(plan.config.objective, steps.loss_chunk)
+        # Tuning measures steps with the cross-entropy, which an objective of None keeps (step.py).
+        state.objective = build_objective(plan.config.objective, step_config.loss_chunk)
         batches, validation = open_batches(plan, state, log, self.reward)
         return Run(
             out=plan.out,
@@ -242,7 +243,7 @@ class Trainer:
             heartbeat=plan.heartbeat,
             config=plan.config,
             data=plan.data,
-            step_config=steps,
+            step_config=step_config,
             dims=plan.dims,
             log_file=plan.log_file,
             stop=plan.stop,
@@ -292,7 +293,7 @@ def train(run: Run) -> ExitCode:
     step_log = StepLog(run, recovery)
     run.log_file.start_clock()
     try:
-        # As in fit(), for set-up; again here, so that `record_failure` logs the converted error.
+        # Errors of set-up are converted around _fit; here, before `record_failure` logs them.
         with (
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
@@ -318,8 +319,8 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
     try:
         with closing(run.batches):
             while state.step < run.step_config.total_steps:
-                # Raises StopRequested on all ranks together. Otherwise: does any rank want to read
-                # its losses? Then all do, so that they rewind together.
+                # If a stop is requested, this raises StopRequested on all ranks. If any rank wants
+                # to read its losses, all ranks read theirs, because they rewind together.
                 must_read = run.check_stop(flag=step_log.wants_read)
                 call_actions(run, [action for action in actions if action.is_due(state.step)])
                 if run.progress.is_out_of_patience(run.config.evaluate.patience):

@@ -115,8 +115,9 @@ def build_config(
 ) -> ModelConfig:
     """Build an architecture from another program's settings.
 
-    values: the settings. names: megatoken's field -> key in `values`. switches: values of further
-    fields. Raises CheckpointError, naming `where`, for a value that is missing or wrong.
+    values: the settings. names: for each field of ModelConfig to read, its key in `values`.
+    switches: the other fields, which are fixed. Raises CheckpointError, naming `where`, for a value
+    that is missing or wrong.
     """
     fields = dict(switches)
     for field, key in names.items():
