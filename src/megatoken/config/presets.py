@@ -9,8 +9,9 @@ LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configu
 llama-15m, 42m and 110m have the sizes of llama2.c's stories models; llama-5m, with grouped-query
 attention and its own vocabulary, is ours.
 Modern: our own models with all switches of model/gpt.py. Their names count only weights that are
-multiplied; value embeddings, which are looked up, give modern-124m many more parameters. modern-hf uses only features that Qwen3 (Yang et al. 2025) has as
-well, so that the transformers library can load it.
+multiplied; value embeddings, which are looked up, give modern-124m many more parameters. modern-hf
+uses only features that Qwen3 (Yang et al. 2025) has as well, so that the transformers library can
+load it.
 """
 
 from typing import Any

@@ -47,7 +47,7 @@ FOREACH_LAUNCHES = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Cost coefficients of a training step that runs eagerly, compiled or with native kernels.
+    """Cost coefficients of a training step that is eager, compiled, or eager with fused kernels.
 
     They are for 16 bits with fp32 master weights, forward and backward together. element_bytes:
     bytes that element-wise operations of a layer move, per feature of a token. logit_bytes: bytes
