@@ -20,6 +20,7 @@ FORKS.set_forkserver_preload(
         "pytest",
         "tests.tiny_run",
         "megatoken.distributed.parallelize",
+        "torch._inductor",  # of use_deterministic_algorithms
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
     ]
@@ -35,7 +36,7 @@ SHORT_MEASUREMENTS = {
 
 def start_process(work: Callable[..., None], *args: object) -> ForkServerProcess:
     """Start `work(*args)` in a process with the environment of this moment."""
-    process = FORKS.Process(target=_work, args=(dict(os.environ), work, *args))
+    process = FORKS.Process(target=run_shortened, args=(dict(os.environ), work, *args))
     process.start()
     return process
 
@@ -70,10 +71,10 @@ def _work_of_rank(
     dist_env = DistEnv(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, port=port
     )
-    _work({**environment, **dist_env.variables()}, work, rank, *args)
+    run_shortened({**environment, **dist_env.variables()}, work, rank, *args)
 
 
-def _work(environment: Mapping[str, str], work: Callable[..., None], *args: object) -> None:
+def run_shortened(environment: Mapping[str, str], work: Callable[..., None], *args: object) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for name, value in SHORT_MEASUREMENTS.items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,11 +29,6 @@ QUIET = Console(quiet=True)
 MODEL = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)
 SPEC = WorkerSpec(model_config=MODEL, batch_seqs=4, device="cpu")
 SIZES = "--n-layer 1 --n-head 2 --d-model 32 --vocab-size 128 --seq-len 16 --batch-seqs 4"
-
-
-@pytest.fixture(autouse=True)
-def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MOST_STEPS", 3)
 
 
 def make_training(spec: WorkerSpec, step: Callable[[Batch], float]) -> Training:
@@ -73,11 +69,12 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     assert not any(worker.processes for worker in workers)
 
 
-def test_nothing_outlives_the_benchmark() -> None:
-    worker = Worker(spec=SPEC)
-    assert worker.warm_up()
-    process = worker.processes[0]
-    process.kill()
+def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "SPAWN", multiprocessing.get_context("spawn"))  # as in use
+        worker = Worker(spec=SPEC)
+        assert worker.warm_up()
+    worker.processes[0].kill()
     assert worker.run_round(1) is None
     assert "killed" in worker.skipped
     worker = Worker(spec=SPEC)

@@ -140,7 +140,6 @@ def test_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    monkeypatch.setattr("megatoken.bench.runner.MOST_STEPS", 2)
     words = ["bench", "ladder", "--preset", "tiny", "--rungs", "4", "--repeats", "1", "--json"]
     words += ["--device", "cpu", "--out", str(tmp_path), "--name", "new", "--batch-tokens"]
     assert main([*words, "32"]) == ExitCode.DONE

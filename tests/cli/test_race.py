@@ -98,6 +98,7 @@ def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_pa
     assert curve.find_crossing(4.5) == 10.0
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,8 @@
 """A sweep tries the values in its ranges, keeps the best recipe, and continues after a stop."""
 
 import json
+import os
 import signal
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from megatoken.cli import child_runs
 from megatoken.cli.main import main
 from megatoken.cli.sweep import Sweep, TrialLosses, format_values, parse_space
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.launch.local import COMMAND
+from tests.cli.conftest import ForkedChild, run_command
+from tests.ranks import start_process
 
 optuna = pytest.importorskip("optuna")
 TEXT = "To be, or not to be, that is the question. " * 400
@@ -87,6 +89,7 @@ def test_wrong_ranges_are_refused(word: str) -> None:
         parse_space("quickstart", [word])
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +121,7 @@ def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_a_search_whose_trials_all_fail_is_an_error(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +196,7 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> 
 
 
 def test_a_sweep_that_is_killed_resumes_its_run(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     trial = out / "trial-000"
@@ -205,12 +209,14 @@ def test_a_sweep_that_is_killed_resumes_its_run(
 
     step = 0
     for number, code in ((signal.SIGTERM, ExitCode.STOPPED), (signal.SIGKILL, -signal.SIGKILL)):
-        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL)
-        wait_for(lambda: newest_step() > step or process.poll() is not None)  # noqa: B023 (used at once)
-        process.send_signal(number)
-        assert process.wait() == code
+        process = start_process(run_command, words, tmp_path / "log")  # starts a real trial
+        wait_for(lambda: newest_step() > step or not process.is_alive())  # noqa: B023 (used at once)
+        os.kill(process.pid, number)
+        process.join()
+        assert process.exitcode == code
         wait_for(lambda: "stopped" in (trial / "status.json").read_text())
         step = newest_step()
+    monkeypatch.setattr(child_runs, "Child", ForkedChild)
     assert main([*words, "--json"]) == ExitCode.DONE
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     states = [(row["trial"], row["state"]) for row in answer["trials"]]
