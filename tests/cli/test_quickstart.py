@@ -1,9 +1,11 @@
 """`megatoken quickstart`, and the prepare commands of shipped recipes."""
 
+import asyncio
 import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ import megatoken
 from megatoken.cli.main import main
 from megatoken.cli.quickstart import find_prompt
 from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
+from megatoken.data import sources
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 
@@ -51,6 +54,8 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    part = {"stdlib": Path(asyncio.__file__).parent}
+    monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_paths=lambda: part))
     assert main(["quickstart", "--json", *SHORT]) == ExitCode.DONE
     captured = capsys.readouterr()
     first = json.loads(captured.out)
