@@ -1,10 +1,10 @@
 """`megatoken eval` and `megatoken.eval.evaluate`, and tasks scored while a run trains."""
 
+import io
 import json
 import math
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,72 +15,62 @@ import tokenizers
 import torch
 
 from megatoken.cli.main import main
-from megatoken.config.load import resolve
-from megatoken.console import Console
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError
+from megatoken.errors import ConfigError, DataError, ExitCode, NumericsError
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.tasks import Example
-from megatoken.system.metrics_log import read_metrics
-from megatoken.train.train import Trainer
 from tests.convert.models import TINY_GPT, draw_model
 from tests.data.small_dataset import write_external
+from tests.ranks import run_ranks
+from tests.tiny_run import read_rows, train
 
-RECIPE = """\
-model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 64}
-data: {path: SHARDS}
-optim: {lr: 1e-2, warmup: 5steps}
-budget: {steps: 20, batch_tokens: 512}
-machine: {device: cpu, precision: fp32, micro_batch: 4, threads: 1, gemm_backend: torch, attention: flash}
-save: {every: 10steps}
-evaluate:
-  {every: 10steps, tokens: 100000, tasks: "hellaswag,lambada", tasks_every: 10steps, tasks_data: TASKS, tasks_limit: 30}
-log: {plots: false}
-"""
+SETTINGS = """model.seq_len=64 budget.steps=20 budget.batch_tokens=512 save.every=10steps
+    evaluate.every=10steps evaluate.tokens=100000 evaluate.tasks=hellaswag,lambada
+    evaluate.tasks_every=10steps evaluate.tasks_limit=30"""
 LINES = [f"{n} bottles of beer on the wall, take {n % 7} down" for n in range(400)]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, shards and examples of it, and a recipe."""
+    """Text, and shards and tasks made of it."""
     folder = tmp_path_factory.mktemp("eval")
-    (folder / "text.txt").write_text("<|endoftext|>".join(LINES))
-    prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
-    prepare(str(folder / "text.txt"), folder / "other", tokenizer="bpe:300", val_fraction=0.0)
+    text = folder / "text.txt"
+    text.write_text("<|endoftext|>".join(LINES))
+    prepare(text, folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    prepare(text, folder / "other", tokenizer="bpe:300", val_fraction=0.0)
     write_external(folder / "foreign.bin", np.arange(200, dtype=np.uint16))
     (folder / "rows.jsonl").write_text('{"goal": "no text"}\n')
-    tasks = folder / "tasks"
-    tasks.mkdir()
+    endings = ((7, "wall"), (5, "wall"), (3, "floor"))
     rows = [
         {
             "activity_label": "Beer",
             "ctx": f"{n} bottles of beer",
-            "endings": [
-                f" on the {thing}, take {n % k} down"
-                for k, thing in ((7, "wall"), (5, "wall"), (3, "floor"))
-            ],
+            "endings": [f" on the {thing}, take {n % k} down" for k, thing in endings],
             "label": n % 3,
         }
         for n in range(40)
     ]
-    (tasks / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tasks / "lambada.jsonl").write_text(
-        "".join(json.dumps({"text": line}) + "\n" for line in LINES[:40])
-    )
-    recipe = RECIPE.replace("SHARDS", str(folder / "shards")).replace("TASKS", str(tasks))
-    (folder / "tiny.yaml").write_text(recipe)
+    write_task(folder / "tasks", "hellaswag", rows)
+    write_task(folder / "tasks", "lambada", [{"text": line} for line in LINES[:40]])
     return folder
+
+
+def write_task(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_with_tasks(data: Path, out: Path, *settings: str, stop: int = 0) -> None:
+    words = (f"data.path={data}/shards", f"evaluate.tasks_data={data}/tasks", *settings)
+    train(out, SETTINGS, *words, stop=stop)
 
 
 @pytest.fixture(scope="module")
 def run(data: Path) -> Path:
-    summary = Trainer(
-        resolve(str(data / "tiny.yaml")), data / "run", console=Console(to_stderr=True)
-    ).fit()
-    assert summary.code == ExitCode.DONE
+    train_with_tasks(data, data / "run")
     return data / "run"
 
 
@@ -94,7 +84,7 @@ def run_eval(*arguments: object, capsys: pytest.CaptureFixture[str]) -> dict[str
 def test_tasks_score_the_same_during_training_and_afterwards(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [row for row in read_metrics(run) if row["kind"] == "eval"]
+    rows = read_rows(run, "eval")
     assert [(row["step"], row["task"], row["n"]) for row in rows] == [
         (step, task, 30) for step in (0, 10, 20) for task in ("hellaswag", "lambada")
     ]
@@ -108,50 +98,27 @@ def test_tasks_score_the_same_during_training_and_afterwards(
     assert result["model"] == f"{run} at step 20"
 
 
-def test_table_of_scores(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["eval", str(run), "--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]) == 0
-    )
-    head, hellaswag, lambada = capsys.readouterr().out.splitlines()[-3:]
-    names = ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
-    assert head.split() == names
-    assert hellaswag.split()[2:4] == ["hellaswag", "40"]
-    assert hellaswag.count("±") == 3
-    assert lambada.split()[7:10] == ["-", "-", "perplexity"]
-
-
 def test_several_models_in_one_table(
     run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of them has a context that no choice fits into: it is scored all the same, and said so."""
+    """One of them has a context that no choice fits into."""
     short = tmp_path / "short"
     short.mkdir()
-    write_hf(
-        short,
-        draw_model(replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)),
-        load_tokenizer("bytes"),
-        "fp32",
-    )
-    models, tasks = (
-        [str(run), str(short)],
-        ["--tasks", "hellaswag,lambada", "--data", str(data / "tasks")],
-    )
-    assert main(["eval", *models, *tasks, "--plot", str(tmp_path / "scores.svg")]) == 0
+    model_config = replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)
+    write_hf(short, draw_model(model_config), load_tokenizer("bytes"), "fp32")
+    models = [str(run), str(short)]
+    tasks = ["--tasks", "hellaswag,lambada", "--data", f"{data}/tasks"]
+    picture = tmp_path / "scores.svg"
+    assert main(["eval", *models, *tasks, "--plot", str(picture)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()[-6:-1]
     assert head.split() == ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
-    cells = [line.split()[:4] for line in lines]
-    sizes = ["35,744", "21,248"]
-    assert cells == [
-        [m, s, t, "40"]
-        for m, s in zip(models, sizes, strict=True)
-        for t in ("hellaswag", "lambada")
+    sizes = dict(zip(models, ("35,744", "21,248"), strict=True))
+    assert [line.split()[:4] for line in lines] == [
+        [model, sizes[model], task, "40"] for model in models for task in ("hellaswag", "lambada")
     ]
     assert " 40 with a choice longer" in lines[2]
-    picture = (tmp_path / "scores.svg").read_text()
-    assert all(
-        f"<!-- {text} -->" in picture
-        for text in ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
-    )
+    names = ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
+    assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
     together = run_eval(*models, *tasks, capsys=capsys)["models"]
     assert [answer.pop("parameters") for answer in together] == [35744, 21248]
     for model, answer in zip(models, together, strict=True):
@@ -159,46 +126,22 @@ def test_several_models_in_one_table(
         for metrics in (*alone["tasks"].values(), *answer["tasks"].values()):
             del metrics["seconds"]
         assert alone == answer
-    assert (
-        main(
-            [
-                "eval",
-                *models,
-                "--data",
-                str(data / "text.txt"),
-                "--plot",
-                str(tmp_path / "loss.svg"),
-            ]
-        )
-        == 0
-    )
-    head, *lines = capsys.readouterr().out.splitlines()[-4:-1]
-    names = ["model", "parameters", "data", "loss", "bits/byte", "perplexity", "tokens", "bytes"]
-    assert head.split() == names
-    rows = [[m, s] for m, s in zip(models, sizes, strict=True)]
-    assert [line.split()[:2] for line in lines] == rows
-    assert "<!-- bits per byte -->" in (tmp_path / "loss.svg").read_text()
+    assert main(["eval", *models, "--data", f"{data}/text.txt", "--plot", str(picture)]) == 0
+    *_, first, second, _ = capsys.readouterr().out.splitlines()
+    assert [first.split()[0], second.split()[0]] == models
+    assert "<!-- bits per byte -->" in picture.read_text()
 
 
 def test_predictions_are_in_file_order_and_give_the_scores(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        run,
-        "--tasks",
-        "hellaswag",
-        "--data",
-        data / "tasks" / "hellaswag.jsonl",
-        "--examples",
-    ]
+    file = data / "tasks" / "hellaswag.jsonl"
+    arguments = [run, "--tasks", "hellaswag", "--data", file, "--examples"]
     metrics = run_eval(*arguments, capsys=capsys)["tasks"]["hellaswag"]
     examples = metrics["examples"]
     assert [example["gold"] for example in examples] == [n % 3 for n in range(40)]
-    for score, choice in (
-        ("acc", "pred"),
-        ("acc_norm", "pred_norm"),
-        ("acc_token_mean", "pred_token_mean"),
-    ):
+    choices = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
+    for score, choice in choices.items():
         right = np.array([example[choice] == example["gold"] for example in examples], float)
         assert metrics[score] == right.mean()
         assert metrics["stderr"][score] == pytest.approx(right.std(ddof=1) / math.sqrt(40))
@@ -209,43 +152,36 @@ def test_predictions_are_in_file_order_and_give_the_scores(
     ]
 
 
+def eval_on_rank(rank: int, arguments: list[list[str]], answers: Path) -> None:
+    for number, words in enumerate(arguments):
+        output = io.StringIO()
+        with redirect_stdout(output):
+            assert main(["eval", *words, "--json", "--nproc", "2"]) == ExitCode.DONE
+        if rank == 0:
+            (answers / str(number)).write_text(output.getvalue())
+
+
 def test_two_processes_give_the_result_of_one(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (
-        ["--tasks", "hellaswag", "--data", str(data / "tasks"), "--examples"],
-        ["--data", str(data / "text.txt")],
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "megatoken",
-            "eval",
-            str(run),
-            *arguments,
-            "--json",
-            "--nproc",
-            "2",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-        assert done.returncode == 0, done.stderr
-        (line,) = done.stdout.splitlines()
-        single, two = run_eval(run, *arguments, capsys=capsys), json.loads(line)
-        for result in (single, two):
-            for metrics in result.get("tasks", {}).values():
-                del metrics["seconds"]
-        if "loss" in two:
-            assert two.pop("loss") == pytest.approx(single.pop("loss"), rel=1e-7)
-            for name in ("perplexity", "bits_per_byte"):
-                assert two.pop(name) == pytest.approx(single.pop(name), rel=1e-6)
-        assert two == single
+    tasks = [str(run), "--tasks", "hellaswag", "--data", f"{data}/tasks", "--examples"]
+    text = [str(run), "--data", f"{data}/text.txt"]
+    run_ranks(eval_on_rank, [tasks, text], tmp_path, nprocs=2)
+    single, two = run_eval(*tasks, capsys=capsys), json.loads((tmp_path / "0").read_text())
+    for result in (single, two):
+        del result["tasks"]["hellaswag"]["seconds"]
+    assert two == single
+    single, two = run_eval(*text, capsys=capsys), json.loads((tmp_path / "1").read_text())
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert two.pop(name) == pytest.approx(single.pop(name), rel=1e-6)
+    assert two == single
 
 
 def test_loss_on_shards_equals_the_validation_loss_of_the_run(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_eval(run, "--data", data / "shards", "--limit", 100000, capsys=capsys)
-    last = [row for row in read_metrics(run) if row["kind"] == "val"][-1]
+    last = read_rows(run, "val")[-1]
     assert result["split"] == "val"
     assert result["target_tokens"] == last["target_tokens"]
     assert result["loss"] == pytest.approx(last["loss"], rel=1e-6)
@@ -304,7 +240,7 @@ def test_python_function_returns_what_the_command_prints(
     assert evaluate(loaded.model, loaded.tokenizer, data=data / "shards") == {
         key: value for key, value in command.items() if key != "model"
     }
-    with pytest.raises(ConfigError, match="nothing to evaluate on"):
+    with pytest.raises(ConfigError):
         evaluate(loaded.model, loaded.tokenizer)
 
 
@@ -344,54 +280,39 @@ def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
         evaluate(model, tokenizer, data=data / "text.txt")
 
 
-def test_plot_has_task_scores(run: Path, data: Path) -> None:
-    assert main(["plot", str(run), "--out", str(data / "curves.png")]) == 0
-    assert (data / "curves.png").stat().st_size > 20_000
-
-
 def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None:
-    def train(*arguments: str) -> None:
-        Trainer(
-            resolve(str(data / "tiny.yaml"), arguments),
-            tmp_path / "run",
-            console=Console(to_stderr=True),
-        ).fit()
-
-    train("save.time_limit=1s", "budget.steps=20")  # may or may not stop early
-    train("budget.steps=20")
+    for stop in (10, 0):
+        train_with_tasks(data, tmp_path / "run", stop=stop)
     for kind in ("eval", "val"):
         rows = [
-            [row | {"elapsed_seconds": 0} for row in read_metrics(folder) if row["kind"] == kind]
+            [row | {"elapsed_seconds": 0} for row in read_rows(folder, kind)]
             for folder in (tmp_path / "run", run)
         ]
         assert rows[0] == rows[1]
 
 
 ERRORS = [
-    ("DATA/tasks", ExitCode.CONFIG, "nothing to evaluate on"),
-    ("DATA/else", ExitCode.CONFIG, "DATA/else"),
-    ("--tasks helaswag", ExitCode.CONFIG, "hellaswag"),
-    ("--tasks piqa --data DATA/tasks", ExitCode.DATA, "DATA/tasks/piqa.jsonl"),
-    ("--tasks piqa --data DATA/none.jsonl", ExitCode.DATA, "DATA/none.jsonl"),
-    ("--tasks piqa --data DATA/tasks/lambada.jsonl", ExitCode.DATA, "lambada.jsonl:1 "),
-    ("--tasks piqa --limit -1", ExitCode.CONFIG, "--limit"),
-    ("--tasks piqa --nproc 0", ExitCode.CONFIG, "--nproc"),
-    ("--tasks piqa --harness", ExitCode.CONFIG, "--harness"),
-    ("--data DATA/rows.jsonl", ExitCode.DATA, "rows.jsonl:1 "),
-    ("--data DATA/text.txt --split train", ExitCode.CONFIG, "DATA/text.txt"),
-    ("--data DATA/nothing", ExitCode.DATA, "DATA/nothing"),
-    ("--data DATA/foreign.bin", ExitCode.DATA, "gpt2"),
-    ("--data DATA/other", ExitCode.DATA, "bpe:300"),
+    ("DATA/tasks", ExitCode.CONFIG),
+    ("DATA/else", ExitCode.CONFIG),
+    ("--tasks helaswag", ExitCode.CONFIG),
+    ("--tasks piqa --data DATA/tasks", ExitCode.DATA),
+    ("--tasks piqa --data DATA/tasks/lambada.jsonl", ExitCode.DATA),
+    ("--tasks piqa --nproc 0", ExitCode.CONFIG),
+    ("--tasks piqa --harness", ExitCode.CONFIG),
+    ("--data DATA/rows.jsonl", ExitCode.DATA),
+    ("--data DATA/text.txt --split train", ExitCode.CONFIG),
+    ("--data DATA/nothing", ExitCode.DATA),
+    ("--data DATA/foreign.bin", ExitCode.DATA),
+    ("--data DATA/other", ExitCode.DATA),
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "word"), ERRORS)
+@pytest.mark.parametrize(("line", "code"), ERRORS)
 def test_wrong_input_is_a_one_line_error(
     run: Path,
     data: Path,
     line: str,
     code: ExitCode,
-    word: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -399,21 +320,15 @@ def test_wrong_input_is_a_one_line_error(
     (data / "else" / "checkpoints").mkdir(parents=True, exist_ok=True)
     (data / "else" / "config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
     assert main(["eval", str(run), *line.replace("DATA", str(data)).split()]) == code
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error
-    assert word.replace("DATA", str(data)) in error
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine line"}\n{"text": 3}\n')
-    for arguments, message in (
-        (["evaluate.tasks=lambda"], r"unknown task 'lambda' — tasks — did you mean lambada\?"),
-        (["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"], r"bad\.jsonl:2"),
+    write_task(tmp_path, "lambada", [{"text": "fine line"}, {"text": 3}])
+    for setting, error in (
+        ("evaluate.tasks=lambda", ConfigError),
+        (f"evaluate.tasks_data={tmp_path}", DataError),
     ):
-        with pytest.raises(MegatokenError, match=message):
-            Trainer(
-                resolve(str(data / "tiny.yaml"), arguments),
-                tmp_path / "run",
-                console=Console(to_stderr=True),
-            ).fit()
+        with pytest.raises(error):
+            train_with_tasks(data, tmp_path / "run", setting)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
