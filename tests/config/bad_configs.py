@@ -1,8 +1,7 @@
 """Malformed recipes and overrides, each with the place and the names that its error must contain."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_origin
+from typing import Literal, NamedTuple, get_origin
 
 from megatoken.config.fields import ConfigField, Duration
 from megatoken.config.schema import FIELDS
@@ -12,35 +11,23 @@ GOOD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BadConfig:
+class BadConfig(NamedTuple):
     """Words after `megatoken train`, where RECIPE stands for the path of a file with `recipe`.
 
     says: parts of the error, where FILE stands for that path.
     """
 
-    name: str
-    says: tuple[str, ...]
+    says: tuple[str, ...] = ()
     recipe: bytes = GOOD
     words: tuple[str, ...] = ("RECIPE",)
 
-    def arguments(self, path: str) -> list[str]:
-        """Return `words` with the path of the recipe."""
-        return [path if word == "RECIPE" else word for word in self.words]
-
-    def find_mistakes(self, error: str, path: str) -> list[str]:
-        """Return what is missing from the text on stderr."""
-        missing = [part for part in self.says if part.replace("FILE", path) not in error]
-        is_line = error.startswith("error: ") and error.count("\n") == 1
-        return missing + ([] if is_line else ["a single line"])
-
 
 def text(recipe: str, *says: str) -> BadConfig:
-    return BadConfig(f"yaml: {recipe[:60]}", ("FILE", *says), recipe.encode())
+    return BadConfig(("FILE", *says), recipe.encode())
 
 
 def override(word: str, *says: str) -> BadConfig:
-    return BadConfig(f"override: {word[:60]}", says, words=("RECIPE", word))
+    return BadConfig(says, words=("RECIPE", word))
 
 
 def misspelled_fields() -> Iterator[BadConfig]:
@@ -120,11 +107,7 @@ BROKEN_YAML = {  # text -> the line at fault; 0 if not known
 
 def broken_yaml() -> Iterator[BadConfig]:
     for recipe, line in BROKEN_YAML.items():
-        yield (
-            text(recipe, f"FILE:{line}")
-            if line
-            else BadConfig(f"yaml: {recipe[:60]}", (), recipe.encode())
-        )
+        yield text(recipe, f"FILE:{line}") if line else BadConfig((), recipe.encode())
     for data in (
         "data: {path: na\u00efve}\n".encode("latin-1"),
         "seed: 1\n".encode("utf-16"),
@@ -133,30 +116,20 @@ def broken_yaml() -> Iterator[BadConfig]:
         b"data: {path: \xf0\x9f\x98",
         b"seed: 1\n" * (1 << 18),  # 2 MiB
     ):
-        yield BadConfig(f"bytes: {data[:20]!r}", ("FILE",), data)
+        yield BadConfig(("FILE",), data)
+
+
+WRONG_OVERRIDES = """
+    a.b=c model.=1 n_layers=3 model=3 MODEL.N_LAYR=3 model.n_layer= model.n_layer=12tok
+    optim.lr=1e-3tok optim.warmup=0.1 budget.tokens=3ep budget.tokens=300steps budget.steps=1000tok
+    save.time_limit=soon seed=99999999999999999999 budget.batch_tokens=1000 machine.micro_batch=5
+    model.n_head=7 model.preset=gpt5 optim.decay=1.5dur
+"""
 
 
 def wrong_overrides() -> Iterator[BadConfig]:
-    for word in ("a.b=c", "model.=1", "n_layers=3", "model=3", "MODEL.N_LAYR=3"):
+    for word in (*WRONG_OVERRIDES.split(), "save.every=10 minutes"):
         yield override(word, word.partition("=")[0], "command line")
-    for key, value in (
-        ("model.n_layer", ""),
-        ("model.n_layer", "12tok"),
-        ("optim.lr", "1e-3tok"),
-        ("optim.warmup", "0.1"),
-        ("save.every", "10 minutes"),
-        ("budget.tokens", "3ep"),
-        ("budget.tokens", "300steps"),
-        ("budget.steps", "1000tok"),
-        ("save.time_limit", "soon"),
-        ("seed", "99999999999999999999"),
-        ("budget.batch_tokens", "1000"),
-        ("machine.micro_batch", "5"),
-        ("model.n_head", "7"),
-        ("model.preset", "gpt5"),
-        ("optim.decay", "1.5dur"),
-    ):
-        yield override(f"{key}={value}", key, "command line")
     for word in ("--model.n_layer=3", "model.n_layer", "=3", "-lr"):
         yield override(word, word)
     for word in ("data.path=nothing://bucket/data", "save.mirror=nothing://bucket/run"):
@@ -172,9 +145,9 @@ def wrong_names() -> Iterator[BadConfig]:
         "llama3-8b": "model.preset",
     }
     for name, suggestion in near.items():
-        yield BadConfig(f"name: {name}", (name, suggestion), words=(name,))
+        yield BadConfig((name, suggestion), words=(name,))
     for name in ("nowhere/x.yaml", ".", "", "x" * 300, "/dev/null/x", "a\0b", "a\nb"):
-        yield BadConfig(f"name: {name!r:.60}", (), words=(name,))
+        yield BadConfig(words=(name,))
 
 
 KINDS = (misspelled_fields, wrong_values, broken_yaml, wrong_overrides, wrong_names)

@@ -17,7 +17,7 @@ from megatoken.config.load import (
 )
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, DataConfig
-from megatoken.config.words import WORDS, suggest_setting
+from megatoken.config.words import WORDS
 from megatoken.errors import ConfigError
 
 RECIPE = """\
@@ -119,14 +119,6 @@ def test_an_origin_is_a_comment_of_one_line(tmp_path: Path) -> None:
     assert resolve(write(tmp_path, rendered)).config == resolved.config
 
 
-@pytest.mark.parametrize("name", list_recipes())
-def test_shipped_recipes_state_cost_and_data(name: str) -> None:
-    assert resolve(name).config.data.path
-    text = (Path(__file__).parents[2] / "src/megatoken/config/recipes" / f"{name}.yaml").read_text()
-    assert "FLOP" in text.split("version:")[0]
-    assert "megatoken prepare" in text
-
-
 # Brown et al. 2020, table 2.1: learning rate, and batch in units of 1,024 tokens.
 GPT3 = {
     "gpt3-125m": (6e-4, 512),
@@ -151,28 +143,6 @@ def test_gpt3_recipes_are_the_papers(name: str) -> None:
     assert (budget.tokens, budget.batch_start) == (300_000_000_000, 32_768)
     assert 4_000_000_000 <= budget.batch_ramp <= 12_000_000_000
     assert config.model.preset == name
-
-
-def test_recipe_names() -> None:
-    promised = {"quickstart", "shakespeare", *(p for p in PRESETS if p.startswith("gpt2"))}
-    promised |= {*GPT3, "llama-5m", "llama-110m", "finetune", "sft"}
-    assert promised <= set(list_recipes())
-
-
-@pytest.mark.parametrize(
-    ("key", "setting"),
-    [
-        ("optim.learning_rate", "optim.lr"),
-        ("n_embd", "model.d_model"),
-        ("model.n_layers", "model.n_layer"),
-        ("modle.n_layer", "model.n_layer"),
-        ("max_iter", "budget.steps"),
-        ("lr", "optim.lr"),
-        ("optimizer.lr", "optim.lr"),
-    ],
-)
-def test_settings_are_suggested(key: str, setting: str) -> None:
-    assert f"'{setting}'" in suggest_setting(key)
 
 
 def test_words_of_other_tools_name_settings() -> None:

@@ -1,7 +1,6 @@
 """Values of settings, their ranges and conflicts."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -15,16 +14,17 @@ from megatoken.config.validate import validate
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("text", "count", "unit"),
     [
-        ("20000steps", Duration(20000, "steps")),
-        ("250", Duration(250, "steps")),
-        ("10e9tok", Duration(10e9, "tok")),
-        ("3ep", Duration(3, "ep")),
-        ("0.01dur", Duration(0.01, "dur")),
+        ("20000steps", 20000, "steps"),
+        ("250", 250, "steps"),
+        ("10e9tok", 10e9, "tok"),
+        ("3ep", 3, "ep"),
+        ("0.01dur", 0.01, "dur"),
     ],
 )
-def test_duration_formats(text: str, value: Duration) -> None:
+def test_duration_formats(text: str, count: float, unit: str) -> None:
+    value = Duration(count, unit)
     assert parse_value(FIELDS["save.every"], text) == value
     assert parse_value(FIELDS["save.every"], str(value)) == value
 
@@ -63,31 +63,6 @@ def test_values_are_parsed(key: str, text: str, value: object) -> None:
     assert type(parsed) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("model.n_layer", "twelve"),
-        ("model.n_layer", "1.5"),
-        ("model.n_layer", "-3"),
-        ("model.dropout", "1"),
-        ("optim.lr", "nan"),
-        ("optim.lr", "-1"),
-        ("optim.eps", "0"),
-        ("optim.schedule", "cosin"),
-        ("machine.tf32", "maybe"),
-        ("save.every", "5 bananas"),
-        ("save.every", "-5steps"),
-        ("save.every", "0.5"),
-        ("machine.micro_batch", "0"),
-        ("budget.tokens", "1e400"),
-        ("budget.tokens", "300steps"),
-    ],
-)
-def test_wrong_values_are_refused(key: str, text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_value(FIELDS[key], text)
-
-
 @given(st.text(max_size=12))
 def test_any_text_parses_or_raises_value_error(text: str) -> None:
     for spec in FIELDS.values():
@@ -95,74 +70,78 @@ def test_any_text_parses_or_raises_value_error(text: str) -> None:
             assert isinstance(parse_value(spec, text), str | int | float | bool | Duration)
 
 
-UPDATES = {"objective.name": "grpo", "objective.updates": 4}
-CHATS = {"objective.name": "sft"}
-RAMP = {"budget.batch_start": 32768, "budget.batch_ramp": 4_000_000_000}
+UPDATES = "objective.name=grpo objective.updates=4 "
+RAMP = "budget.batch_start=32768 budget.batch_ramp=4000000000 "
 
 
 def build(values: Mapping[str, object]) -> Config:
     return build_config({"budget.steps": 1, **values})
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"model.n_head": 7}, "model.n_head"),
-        ({"model.n_kv_head": 5}, "model.n_kv_head"),
-        ({"model.pos_emb": "rotary", "model.d_model": 36}, "model.n_head"),
-        ({"model.window_pattern": "SXL"}, "model.window_pattern"),
-        ({"model.rope_factor": 8.0, "model.rope_low": 4.0}, "model.rope_low"),
-        ({"model.preset": "gpt5"}, "model.preset"),
-        ({"budget.batch_tokens": 1500}, "budget.batch_tokens"),
-        ({"budget.batch_tokens": 12288, "machine.micro_batch": 5}, "machine.micro_batch"),
-        ({"budget.tokens": 5}, "budget.tokens"),
-        ({"budget.steps": 0}, "budget.steps"),
-        (RAMP | {"budget.batch_ramp": 0}, "budget.batch_start"),
-        (RAMP | {"budget.batch_start": 0}, "budget.batch_ramp"),
-        (RAMP | {"budget.batch_start": 1000}, "budget.batch_start"),
-        (RAMP | {"budget.batch_start": 1 << 20}, "budget.batch_start"),
-        (RAMP | {"data.order": "sequential"}, "data.order"),
-        ({"optim.warmup": Duration(2, "dur")}, "optim.warmup"),
-        ({"optim.schedule": "wsd", "optim.warmup": Duration(0.9, "dur")}, "optim.warmup"),
-        ({"optim.schedule": "multi-step", "optim.min_lr_ratio": 0.0}, "optim.min_lr_ratio"),
-        ({"machine.device": "tpu"}, "machine.device"),
-        ({"machine.device": "cpu", "machine.precision": "fp16"}, "machine.precision"),
-        ({"machine.sharding": "zero3", "machine.master_weights": "on"}, "machine.master_weights"),
-        (
-            {"machine.tensor_parallel": 2, "machine.activation_checkpointing": "gelu"},
-            "machine.activation_checkpointing",
-        ),
-        ({"machine.tensor_parallel": 2, "data.document_mask": True}, "machine.tensor_parallel"),
-        ({"machine.attention": "fa2", "data.document_mask": True}, "machine.attention"),
-        (CHATS | {"machine.tensor_parallel": 2}, "machine.tensor_parallel"),
-        (CHATS | {"data.order": "sequential"}, "data.order"),
-        (CHATS | {"model.value_head": True}, "model.value_head"),
-        ({"objective.name": "ppo"}, "model.value_head"),
-        (UPDATES | {"objective.group": 1}, "objective.group"),
-        (UPDATES | {"objective.group": 7}, "objective.group"),
-        (UPDATES | {"save.every": Duration(10)}, "save.every"),
-        (UPDATES | {"save.every": Duration(0.1, "dur")}, "save.every"),
-        (UPDATES | {"evaluate.every": Duration(6), "save.keep_best": True}, "evaluate.every"),
-        ({"log.sinks": "wandb,mlflow"}, "log.sinks"),
-        ({"save.time_limit": "soon"}, "save.time_limit"),
-    ],
-)
-def test_conflicting_settings_are_reported(values: dict[str, object], key: str) -> None:
-    assert [conflict[0] for conflict in validate(build(values))] == [key]
+def find_conflicts(words: str) -> list[str]:
+    """Return the settings that `validate` reports for some values."""
+    values = dict(word.split("=") for word in words.split())
+    config = build({key: parse_value(FIELDS[key], text) for key, text in values.items()})
+    return [conflict[0] for conflict in validate(config)]
+
+
+CONFLICTS = f"""
+model.n_head:          model.n_head=7
+model.n_kv_head:       model.n_kv_head=5
+model.n_head:          model.pos_emb=rotary model.d_model=36
+model.window_pattern:  model.window_pattern=SXL
+model.rope_low:        model.rope_factor=8 model.rope_low=4
+model.preset:          model.preset=gpt5
+budget.batch_tokens:   budget.batch_tokens=1500
+machine.micro_batch:   budget.batch_tokens=12288 machine.micro_batch=5
+budget.tokens:         budget.tokens=5
+budget.steps:          budget.steps=0
+budget.batch_start:    {RAMP} budget.batch_ramp=0
+budget.batch_ramp:     {RAMP} budget.batch_start=0
+budget.batch_start:    {RAMP} budget.batch_start=1000
+budget.batch_start:    {RAMP} budget.batch_start=1048576
+data.order:            {RAMP} data.order=sequential
+optim.warmup:          optim.warmup=2dur
+optim.warmup:          optim.schedule=wsd optim.warmup=0.9dur
+optim.min_lr_ratio:    optim.schedule=multi-step optim.min_lr_ratio=0
+machine.device:        machine.device=tpu
+machine.precision:     machine.device=cpu machine.precision=fp16
+machine.master_weights: machine.sharding=zero3 machine.master_weights=on
+machine.activation_checkpointing: machine.tensor_parallel=2 machine.activation_checkpointing=gelu
+machine.tensor_parallel: machine.tensor_parallel=2 data.document_mask=true
+machine.attention:     machine.attention=fa2 data.document_mask=true
+machine.tensor_parallel: objective.name=sft machine.tensor_parallel=2
+data.order:            objective.name=sft data.order=sequential
+model.value_head:      objective.name=sft model.value_head=true
+model.value_head:      objective.name=ppo
+objective.group:       {UPDATES} objective.group=1
+objective.group:       {UPDATES} objective.group=7
+save.every:            {UPDATES} save.every=10
+save.every:            {UPDATES} save.every=0.1dur
+evaluate.every:        {UPDATES} evaluate.every=6 save.keep_best=true
+log.sinks:             log.sinks=wandb,mlflow
+save.time_limit:       save.time_limit=soon
+"""
+
+
+@pytest.mark.parametrize("row", CONFLICTS.strip().splitlines())
+def test_conflicting_settings_are_reported(row: str) -> None:
+    key, words = row.split(": ")
+    assert find_conflicts(words) == [key]
 
 
 @pytest.mark.parametrize(
-    "values",
+    "words",
     [
-        {},
+        "",
         RAMP,
-        UPDATES | {"save.every": Duration(8), "evaluate.every": Duration(6)},
-        {"objective.updates": 4, "save.every": Duration(6)},
-        {"optim.warmup": Duration(0.1, "dur"), "optim.decay": Duration(1, "dur")},
+        UPDATES + "save.every=8 evaluate.every=6",
+        "objective.updates=4 save.every=6",
+        "optim.warmup=0.1dur optim.decay=1dur",
     ],
 )
-def test_valid_configs_have_no_conflicts(values: dict[str, object]) -> None:
-    assert list(validate(build(values))) == []
+def test_valid_configs_have_no_conflicts(words: str) -> None:
+    assert find_conflicts(words) == []
 
 
 def test_preset_fills_unset_fields() -> None:
@@ -206,11 +185,6 @@ def test_total_steps() -> None:
 )
 def test_wall_clock_times(text: str, seconds: float) -> None:
     assert parse_time(text) == seconds
-
-
-def test_config_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().seed = 2  # type: ignore[misc]
 
 
 def test_flatten_is_the_inverse_of_build() -> None:
