@@ -28,7 +28,7 @@ OLD = "PyTorch of 2022: FSDP without today's overlap, no FlashAttention"
 SLOW_ATTENTION = "its Triton attention of 2023 is slower at long contexts"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Published:
     """tokens_per_second: of all GPUs. sets: the constant chosen by this row, else it only tests. reason: of an error
     above a quarter."""
@@ -61,38 +61,52 @@ def mpt(size: str, seq_len: int) -> ModelConfig:
 def row(
     source: str, what: str, model: ModelConfig, gpu: str, rate: float, layout: Layout, **others: str
 ) -> Published:
-    return Published(
-        source=source,
-        what=what,
-        model=model,
-        gpu=gpu,
-        tokens_per_second=rate,
-        layout=layout,
-        **others,
-    )
+    return Published(source, what, model, gpu, layout, rate, **others)
 
 
-def foundry(
-    size: str, seq_len: int, gpus: int, gpu: str, batch: tuple[int, int], rate: float, **others: str
-) -> Published:
-    """batch: micro-batch and how many of them a step; the sizes whose names end in * recompute blocks."""
+# Size (* recomputes blocks), context, GPUs, micro-batch, micro-batches per step, tokens/s.
+FOUNDRY = """
+125M   1024    8 A100-80GB  64  2   1251751
+125M   8192    8 A100-80GB   8  2    723142 slow-attention
+350M   2048    8 A100-80GB  32  2    470263
+760M   2048    8 A100-80GB  24  2    259472
+1.3B   2048    8 A100-80GB  14  4    164109
+1.3B   2048    8 A100-40GB   8  8    154171
+1.3B   2048  128 A100-40GB  10  1   2386897
+3B     2048    8 A100-80GB  10  2     86491
+3B     2048  128 A100-40GB   6  1   1220885
+7B     2048    8 A100-80GB   6  2     37130 sets=products
+7B*    2048  128 A100-40GB  18  1    463749
+13B*   2048  128 A100-40GB  16  1    252444
+760M   2048    8 H100       24  2    505177
+1.3B   1024    8 H100       18  4    391287
+1.3B   2048    8 H100       14  1    363645
+1.3B   2048  256 H100       12  1  10894207 sets=waiting
+3B     8192    8 H100        3  6    132626 slow-attention
+3B     2048  512 H100        8  1  11092218
+7B     2048    8 H100        6  1     85144 sets=products
+7B     2048  512 H100        6  1   4951479
+13B*   2048  128 H100       16  1    650264
+"""
+
+
+def foundry(line: str) -> Published:
+    size, seq_len, gpus, gpu, micro_batch, micro_steps, rate, *notes = line.split()
+    recomputes = size.endswith("*")
     layout = Layout(
-        gpus=gpus, micro_batch=batch[0], micro_steps=batch[1], sharding="zero3", program="eager"
-    )
-    layout = replace(
-        layout, gradient_bytes=2, checkpointing="block" if size.endswith("*") else "none"
+        gpus=int(gpus),
+        micro_batch=int(micro_batch),
+        micro_steps=int(micro_steps),
+        sharding="zero3",
+        program="eager",
+        gradient_bytes=2,
+        checkpointing="block" if recomputes else "none",
     )
     size = size.rstrip("*")
-    recomputes = ", blocks recomputed" if layout.checkpointing == "block" else ""
-    return row(
-        "foundry",
-        f"{size}, context {seq_len:,}{recomputes}",
-        mpt(size, seq_len),
-        gpu,
-        rate,
-        layout,
-        **others,
-    )
+    what = f"{size}, context {int(seq_len):,}{', blocks recomputed' if recomputes else ''}"
+    others = {"reason": SLOW_ATTENTION} if "slow-attention" in notes else {}
+    others |= dict(note.split("=") for note in notes if "=" in note)
+    return row("foundry", what, mpt(size, int(seq_len)), gpu, float(rate), layout, **others)
 
 
 PLAIN = Layout(program="eager", attention="explicit", adamw="foreach")
@@ -155,27 +169,7 @@ ROWS = [
     composer("1B tokens in 7.1 h", 1e9 / 7.1 / 3600, gpus=8, micro_steps=8),
     composer("20B tokens in 1.5 days", 20e9 / 36 / 3600, gpus=32, micro_steps=2),
     composer("1B tokens in 0.5 h", 1e9 / 0.5 / 3600, gpus=128, micro_batch=2),
-    foundry("125M", 1024, 8, "A100-80GB", (64, 2), 1_251_751),
-    foundry("125M", 8192, 8, "A100-80GB", (8, 2), 723_142, reason=SLOW_ATTENTION),
-    foundry("350M", 2048, 8, "A100-80GB", (32, 2), 470_263),
-    foundry("760M", 2048, 8, "A100-80GB", (24, 2), 259_472),
-    foundry("1.3B", 2048, 8, "A100-80GB", (14, 4), 164_109),
-    foundry("1.3B", 2048, 8, "A100-40GB", (8, 8), 154_171),
-    foundry("1.3B", 2048, 128, "A100-40GB", (10, 1), 2_386_897),
-    foundry("3B", 2048, 8, "A100-80GB", (10, 2), 86_491),
-    foundry("3B", 2048, 128, "A100-40GB", (6, 1), 1_220_885),
-    foundry("7B", 2048, 8, "A100-80GB", (6, 2), 37_130, sets="products"),
-    foundry("7B*", 2048, 128, "A100-40GB", (18, 1), 463_749),
-    foundry("13B*", 2048, 128, "A100-40GB", (16, 1), 252_444),
-    foundry("760M", 2048, 8, "H100", (24, 2), 505_177),
-    foundry("1.3B", 1024, 8, "H100", (18, 4), 391_287),
-    foundry("1.3B", 2048, 8, "H100", (14, 1), 363_645),
-    foundry("1.3B", 2048, 256, "H100", (12, 1), 10_894_207, sets="waiting"),
-    foundry("3B", 8192, 8, "H100", (3, 6), 132_626, reason=SLOW_ATTENTION),
-    foundry("3B", 2048, 512, "H100", (8, 1), 11_092_218),
-    foundry("7B", 2048, 8, "H100", (6, 1), 85_144, sets="products"),
-    foundry("7B", 2048, 512, "H100", (6, 1), 4_951_479),
-    foundry("13B*", 2048, 128, "H100", (16, 1), 650_264),
+    *map(foundry, FOUNDRY.strip().splitlines()),
     row("nanoGPT", "124M, 64 x 1,024", SMALL, "H100", 380e3, Layout(micro_batch=64, micro_steps=8)),
     row("modded", "124M, 64 x 1,024, plain GPT", SMALL, "H200", 488e3, Layout(micro_batch=64, micro_steps=8)),
     row("modded", "124M, 64 x 1,024, plain GPT", SMALL, "H100", 8 * 462e3, Layout(micro_batch=64, gpus=8)),
