@@ -1,13 +1,9 @@
 """Secrets in the environment, recipes, addresses and arguments, and commands that meet them."""
 
-import os
 import re
 import shlex
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-
-from megatoken.launch.local import COMMAND
 
 VARIABLES = {
     "HF_TOKEN": "canary01-hub-token",
@@ -98,11 +94,6 @@ sample TOKEN x
 export SIGNED --out other
 plot WANDB --debug
 """
-MORE = f"""
-doctor
-{TRAIN} --nproc 2 budget.steps=4 --allow-changes
-sample no/such-model x
-"""
 SECRETS = {
     "ADDRESS": WRITTEN["address"],
     "SIGNED": WRITTEN["signed"],
@@ -115,20 +106,14 @@ SECRETS = {
 }
 
 
-def list_commands(*, short: bool) -> list[list[str]]:
+def list_commands() -> list[list[str]]:
     """Return command lines with secrets, those that succeed first, in an order that works."""
     secret = re.compile("|".join(SECRETS))
-
-    def split(lines: str) -> list[list[str]]:
-        return [
-            [secret.sub(lambda match: SECRETS[match[0]], word) for word in shlex.split(line)]
-            for line in lines.strip().splitlines()
-        ]
-
-    if short:
-        return split(SUCCEEDING + FAILING.lstrip())
-    failing = [[*command, "--debug"] for command in split(FAILING)]
-    return [*split(SUCCEEDING), *split(MORE), *failing]
+    return [
+        [secret.sub(lambda match: SECRETS[match[0]], word) for word in shlex.split(line)]
+        for line in (SUCCEEDING + FAILING).split("\n")
+        if line
+    ]
 
 
 def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
@@ -143,24 +128,3 @@ def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
         for name in CANARIES
         if name.encode() in data
     ]
-
-
-def run_matrix(folder: Path) -> tuple[int, int, list[str]]:
-    """Run all commands, each in a process; return the counts of canaries and commands, and leaks."""
-    write_inputs(folder)
-    outputs = [run_command(command, folder) for command in list_commands(short=False)]
-    return len(CANARIES), len(outputs), find_canaries(outputs, folder)
-
-
-def run_command(command: Sequence[str], folder: Path) -> str:
-    """Run a command and return its exit code, stdout and stderr."""
-    environment = os.environ | VARIABLES | {"MEGATOKEN_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [*COMMAND, *command],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=300,
-    )
-    return f"exit {done.returncode}\n{done.stdout}{done.stderr}"

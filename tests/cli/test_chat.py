@@ -4,6 +4,7 @@ import io
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -56,18 +57,8 @@ def greedy(model: GPT, messages: list[Message], tokens: int) -> list[int]:
 
 
 def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "chat",
-        folder,
-        "-p",
-        "Hi",
-        "--system",
-        "Be brief.",
-        "--tokens",
-        "6",
-        "--temperature",
-        "0",
-    ]
+    line = f"chat {folder} -p Hi --system 'Be brief.' --tokens 6 --temperature 0"
+    words = shlex.split(line)
     assert main(words) == ExitCode.DONE
     printed = capsys.readouterr()
     ids = greedy(model, [Message("system", "Be brief."), Message("user", "Hi")], 6)
@@ -80,26 +71,20 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "words",
     [
-        ["-p", " "],
-        ["-p", "x", "--system", ""],
-        ["-p", "x", "--tokens", "0"],
-        ["-p", "x" * 5000, "--tokens", "9"],
+        ["FOLDER"],  # stdin is empty
+        ["FOLDER", "-p", " "],
+        ["FOLDER", "-p", "x", "--system", ""],
+        ["FOLDER", "-p", "x" * 5000, "--tokens", "9"],
+        ["PLAIN", "-p", "x"],  # no template
     ],
 )
-def test_wrong_input(words: list[str], folder: str) -> None:
-    assert main(["chat", folder, *words]) == ExitCode.CONFIG
-
-
-def test_an_empty_pipe(
-    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_wrong_input(
+    words: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    assert main(["chat", folder]) == ExitCode.CONFIG
-
-
-def test_a_model_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_hf(tmp_path, draw_model(), byte_tokenizer(), "fp32")
-    assert main(["chat", str(tmp_path), "-p", "x"]) == ExitCode.CONFIG
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    names = {"FOLDER": folder, "PLAIN": str(tmp_path)}
+    assert main(["chat", names[words[0]], *words[1:]]) == ExitCode.CONFIG
 
 
 class Terminal:

@@ -13,17 +13,14 @@ import pytest
 from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ExitCode
 from megatoken.launch.local import COMMAND
 from megatoken.system.environment import python_command
 
 LONG = "x" * 300  # longer than a file name may be
-NO_FILE = "s3://bucket/run"
-TINY = [
-    *("model.n_layer=1", "model.n_head=2", "model.d_model=16", "model.seq_len=32"),
-    *("budget.batch_tokens=128", "budget.steps=6", "save.every=3", "evaluate.every=3"),
-    *("sample.every=0", "machine.precision=fp32", "machine.threads=1", "machine.micro_batch=1"),
-]
+TINY = """model.n_layer=1 model.n_head=2 model.d_model=16 model.seq_len=32
+    budget.batch_tokens=128 budget.steps=6 save.every=3 evaluate.every=3 sample.every=0
+    machine.precision=fp32 machine.threads=1 machine.micro_batch=1"""
 
 
 def run(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -66,8 +63,6 @@ def test_describe(
 ) -> None:
     answer = run_json("describe", name, capsys=capsys)
     assert (answer["parameters"], answer["flops_per_token_full"]) == (parameters, full)
-    code, out, _ = run("describe", name, capsys=capsys)
-    assert (code, f"{parameters:,}" in out) == (0, True)
 
 
 def test_describe_follows_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,90 +112,71 @@ def test_help_of_a_command_has_an_example_that_parses(
     assert parse(words[1:]).command == name
 
 
-def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["train", "--help"])
-    out = capsys.readouterr().out
-    parts = ("optim.lr=0.0006", "budget.batch_tokens=524288", "{auto, fp32, bf16, fp16}")
-    assert [part for part in parts if part not in out] == []
+ERRORS = f"""
+2 train quickstart optim.lrr=1
+2 train nope
+2 train
+2 train quickstart more
+2 train quickstart --composer x
+2 train quickstart --outt x
+3 train quickstart data.path=/no/folder
+2 train quickstart data.path=nothing://b/data
+3 train quickstart data.path=x/**foo*.bin
+2 train quickstart machine.threads=100000
+2 train quickstart --nproc 0
+2 train quickstart --init a model.init=b
+2 train quickstart --extend soon
+2 train sft
+2 train runs/nope
+2 train quickstart --out s3://bucket/run
+3 train quickstart data.path={LONG}
+5 train quickstart --out {LONG} data.path=NO
+2 train {LONG}/x.yaml
+3 prepare /no/file.txt --out OUT
+2 prepare python --out ''
+2 prepare python --out nothing://bucket/out
+5 prepare {LONG} --out OUT
+4 sample /no/run hello
+4 sample runs/nope a
+2 sample /no/run x --tokens 0
+2 sample /no/run x --top-k -1
+2 sample run hello --tokens 5 more
+5 sample {LONG} hello
+4 eval runs/nope --tasks hellaswag
+5 eval {LONG} --data {LONG}
+4 export runs/nope --out x
+2 export run --out x --to onnx
+2 export run --out s3://bucket/run
+5 export {LONG} --out OUT
+3 verify /no/folder
+3 verify .
+2 verify nothing://bucket/out
+5 verify {LONG}
+3 plot runs/nope
+5 plot {LONG}
+5 consolidate {LONG} --out OUT
+2 frobnicate
+2 quickstart --data ''
+2 launch slurm quickstart --out s3://bucket/run
+5 launch slurm quickstart --nproc 2 --write {LONG}
+2 bench
+2 bench batch --preset nope
+2 bench ladder --out . --name a/b
+5 bench ladder --out {LONG}
+"""
 
 
-ERRORS = [  # command line, exit code, a word of the message
-    ("train quickstart optim.lrr=1", 2, "optim.lr"),
-    ("train nope", 2, "nope"),
-    ("train", 2, "RECIPE"),
-    ("train quickstart more", 2, "more"),
-    ("train quickstart --composer x", 2, "--composer"),
-    ("train quickstart --outt x", 2, "--outt"),
-    ("train quickstart --gpu x", 2, "--gpu"),
-    ("train quickstart data.path=/no/folder", 3, "/no/folder"),
-    ("train quickstart data.path=nothing://b/data", 2, "nothing"),
-    ("train quickstart data.path=x/**foo*.bin", 3, "x/**foo*.bin"),
-    ("train quickstart machine.threads=100000", 2, "machine.threads"),
-    ("train quickstart --nproc 0", 2, "--nproc"),
-    ("train quickstart --init a model.init=b", 2, "--init"),
-    ("train quickstart --extend soon", 2, "--extend"),
-    ("train sft", 2, "--init"),
-    ("train runs/nope", 2, "runs/nope"),
-    (f"train quickstart --out {NO_FILE}", 2, NO_FILE),
-    (f"train quickstart data.path={LONG}", 3, LONG),
-    (f"train quickstart --out {LONG} data.path=NO", 5, LONG),
-    (f"train {LONG}/x.yaml", 2, LONG),
-    ("prepare /no/file.txt --out OUT", 3, "/no/file.txt"),
-    ("prepare python --out ''", 2, "path"),
-    ("prepare python --out nothing://bucket/out", 2, "nothing"),
-    (f"prepare {LONG} --out OUT", 5, LONG),
-    ("sample /no/run hello", 4, "/no/run"),
-    ("sample runs/nope a", 4, "runs/nope"),
-    ("sample /no/run x --tokens 0", 2, "tokens"),
-    ("sample /no/run x --top-k -1", 2, "top_k"),
-    (f"sample {LONG} hello", 5, LONG),
-    ("eval runs/nope --tasks hellaswag", 4, "runs/nope"),
-    (f"eval {LONG} --data {LONG}", 5, LONG),
-    ("export runs/nope --out x", 4, "runs/nope"),
-    ("export run --out x --to onnx", 2, "onnx"),
-    (f"export run --out {NO_FILE}", 2, NO_FILE),
-    (f"export {LONG} --out OUT", 5, LONG),
-    ("verify /no/folder", 3, "/no/folder"),
-    ("verify .", 3, "."),
-    ("verify nothing://bucket/out", 2, "nothing"),
-    (f"verify {LONG}", 5, LONG),
-    ("plot runs/nope", 3, "runs/nope"),
-    (f"plot {LONG}", 5, LONG),
-    (f"consolidate {LONG} --out OUT", 5, LONG),
-    ("frobnicate", 2, "frobnicate"),
-    ("trian quickstart", 2, "train"),
-    ("quickstart --data ''", 2, "--data"),
-    (f"launch slurm quickstart --out {NO_FILE}", 2, NO_FILE),
-    (f"launch slurm quickstart --nproc 2 --write {LONG}", 5, LONG),
-    ("bench", 2, "BENCH"),
-    ("bench batch --preset nope", 2, "nope"),
-    ("bench ladder --out . --name a/b", 2, "a/b"),
-    (f"bench ladder --out {LONG}", 5, LONG),
-]
-
-
-@pytest.mark.parametrize(("line", "code", "word"), ERRORS)
+@pytest.mark.parametrize("row", ERRORS.strip().splitlines())
 def test_errors_are_one_line_and_an_exit_code(
-    line: str,
-    code: int,
-    word: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exit_code, out, err = run(*shlex.split(line), capsys=capsys)
-    assert (exit_code, out) == (code, ""), err
+    code, *words = shlex.split(row)
+    exit_code, out, err = run(*words, capsys=capsys)
+    assert (exit_code, out) == (int(code), ""), err
     assert err.startswith("error: ")
-    assert word in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir()), "an error leaves no files"
-
-
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run("verify", "/no/folder", "--debug", capsys=capsys)
-    assert (code, "Traceback" in err) == (ExitCode.DATA, True)
 
 
 def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
@@ -284,7 +260,7 @@ def test_prepare_train_sample_verify_plot(
     words = ["prepare", str(corpus), "--out", data, "--tokenizer", "bpe:300", "--workers", "1"]
     prepared = run_json(*words, capsys=capsys)
     assert (prepared["documents"], prepared["shards"]) == (20, 2)
-    words = ["train", *TINY, "quickstart", "--out", out, f"data.path={data}"]
+    words = ["train", *TINY.split(), "quickstart", "--out", out, f"data.path={data}"]
     summary = run_json(*words, capsys=capsys)
     assert (summary["steps"], summary["tokens"], summary["code"]) == (6, 768, 0)
     greedy = ["sample", out, "--tokens", "12", "the cat", "--temperature", "0", "--seed", "1"]
@@ -319,30 +295,16 @@ def test_prepare_train_sample_verify_plot(
     assert (code, shard.name in text) == (ExitCode.DATA, True)
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "expected"),
-    [
-        ("sample run --tokens 5 hello", "prompt", "hello"),
-        ("sample run --tokens 5", "prompt", "-"),
-        ("sample --tokens 5 run hello --seed 1", "prompt", "hello"),
-        ("plot a --x seconds b", "runs", [Path("a"), Path("b")]),
-        ("train optim.lr=1 --out o quickstart save.every=2", "recipe", "quickstart"),
-        ("train optim.lr=1 --out o quickstart a.b=2", "overrides", ["optim.lr=1", "a.b=2"]),
-        ("train quickstart --init a.b=c", "init", "a.b=c"),
-        ("train --llmc '-i a -o b' optim.lr=1", "llmc", "-i a -o b"),
-        ("race a 'b c.d=e' f.g=h", "contenders", ["a", "b c.d=e"]),
-        ("race a 'b c.d=e' f.g=h", "overrides", ["f.g=h"]),
-    ],
-)
-def test_settings_and_options_mix_with_positional_words(
-    line: str, name: str, expected: object
-) -> None:
-    assert getattr(parse(shlex.split(line)), name) == expected
-
-
-def test_one_word_too_many_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="more"):
-        parse(["sample", "run", "hello", "--tokens", "5", "more"])
+def test_settings_and_options_mix_with_positional_words() -> None:
+    options = parse(shlex.split("train optim.lr=1 --out o quickstart save.every=2 --init a.b=c"))
+    assert (options.recipe, options.init) == ("quickstart", "a.b=c")
+    assert options.overrides == ["optim.lr=1", "save.every=2"]
+    assert parse(shlex.split("train --llmc '-i a -o b' optim.lr=1")).llmc == "-i a -o b"
+    assert parse(shlex.split("sample --tokens 5 run hello --seed 1")).prompt == "hello"
+    assert parse(shlex.split("sample run --tokens 5")).prompt == "-"
+    assert parse(shlex.split("plot a --x seconds b")).runs == [Path("a"), Path("b")]
+    options = parse(shlex.split("race a 'b c.d=e' f.g=h"))
+    assert (options.contenders, options.overrides) == (["a", "b c.d=e"], ["f.g=h"])
 
 
 def test_home_is_expanded_after_an_equals_sign(
@@ -354,7 +316,7 @@ def test_home_is_expanded_after_an_equals_sign(
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
     assert main(["prepare", "~/text.txt", "--tokenizer", "bytes", "--out=~/data"]) == 0
     for name, data in ("run", "~/data"), ("mixed", "~/data:0.5,~/data:0.5"):
-        words = ["train", "quickstart", f"data.path={data}", f"--out=~/{name}", *TINY]
+        words = ["train", "quickstart", f"data.path={data}", f"--out=~/{name}", *TINY.split()]
         assert main([*words, "budget.steps=1"]) == 0
     assert (tmp_path / "run" / "config.yaml").is_file()
     assert parse(["train", "finetune", "--init=~/run"]).init == f"{tmp_path}/run"

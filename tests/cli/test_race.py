@@ -18,6 +18,7 @@ from megatoken.estimate.paired_test import compute_p_value, two_sided
 from megatoken.launch.local import COMMAND
 from tests.cli.test_sweep import TEXT, prepare_text, wait_for, write_recipe
 from tests.tiny_model import TINY_GPT
+from tests.tiny_run import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,6 @@ def race(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["race", *words, "--json"]) == ExitCode.DONE
     answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return answer
-
-
-def read_rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
 
 
 def test_p_values() -> None:

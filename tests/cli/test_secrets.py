@@ -31,7 +31,7 @@ def test_no_secret_is_in_any_output_or_file(
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     outputs, codes = [], []
-    for command in list_commands(short=True):
+    for command in list_commands():
         monkeypatch.setattr(sys, "argv", ["megatoken", *command])
         codes.append(main(command))
         outputs.append("".join(capsys.readouterr()))
