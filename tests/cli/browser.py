@@ -1,6 +1,5 @@
-"""Chromium without a window, by the DevTools protocol over pipes: what a reader sees, hears and reaches by keyboard."""
+"""Chromium without a window, by the DevTools protocol over pipes: what a reader sees and types."""
 
-import base64
 import fcntl
 import json
 import os
@@ -13,19 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-OPTIONS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-sync",
-]
-OPTIONS += [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--remote-debugging-pipe",
-]
+OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update --remote-debugging-pipe"""
 STUCK_SECONDS = 120.0
 
 
@@ -44,7 +32,7 @@ class Browser:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_browser, from_browser)]
-        command = [program, *OPTIONS, f"--user-data-dir={self._profile.name}"]
+        command = [program, *OPTIONS.split(), f"--user-data-dir={self._profile.name}"]
         # The browser reads from descriptor 3 and writes to 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
         self._process = subprocess.Popen(
@@ -61,16 +49,13 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        for domain in ("Page", "Runtime", "Network", "Accessibility"):
+        for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
         self.resize(1280)
 
-    def resize(self, width: int, height: int = 900, *, dark: bool = False) -> None:
-        """The window's size, and what its user prefers."""
-        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    def resize(self, width: int) -> None:
+        sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **sizes)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def __enter__(self) -> Self:
         return self
@@ -149,24 +134,7 @@ class Browser:
                 raise RuntimeError(f"never came true: {script}")
             time.sleep(0.02)
 
-    def list_spoken(self) -> list[dict[str, Any]]:
-        """What a screen reader is told, in order: role, name and properties of each node that it does not pass over."""
-        found = []
-        for node in self.call("Accessibility.getFullAXTree")["nodes"]:
-            if not node["ignored"]:
-                properties = {
-                    each["name"]: each["value"].get("value") for each in node.get("properties", ())
-                }
-                name = node.get("name", {}).get("value", "")
-                found.append({"role": node["role"]["value"], "name": name, **properties})
-        return found
-
     def list_requests(self) -> list[str]:
         """Addresses that the page has asked for."""
         sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
-
-    def save_picture(self, target: Path) -> None:
-        """The whole page as PNG."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        target.write_bytes(base64.b64decode(answer["data"]))

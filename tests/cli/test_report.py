@@ -10,7 +10,6 @@ import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,15 @@ def write_run(folder: Path, steps: int = 40, text: str = HOSTILE) -> Path:
         rows.append({"kind": "train", **place, "loss": 4.0 + 1 / step, **speeds})
     rows[2]["loss"] = "nan"
     rows.append({"kind": "val", **place, "loss": 4.125, "bits_per_byte": 1.5})
-    scores = {
-        "acc": 0.26,
-        "acc_norm": 0.3,
-        "acc_token_mean": None,
-        "stderr": {"acc": 0.004, "acc_norm": 0.005},
-    }
-    rows.append({"kind": "eval", **place, "task": "hellaswag", **scores})
+    scores = {"acc": 0.26, "acc_norm": 0.3, "stderr": {"acc": 0.004, "acc_norm": 0.005}}
+    rows.append({"kind": "eval", **place, "task": "hellaswag", "acc_token_mean": None, **scores})
     rows.append({"kind": "sample", **place, "text": [text]})
     rows.append({"kind": "event", **place, "what": "warning", "message": text})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "status.json").write_text(
-        json.dumps({"state": "done", "step": steps, "total_steps": steps})
-    )
+    status = {"state": "done", "step": steps, "total_steps": steps}
+    (folder / "status.json").write_text(json.dumps(status))
     (folder / "provenance.json").write_text(
-        json.dumps(
-            {"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}
-        )
+        '{"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}'
     )
     return folder
 
@@ -98,6 +89,9 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     tags = [tag for tag, _ in elements.found]
     assert tags.count("script") == 2
     assert "img" not in tags
+    attributes = [item for _, found in elements.found for item in found.items()]
+    assert [value for name, value in attributes if name in ("src", "href")] == ["data:,"]
+    assert "default-src 'none'" in page
     assert HOSTILE in elements.cells  # as text
     assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {
         *elements.cells
@@ -142,49 +136,24 @@ def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
     )
 
 
-def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:
+def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path) -> None:
     """By the price list where the device is in it; GPU-hours of two processes."""
     run = write_run(tmp_path / "a", steps=40)
     facts = {"device": "NVIDIA H100 80GB HBM3", "processes": 2}
     (run / "provenance.json").write_text(json.dumps(facts))
-    planned = {
-        "kind": "event",
-        "step": 0,
-        "tokens": 0,
-        "what": "planned",
-        "message": "",
-        "tokens_per_second": 512 / 360,
-    }
-    last = {
-        "kind": "train",
-        "step": 40,
-        "tokens": 40 * 512,
-        "elapsed_seconds": 18_000.0,
-        "loss": 4.0,
-    }
+    rate = 512 / 360
+    rows = f"""\
+{{"kind": "event", "step": 0, "tokens": 0, "what": "planned", "message": "", "tokens_per_second": {rate}}}
+{{"kind": "train", "step": 40, "tokens": 20480, "elapsed_seconds": 18000.0, "loss": 4.0}}
+"""
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(planned) + "\n" + json.dumps(last) + "\n")
+        file.write(rows)
     page = build_page([run], price=None, ladder=None)
     assert {"5h00m x 2, planned 4h00m", "$26.90, planned $21.52"} <= {*Elements(page).cells}
     assert "RunPod" in page
     page = build_page([run], price=1.0, ladder=None)
     assert "$10.00, planned $8.00" in Elements(page).cells
     assert "RunPod" not in page
-
-
-def test_the_page_asks_no_address(tmp_path: Path) -> None:
-    page = build_page([write_run(tmp_path / "a")], price=None, ladder=None)
-    addresses = {
-        value
-        for _, attributes in Elements(page).found
-        for name, value in attributes.items()
-        if name in ("src", "href")
-    }
-    assert addresses == {"data:,"}
-    assert set(re.findall(r"https?://[^\"' ]*", page)) == {
-        "http://www.w3.org/2000/svg"
-    }  # a name, not an address
-    assert "default-src 'none'" in page
 
 
 def test_long_runs_are_means_with_their_lowest_and_highest() -> None:
@@ -264,63 +233,22 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-def test_a_browser_shows_and_speaks_the_page(tmp_path: Path, browser: Browser) -> None:
-    """Every picture has a text, headings go down by single levels, tables and their columns have names."""
+def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "report.html"
-    page.write_text(
-        build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None)
-    )
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    page.write_text(build_page(runs, price=None, ladder=None))
+    browser.resize(390)
     browser.open(page)
     assert browser.list_requests() == [page.as_uri()]
-    spoken = browser.list_spoken()
-    names: dict[str, list[str]] = {}
-    for node in spoken:
-        names.setdefault(node["role"], []).append(node["name"])
-    labels = names["image"]
-    heads = [
-        "loss (nats per token)",
-        "learning rate",
-        "gradient norm",
-        "tokens per second",
-        "model FLOPs",
-        "hellaswag",
-    ]
-    assert [label[:8] for label in labels] == [head[:8] for head in heads]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    labels = browser.evaluate(
+        "[...document.querySelectorAll('[role=img]')].map(each => each.ariaLabel)"
+    )
+    assert len(labels) == 6
     assert "a: 5 to 4.025" in labels[0]
     assert "a: 25% to 25%" in labels[4]
-    assert len(names["figure"]) == 6
-    captions = browser.evaluate(
-        "[...document.querySelectorAll('figcaption')].map(each => each.textContent)"
-    )
-    assert captions[:2] == ["loss (nats per token), dashed: validation", "learning rate"]
-    assert names["table"] == names["region"] == ["Runs", "Evaluation", "Events", "Provenance"]
-    levels = browser.evaluate(
-        "[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(head => +head.tagName[1])"
-    )
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
-    for role in (
-        "heading",
-        "columnheader",
-        "rowheader",
-        "radio",
-        "checkbox",
-        "group",
-        "DisclosureTriangle",
-    ):
-        assert all(name.strip() for name in names[role] if (role, name) != ("group", "")), role
-    cells = browser.evaluate(
-        "[...document.querySelectorAll('table')].every(t => t.querySelector('th[scope]'))"
-    )
-    assert cells
-
-
-FOCUSED = """(() => {
-  const element = document.activeElement, style = getComputedStyle(element);
-  const name = element.type || element.getAttribute('role') || element.tagName.toLowerCase();
-  return [name, style.outlineStyle === 'solid' && parseFloat(style.outlineWidth) >= 2];
-})()"""
+    heads = "[...document.querySelectorAll('figcaption')].map(each => each.textContent)"
+    assert browser.evaluate(heads)[0] == "loss (nats per token), dashed: validation"
 
 
 def test_a_live_page_gets_new_samples_and_keeps_what_is_open(
@@ -350,64 +278,3 @@ def test_a_live_page_gets_new_samples_and_keeps_what_is_open(
     # What the reader has opened stays open, what was open as the last one does not.
     assert [is_open for _, is_open in browser.evaluate(samples)] == [True, False, True]
     assert "last" in browser.evaluate("document.querySelector('details:last-of-type').innerText")
-
-
-def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(
-    tmp_path: Path, browser: Browser
-) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(build_page([write_run(tmp_path / "a")], price=None, ladder=None))
-    browser.open(page)
-    reached = []
-    while browser.press("Tab") or browser.evaluate("document.activeElement !== document.body"):
-        reached.append(browser.evaluate(FOCUSED))
-        assert len(reached) < 100
-        if reached[-1][0] == "img":
-            browser.press("ArrowLeft")
-            spoken = browser.evaluate(
-                "document.activeElement.parentNode.querySelector('output').textContent"
-            )
-            assert spoken.startswith(("20.48k: a ", "20.48k: a, acc "))
-    assert [name for name, _ in reached] == [
-        "region",
-        "radio",
-        *["checkbox"] * 2,
-        *["img"] * 6,
-        "summary",
-        *["region"] * 3,
-    ]
-    assert all(is_seen for _, is_seen in reached)
-    browser.press("Tab")
-    browser.press("Tab")
-    browser.press("ArrowRight")  # to the next of the axes
-    assert [
-        node["name"]
-        for node in browser.list_spoken()
-        if "over steps" in node["name"] and node["role"] == "image"
-    ]
-
-
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_nothing_is_wider_than_the_window(
-    tmp_path: Path, browser: Browser, width: int, dark: bool
-) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(
-        build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None)
-    )
-    browser.resize(width, dark=dark)
-    browser.open(page)
-    assert browser.evaluate("innerWidth") == width
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    colours = browser.evaluate(
-        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
-    )
-    browser.resize(1670 - width)  # the window turned, while the page is open
-    browser.wait_for(
-        f"document.querySelector('figure svg').viewBox.baseVal.width === {560 if width == 390 else 360}"
-    )
-    assert colours == (
-        ["rgb(231, 234, 238)", "rgb(20, 23, 26)"]
-        if dark
-        else ["rgb(28, 32, 36)", "rgb(255, 255, 255)"]
-    )

@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def served() -> Iterator[Served]:
 
 
 def open_page(browser: Browser, served: Served) -> None:
-    browser.resize(1280)
+    browser.resize(320)
     browser.open(f"http://localhost:{served.port}/")
     browser.wait_for("document.title !== 'megatoken' || !document.getElementById('error').hidden")
 
@@ -65,30 +64,17 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
     assert browser.evaluate(ANSWERS) == [expected]
     assert browser.evaluate("document.querySelector('.turn.user p').textContent") == attack
     assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 320
     assert browser.evaluate("document.activeElement.id") == "text"
     say(browser, "again")
     browser.wait_for(f"{IDLE} && document.querySelectorAll('.turn.model').length === 2")
     assert "oldest 2" in browser.evaluate("document.getElementById('turns').textContent")
-    spoken = browser.list_spoken()
-    assert next(node["name"] for node in spoken if node["role"] == "textbox") == "Message"
-    assert "Messages" in [node["name"] for node in spoken if node["role"] == "log"]
-    assert {"Send", "New conversation"} <= {
-        node["name"] for node in spoken if node["role"] == "button"
-    }
     requests = browser.list_requests()
     assert requests
     assert all(url.startswith((f"http://localhost:{served.port}/", "data:")) for url in requests)
     browser.evaluate("document.getElementById('clear').click()")
     assert browser.evaluate(ANSWERS) == []
     assert browser.evaluate("document.activeElement.id") == "text"
-    reached = []
-    for _ in range(2):
-        browser.press("Tab")
-        reached.append(
-            browser.evaluate("document.activeElement.id || document.activeElement.tagName")
-        )
-        assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    assert reached == ["send", "SUMMARY"]
 
 
 def test_an_answer_is_stopped_by_escape_and_its_row_is_free(
@@ -134,17 +120,3 @@ def test_a_key_is_asked_for_and_a_model_without_a_template_continues(browser: Br
         say(browser, "once")
         browser.wait_for(f"{IDLE} && ({ANSWERS})[0]")
         assert browser.evaluate(ANSWERS)[0]
-
-
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [320, 1280])
-def test_nothing_is_wider_than_the_window(
-    browser: Browser, served: Served, tmp_path: Path, width: int, dark: bool
-) -> None:
-    open_page(browser, served)
-    browser.resize(width, dark=dark)
-    say(browser, "word " * 10 + "x" * 50)
-    browser.wait_for(IDLE)
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == ("rgb(21, 23, 26)" if dark else "rgb(251, 250, 247)")
