@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import xxhash
 
 from megatoken.data.chat_template import (
     CHATML,
@@ -27,20 +26,8 @@ PROSE = (
     * 40
 )
 WORDS = (
-    "cat",
-    " the",
-    "12",
-    "\n",
-    "  ",
-    "été",
-    "?!",
-    "日本",
-    "\t",
-    "it's",
-    "user\n",
+    *["cat", " the", "12", "\n", "  ", "été", "?!", "日本", "\t", "it's", "user\n", "🙂", " "],
     "<|im_end|",
-    "🙂",
-    " ",
 )
 
 
@@ -125,9 +112,6 @@ def test_control_tokens_follow_the_last_id() -> None:
     assert chat.count_bytes(np.zeros((1, 3), int), np.array([[256, 257, 258]])) == 0
 
 
-USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
-
-
 USER = {"role": "user", "content": "2+2"}
 ANSWER = {"role": "assistant", "content": "4"}
 
@@ -153,24 +137,6 @@ def test_messages_to_answer_end_with_the_user() -> None:
     assert parse_messages([USER], "body", reply=True) == expected[:1]
     with pytest.raises(DataError):
         parse_messages([USER, ANSWER], "body", reply=True)
-
-
-IDS = {  # from the first implementation, which had no jinja
-    "chatml": "4d9459501bee9c9504706533388e710b",
-    "llama3": "2e3d8deeb1ee8ffbe7fea3da15f526ad",
-}
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_ids_of_the_built_in_templates(name: str, request: pytest.FixtureRequest) -> None:
-    template: ChatTemplate = request.getfixturevalue(name)
-    rng = random.Random(7)
-    digest = xxhash.xxh3_128()
-    for _ in range(300):
-        messages = make_conversation(rng)
-        digest.update(repr(template.encode(messages)).encode())
-        digest.update(repr(template.encode(messages[:-1], reply=True)).encode())
-    assert digest.hexdigest() == IDS[name]
 
 
 # Templates in the styles of chat models: roles renamed, contents stripped, the system message

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.data.dataloader import DataLoader, Prefetcher, evaluation_windows, widen_ids
+from megatoken.data.dataloader import DataLoader, Prefetcher, evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from tests.data.small_dataset import write_dataset, write_external
@@ -116,16 +116,6 @@ def test_order_far_away_and_over_chunks(tmp_path: Path) -> None:
     assert loader.rows(10**15).shape == (7, 4)
 
 
-def test_seeds_and_epochs_differ(corpus: tuple[Tokens, np.ndarray]) -> None:
-    orders = [
-        DataLoader(corpus[0], seq_len=50, batch_size=99, seed=seed).windows(epoch).tolist()
-        for seed in range(3)
-        for epoch in range(3)
-    ]
-    assert len({tuple(order) for order in orders}) == 9
-    assert all(sorted(order) == list(range(99)) for order in orders)
-
-
 def test_corpus_of_exactly_one_batch(tmp_path: Path) -> None:
     ids = write_dataset(tmp_path, {"train": [129]})["train"]
     loader = DataLoader(load_dataset(tmp_path).train, seq_len=64, batch_size=2, seed=0)
@@ -205,14 +195,6 @@ def test_a_batch_is_the_rows_of_its_step(corpus: tuple[Tokens, np.ndarray]) -> N
     rows = torch.from_numpy(loader.rows(7).astype(np.int64))
     assert torch.equal(torch.cat([inputs, targets[:, -1:]], dim=1), rows)
     assert torch.equal(targets, rows[:, 1:])
-
-
-def test_widened_ids_are_the_same_bits() -> None:
-    for dtype, signed in ((np.uint16, np.int16), (np.uint32, np.int32)):
-        ids = np.array([[0, 1, 32_767], [32_768, 50_256, 65_535]], dtype=dtype)
-        wide = widen_ids(torch.from_numpy(ids.view(signed)), ids.dtype)
-        assert wide.dtype == torch.int64
-        assert np.array_equal(wide.numpy(), ids)
 
 
 @pytest.mark.fault(31, 34)

@@ -25,7 +25,7 @@ from megatoken.data.documents import (
     find_split_point,
     read_documents,
 )
-from megatoken.data.sources import HUB, Source, classify, find_source
+from megatoken.data.sources import HUB, Source, find_source
 from megatoken.data.tokenizer import SplitPoints, Tokenizer, load_tokenizer
 from megatoken.errors import ConfigError, DataError
 
@@ -121,13 +121,9 @@ def write_rows(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
 FORMS = {
     **dict.fromkeys(("a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.json", "a.json.gz"), "lines"),
     **dict.fromkeys(("b.json", "b.json.gz", "b.json.zst", "b.jsonl"), "array"),
-    **{
-        "a.csv": "csv",
-        "a.csv.zst": "csv",
-        "a.tsv": "tsv",
-        "a.TSV.gz": "tsv",
-        "a.parquet": "parquet",
-    },
+    **dict.fromkeys(("a.csv", "a.csv.zst"), "csv"),
+    **dict.fromkeys(("a.tsv", "a.TSV.gz"), "tsv"),
+    "a.parquet": "parquet",
 }
 
 
@@ -207,28 +203,12 @@ def shrink(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         monkeypatch.setattr(module, "CHUNK_BYTES", size)
 
 
+PARTS = "a|Zebra| b|\n|  |\r\n|é|\u3000|\xa0|中文|'s|12|<"
 TEXTS = st.lists(
-    st.sampled_from(
-        [
-            "a",
-            "Zebra",
-            " b",
-            "\n",
-            "  ",
-            "\r\n",
-            "é",
-            "\u3000",
-            "\xa0",
-            "中文",
-            "'s",
-            "12",
-            "<",
-            "<|endoftext|>",
-        ]
-    )
+    st.sampled_from([part.encode() for part in (*PARTS.split("|"), "<|endoftext|>")])
     | st.binary(max_size=3),
     max_size=60,
-).map(lambda parts: b"".join(part.encode() if isinstance(part, str) else part for part in parts))
+).map(b"".join)
 
 
 @given(
@@ -321,17 +301,6 @@ def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool
     assert find_split_point(data, split_points) == expected
 
 
-def test_a_cut_document_gives_the_ids_of_the_whole(
-    bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = PROSE * 50
-    segment = documents.Segment("a.md", 1, "whole", "", True, text.encode())
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 64)
-    encoded = encode_segments([segment], PrepareOptions(split_points="words"), bpe)
-    assert encoded.train.tolist() == [bpe.eot, *bpe.encode(text).tolist()]
-    assert encoded.counts == {"train": 1, "seams": 0, "replaced": 0}
-
-
 # --- split and sample
 # --------------------------------------------------------------------------------------------
 
@@ -368,13 +337,6 @@ def test_a_sample_is_bounded_even_and_repeatable(
 
 # --- what a source is
 # ----------------------------------------------------------------------------------------------
-
-
-def test_names_decide_the_form() -> None:
-    assert classify("a.TXT.gz") == ("separated", "gz")
-    assert classify("a.jsonl.zst") == ("json", "zst")
-    assert classify("a.parquet") == ("parquet", "")
-    assert classify("README") == ("whole", "")
 
 
 def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path) -> None:
@@ -420,14 +382,10 @@ def test_a_corpus_with_the_name_of_a_folder_is_refused(
 
 def test_python_is_always_there() -> None:
     names = [file.name for file in find_source("python").files]
-    assert "ast.py" in names
-    assert "json/decoder.py" in names
+    assert {"ast.py", "json/decoder.py", "argparse.py", "_pydecimal.py"} < {*names}
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
     assert not [name for name in names if name.startswith(("encodings/", "pydoc_data/"))]
     assert not {"html/entities.py", "stringprep.py", "locale.py", "keyword.py"} & {*names}  # tables
-    assert {"argparse.py", "pickletools.py", "_pydecimal.py", "typing.py", "http/client.py"} < {
-        *names
-    }
     assert len(names) > 300
 
 
@@ -436,14 +394,9 @@ def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
     docstring = '"""Tables."""\n' + '    """Docstring."""\n' * 20
     strings = "names = {\n" + "    'eacute': 'small e, acute accent',\n" * 3 + "}\n"
     numbers = "ids = [\n" + "    0x0041, -1, (2.5, None),\n" * 3 + "]\n"
-    files = {
-        "code": code,
-        "docstring": docstring,
-        "strings": strings,
-        "numbers": numbers,
-        "mixed": code + strings,
-    }
-    for name, text in (files | {"long_code": code * 2 + strings, "empty": ""}).items():
+    files = {"code": code, "docstring": docstring, "strings": strings, "numbers": numbers}
+    files |= {"mixed": code + strings, "long_code": code * 2 + strings, "empty": ""}
+    for name, text in files.items():
         write(tmp_path / f"{name}.py", text)
     names = [file.name for file in find_source("python", root=tmp_path).files]
     assert names == ["code.py", "docstring.py", "empty.py", "long_code.py"]

@@ -48,45 +48,20 @@ def test_golden_values() -> None:
     """Pinned: a change of these is a change of every run's data order."""
     assert make_key(0, 0) == 12035550249420947055
     assert make_key(1337, 2) == 15182249562775798649
-    assert feistel_permutation(np.arange(12), 12, make_key(0, 0)).tolist() == [
-        11,
-        3,
-        9,
-        5,
-        1,
-        8,
-        4,
-        0,
-        7,
-        2,
-        6,
-        10,
-    ]
-    assert feistel_permutation(np.arange(8), 1_000_003, make_key(1337, 2)).tolist() == [
-        203183,
-        629554,
-        302648,
-        64807,
-        455166,
-        119891,
-        924504,
-        441623,
-    ]
-    assert feistel_permutation(
-        np.array([0, 2**39, 2**40 - 1]), 2**40, make_key(42, 7)
-    ).tolist() == [247149086414, 694771960454, 73952433511]
+    key = make_key(0, 0)
+    image = feistel_permutation(np.arange(12), 12, key)
+    assert str(image) == "[11  3  9  5  1  8  4  0  7  2  6 10]"
+    key = make_key(1337, 2)
+    image = feistel_permutation(np.arange(8), 1_000_003, key)
+    assert str(image) == "[203183 629554 302648  64807 455166 119891 924504 441623]"
+    image = feistel_permutation(np.array([0, 2**39, 2**40 - 1]), 2**40, make_key(42, 7))
+    assert str(image) == "[247149086414 694771960454  73952433511]"
 
 
 def test_mixing_is_splitmix64() -> None:
     """The first outputs of splitmix64 seeded with 0, as its authors' C code prints them."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [shuffle._mix_integer(step * shuffle.GOLDEN) for step in range(3)] == outputs
-
-
-def test_keys_differ_over_seeds_and_epochs() -> None:
-    keys = {make_key(seed, epoch) for seed in range(100) for epoch in range(100)}
-    assert len(keys) == 10_000
-    assert make_key(0, 1) != make_key(1, 0)
 
 
 def test_looks_like_a_shuffle() -> None:
@@ -113,11 +88,3 @@ def test_looks_like_a_shuffle() -> None:
     for first in range(len(images)):
         for second in range(first):
             assert (images[first] == images[second]).sum() < 10
-
-
-def test_small_permutations_are_all_reached() -> None:
-    seen = {
-        tuple(feistel_permutation(np.arange(4), 4, make_key(seed, 0)).tolist())
-        for seed in range(1000)
-    }
-    assert len(seen) == 24

@@ -45,6 +45,7 @@ from tests.soak import prepare_soak
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 EOT = 256  # of the tokenizer "bytes"
+COUNTS = "empty replaced skipped binary_files seams val_from_tail_tokens"
 
 
 def write(path: Path, data: bytes | str) -> Path:
@@ -165,14 +166,7 @@ def test_tiny_shakespeare_has_the_published_number_of_tokens(
 @pytest.mark.fault(37)
 def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     source = make_corpus(tmp_path / "corpus")
-    zero = {
-        "empty": 0,
-        "replaced": 0,
-        "skipped": 0,
-        "binary_files": 0,
-        "seams": 0,
-        "val_from_tail_tokens": 0,
-    }
+    zero = dict.fromkeys(COUNTS.split(), 0)
     kept = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0.1)
     assert kept.counts == zero | {"empty": 1, "replaced": 1, "binary_files": 1}
     assert kept.documents == 20 + 1 + 40 + 50 + 1
@@ -199,24 +193,6 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     prepare(str(source), out, tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0)
     assert read_manifest(out).dtype == "uint32"
     assert read_split(out, "train") == [69_999, 5, 70_000, 65_536]
-
-
-def test_progress_reaches_the_end(tmp_path: Path, small_chunks: None) -> None:
-    seen: list[Progress] = []
-    result = prepare(
-        str(make_corpus(tmp_path / "corpus")),
-        tmp_path / "out",
-        tokenizer="bpe:300",
-        val_fraction=0,
-        on_progress=seen.append,
-    )
-    stages = [step.stage for step in seen]
-    assert stages[0] == "vocabulary"
-    assert stages == sorted(stages, reverse=True)
-    seen = seen[stages.index("tokens") :]
-    assert seen[-1].done_bytes == seen[-1].total_bytes
-    assert (seen[-1].tokens, seen[-1].documents) == (result.tokens, result.documents)
-    assert [step.done_bytes for step in seen] == sorted(step.done_bytes for step in seen)
 
 
 # --- train and val --------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Conversations to a dataset: formats, what is trained, packing, the split, and every row that cannot be used."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -197,34 +196,6 @@ def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
     assert "4<|im_end|>" in BYTES.decode(ids)
 
 
-@pytest.mark.parametrize(
-    "name", ["a.json", "a.jsonl", "array.json", "array.jsonl", "a.jsonl.zst", "a.csv", "a.parquet"]
-)
-def test_conversations_are_read_from_every_form_of_rows(name: str, tmp_path: Path) -> None:
-    path, rows = tmp_path / name, [{"instruction": f"{n}?", "output": f"{n} é\n"} for n in range(3)]
-    if name == "a.parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif name == "a.csv":
-        path.write_text(
-            "instruction,output\n"
-            + "".join(f'{row["instruction"]},"{row["output"]}"\n' for row in rows)
-        )
-    else:
-        text = json.dumps(rows, indent=1) if "array" in name else "\n".join(map(json.dumps, rows))
-        data = text.encode()
-        path.write_bytes(
-            pyarrow.compress(data, "zstd", asbytes=True) if name.endswith(".zst") else data
-        )
-    source = find_source(str(path))
-    assert (found := peek_format(source, "text")) is not None
-    assert found.name == "instruction/output (alpaca)"
-    answers = [example.answers for _, example in read_examples(source)]
-    assert answers == [
-        [[Message("user", f"{n}?"), Message("assistant", f"{n} é\n")]] for n in range(3)
-    ]
-    assert peek_format(source, "output") is None
-
-
 def test_parquet_of_messages(tmp_path: Path) -> None:
     parquet.write_table(
         pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet"
@@ -288,46 +259,49 @@ def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path) -> 
     )
 
 
-BAD_ROWS: list[tuple[list[Any], int]] = [  # and the number of the line that cannot be used
-    ([GOOD, {"messages": [USER]}], 2),
-    ([GOOD, {"messages": [{"role": "tool", "content": "x"}]}], 2),
-    ([{"conversations": [{"from": "function_call", "value": "x"}]}], 1),
-    ([{"conversations": ["a"]}], 1),
-    ([{"messages": [USER, {**ANSWER, "weight": 0}]}], 1),
-    ([{"instruction": " ", "output": "x"}], 1),
-    ([{"instruction": "a", "output": "b", "history": ["a"]}], 1),
-    ([{"instruction": "a", "output": "b", "input": ["a"]}], 1),
-    ([GOOD, {"prompt": "a", "completion": "b"}], 2),
-    ([GOOD, {"chat": 1}], 2),
-    ([GOOD, 3], 2),
-    ([{"prompt": "a", "answer": "c", "completion": ""}], 1),
-    ([PAIR, {**PAIR, "chosen": "c"}], 2),
-    ([{**PAIR, "chosen": [USER, USER]}], 1),
-    ([{"prompt": "a", "completion": "b", "label": False}], 1),
-    ([{"prompt": "a", "completion": "b", "label": "False"}], 1),
-    ([{**GOOD, "kto_tag": True}], 1),
-    ([{"prompt": [USER, ANSWER], "answer": "1"}], 1),
-    ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], 2),
-    *(([{"prompt": "a", "answer": answer}], 1) for answer in ("", None, True, [4])),
-    *(([{"prompt": "a", "answer": answer}], 1) for answer in (math.nan, -math.inf)),
-]
+# The number of the line that cannot be used, and lines.
+BAD_ROWS = """
+2: GOOD | {"messages": [USER]}
+2: GOOD | {"messages": [{"role": "tool", "content": "x"}]}
+2: GOOD | {"prompt": "a", "completion": "b"}
+2: GOOD | {"chat": 1}
+2: GOOD | 3
+2: GOOD | {broken
+1: {"conversations": [{"from": "function_call", "value": "x"}]}
+1: {"conversations": ["a"]}
+1: {"messages": [USER, {"role": "assistant", "content": "4", "weight": 0}]}
+1: {"messages": [USER, ANSWER], "kto_tag": true}
+1: {"instruction": " ", "output": "x"}
+1: {"instruction": "a", "output": "b", "history": ["a"]}
+1: {"instruction": "a", "output": "b", "input": ["a"]}
+1: {"prompt": "a", "completion": "b", "label": false}
+1: {"prompt": "a", "completion": "b", "label": "False"}
+2: {"prompt": "a", "chosen": "b", "rejected": "c"} | {"prompt": "a", "chosen": "c", "rejected": "c"}
+1: {"prompt": "a", "chosen": [USER, USER], "rejected": "c"}
+2: {"prompt": "a", "answer": "1"} | {"prompt": "b"}
+1: {"prompt": "a", "answer": "c", "completion": ""}
+1: {"prompt": [USER, ANSWER], "answer": "1"}
+1: {"prompt": "a", "answer": ""}
+1: {"prompt": "a", "answer": null}
+1: {"prompt": "a", "answer": true}
+1: {"prompt": "a", "answer": [4]}
+1: {"prompt": "a", "answer": NaN}
+1: {"prompt": "a", "answer": -Infinity}
+1: {"prompt": "a", "answer": 1e999}
+1: {"messages": "\udce9"}
+"""
 
 
-@pytest.mark.parametrize(("rows", "line"), BAD_ROWS)
-def test_rows_that_cannot_be_used_are_refused(rows: list[Any], line: int, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:{line}\b"):
-        prepare(tmp_path, rows)
-    assert not (tmp_path / "data" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize(
-    "line", [b"{broken", b'{"prompt": "a", "answer": 1e999}', b'{"messages": "\xe9"}']
-)
-def test_lines_that_are_not_rows_are_refused(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize("row", BAD_ROWS.strip().splitlines())
+def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path) -> None:
+    line, text = row.split(": ", 1)
+    for name, value in (("GOOD", GOOD), ("USER", USER), ("ANSWER", ANSWER)):
+        text = text.replace(name, json.dumps(value))
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(line + b"\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1\b"):
-        list(read_examples(find_source(str(path))))
+    path.write_text(text.replace(" | ", "\n"), errors="surrogateescape")
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{line}\b"):
+        prepare_chats(find_source(str(path)), tmp_path / "data", BYTES, seq_len=64)
+    assert not (tmp_path / "data" / "manifest.json").exists()
 
 
 def test_a_pair_is_compared_after_the_template(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatoken.data.shard_format import (
     write_manifest,
 )
 from megatoken.errors import DataError, ExitCode, MegatokenError
-from tests.data.small_dataset import TOKENIZER, write_dataset
+from tests.data.small_dataset import TOKENIZER
 
 SHARD = Shard(
     file="train_000000.bin", split="train", tokens=3, blocks=("0123456789abcdef",), header="f" * 16
@@ -146,17 +146,3 @@ def test_manifest_with_a_right_hash_and_wrong_content_is_refused(
     path.write_bytes(seal(body.replace(old, new)))
     with pytest.raises(DataError, match=r"manifest\.json"):
         read_manifest(tmp_path)
-
-
-def test_missing_manifest_and_unwritable_folder(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError):
-        read_manifest(tmp_path)
-    with pytest.raises(FileNotFoundError):  # `prepare` turns it into a StorageError
-        write_manifest(tmp_path / "nowhere", MANIFEST)
-
-
-def test_the_small_dataset_of_these_tests(tmp_path: Path) -> None:
-    ids = write_dataset(tmp_path, {"train": [10, 20], "val": [5]})
-    manifest = read_manifest(tmp_path)
-    assert [shard.tokens for shard in manifest.shards] == [10, 20, 5]
-    assert manifest.tokens("train") == 30 == len(ids["train"])

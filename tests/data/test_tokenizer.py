@@ -213,13 +213,6 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).eot == 2
 
 
-def test_an_unwritable_place_is_a_storage_error(small: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MegatokenError) as caught:
-        small.save(tmp_path / "file" / "tokenizer")
-    assert caught.value.code == ExitCode.STORAGE
-
-
 # --- where GPT-2's vocabulary comes from
 # -------------------------------------------------------------------------
 
@@ -240,16 +233,13 @@ def test_gpt2_is_found_or_downloaded(bare_machine: Path, gpt2: Tokenizer, origin
     )
 
 
-def test_without_gpt2_the_error_says_which_file_to_place_where(bare_machine: Path) -> None:
+def test_without_gpt2s_vocabulary_a_wrong_file_is_not_used(bare_machine: Path) -> None:
     fake = bare_machine / "TIKTOKEN_CACHE_DIR" / gpt2_vocab.TIKTOKEN_VOCAB
     fake.parent.mkdir()
     fake.write_text("#version: 0.2\na b\n")  # a wrong sha256 is passed over
     with pytest.raises(MegatokenError) as caught:
         load_tokenizer("gpt2")
     assert caught.value.code == ExitCode.DATA
-    message = str(caught.value)
-    assert str(bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe") in message
-    assert "cannot download" in message
 
 
 def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
