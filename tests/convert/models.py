@@ -123,6 +123,11 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
     )
 
 
+def read_fields(table: str) -> dict[str, str]:
+    """Return the value of each setting of a table."""
+    return dict(line.split() for line in table.strip().splitlines())
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference as a share of the largest value."""
     return float((actual - expected).detach().abs().max() / expected.detach().abs().max())

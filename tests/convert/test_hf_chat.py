@@ -114,19 +114,6 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
     assert encoded["assistant_masks"] == trained
 
 
-@pytest.mark.parametrize(
-    ("family", "source"), [("llama-tied", "FROM .\n"), ("gpt2", "FROM ./model.gguf\n")]
-)
-def test_modelfile_and_readme(family: str, source: str, tmp_path: Path) -> None:
-    hf_export.write_hf(tmp_path, draw_chat_model(family), TEMPLATE.tokenizer, "fp32")
-    modelfile = (tmp_path / "Modelfile").read_text()
-    assert modelfile.startswith(source)
-    for stop in ("<|im_end|>", "<|endoftext|>"):
-        assert f'PARAMETER stop "{stop}"\n' in modelfile
-    readme = (tmp_path / "README.md").read_text()
-    assert ("convert_hf_to_gguf.py" in readme) == (family == "gpt2")
-
-
 def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

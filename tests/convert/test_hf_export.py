@@ -3,7 +3,6 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,15 +36,8 @@ from tests.convert.models import (
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.randint(BYTES, (2, 20), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a second thread slows hundreds of small steps
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -9,6 +9,7 @@ from megatoken.config.schema import OptimConfig, flatten
 from megatoken.convert.recipes.composer import translate_composer
 from megatoken.errors import ConfigError
 from megatoken.optim.optimizer import build_optimizer
+from tests.convert.models import read_fields
 
 GPT3_350M = """\
 # GPT-3 350M in the form of Composer's files.
@@ -140,30 +141,34 @@ def translated_values(path: Path) -> dict[str, str]:
     return {key: values[key] for key, origin in resolved.origins.items() if origin != "default"}
 
 
+GPT3_FIELDS = """
+seed 17
+model.n_layer 24
+model.n_head 16
+model.d_model 1024
+model.d_ff 4096
+model.seq_len 2048
+model.vocab_size 50257
+model.dropout 0.0
+optim.lr 0.0003
+optim.schedule cosine
+optim.warmup 0.01dur
+optim.min_lr_ratio 0.0
+optim.beta1 0.9
+optim.beta2 0.95
+optim.eps 1e-08
+optim.grad_clip 1.0
+budget.steps 20000
+budget.batch_tokens 524288
+machine.precision bf16
+evaluate.every 1000steps
+"""
+
+
 def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     path = write(tmp_path, GPT3_350M)
-    assert translated_values(path) == {
-        "seed": "17",
-        "model.n_layer": "24",
-        "model.n_head": "16",
-        "model.d_model": "1024",
-        "model.d_ff": "4096",
-        "model.seq_len": "2048",
-        "model.vocab_size": "50257",
-        "model.dropout": "0.0",
-        "optim.lr": "0.0003",
-        "optim.schedule": "cosine",
-        "optim.warmup": "0.01dur",
-        "optim.min_lr_ratio": "0.0",
-        "optim.beta1": "0.9",
-        "optim.beta2": "0.95",
-        "optim.eps": "1e-08",
-        "optim.weight_decay": str(1e-5 / 3e-4),
-        "optim.grad_clip": "1.0",
-        "budget.steps": "20000",
-        "budget.batch_tokens": "524288",
-        "machine.precision": "bf16",
-        "evaluate.every": "1000steps",
+    assert translated_values(path) == read_fields(GPT3_FIELDS) | {
+        "optim.weight_decay": str(1e-5 / 3e-4)
     }
     translation = translate_composer(path)
     resolved = translation.resolve([])
@@ -191,34 +196,37 @@ def test_weight_decay_equals_decoupled_adamw() -> None:
     )
 
 
+FOUNDRY_FIELDS = """
+seed 17
+model.n_layer 2
+model.n_head 2
+model.d_model 64
+model.d_ff 256
+model.seq_len 128
+model.vocab_size 50368
+model.mlp gelu-erf
+optim.lr 0.0006
+optim.schedule linear
+optim.warmup 100steps
+optim.min_lr_ratio 0.1
+optim.beta1 0.9
+optim.beta2 0.999
+optim.eps 1e-08
+optim.weight_decay 0.01
+optim.grad_clip 0.0
+budget.tokens 10000000
+budget.batch_tokens 1024
+machine.precision bf16
+machine.micro_batch auto
+evaluate.every 1ep
+save.every 500steps
+save.keep_last 3
+"""
+
+
 def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
     path = write(tmp_path, FOUNDRY)
-    assert translated_values(path) == {
-        "seed": "17",
-        "model.n_layer": "2",
-        "model.n_head": "2",
-        "model.d_model": "64",
-        "model.d_ff": "256",
-        "model.seq_len": "128",
-        "model.vocab_size": "50368",
-        "model.mlp": "gelu-erf",
-        "optim.lr": "0.0006",
-        "optim.schedule": "linear",
-        "optim.warmup": "100steps",
-        "optim.min_lr_ratio": "0.1",
-        "optim.beta1": "0.9",
-        "optim.beta2": "0.999",
-        "optim.eps": "1e-08",
-        "optim.weight_decay": "0.01",
-        "optim.grad_clip": "0.0",
-        "budget.tokens": "10000000",
-        "budget.batch_tokens": "1024",
-        "machine.precision": "bf16",
-        "machine.micro_batch": "auto",
-        "evaluate.every": "1ep",
-        "save.every": "500steps",
-        "save.keep_last": "3",
-    }
+    assert translated_values(path) == read_fields(FOUNDRY_FIELDS)
     translation = translate_composer(path)
     assert (translation.name, translation.out) == ("tiny-mpt", Path("tiny/checkpoints"))
 

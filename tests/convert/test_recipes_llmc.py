@@ -13,7 +13,7 @@ from megatoken.convert.recipes.translation import load_table
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
-from tests.convert.models import UNCHOSEN, draw_model, save_llmc
+from tests.convert.models import UNCHOSEN, draw_model, read_fields, save_llmc
 from tests.data.small_dataset import write_external
 
 REFERENCE = (  # the 124M run on FineWeb
@@ -22,43 +22,46 @@ REFERENCE = (  # the 124M run on FineWeb
 )
 
 
+REFERENCE_FIELDS = """
+model.preset gpt2-124m
+model.seq_len 1024
+data.path dev/data/fineweb10B/fineweb_*.bin
+data.order shuffled
+optim.lr 0.0006
+optim.schedule cosine
+optim.warmup 700steps
+optim.min_lr_ratio 0.0
+optim.beta1 0.9
+optim.beta2 0.95
+optim.eps 1e-08
+optim.weight_decay 0.1
+optim.grad_clip 1.0
+budget.epochs 1.0
+budget.batch_tokens 524288
+machine.tf32 True
+machine.micro_batch 64
+machine.activation_checkpointing gelu
+machine.sharding zero1
+save.every 5000steps
+save.keep_every 5000steps
+evaluate.every 250steps
+evaluate.tokens 10485760
+evaluate.tasks hellaswag
+evaluate.tasks_every 250steps
+sample.every 20000steps
+sample.tokens 63
+sample.temperature 1.0
+sample.top_k 0
+"""
+
+
 def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     resolved = translate_llmc(REFERENCE, processes=8).resolve([])
     values = {key: str(value) for key, value in flatten(resolved.config).items()}
     assert {
         key: value for key, value in values.items() if resolved.origins[key].startswith("llm.c")
-    } == {
-        "model.preset": "gpt2-124m",
-        "model.seq_len": "1024",
-        "data.path": "dev/data/fineweb10B/fineweb_*.bin",
-        "data.order": "shuffled",
-        "optim.lr": "0.0006",
-        "optim.schedule": "cosine",
-        "optim.warmup": "700steps",
-        "optim.min_lr_ratio": "0.0",
-        "optim.beta1": "0.9",
-        "optim.beta2": "0.95",
-        "optim.eps": "1e-08",
-        "optim.weight_decay": "0.1",
-        "optim.grad_clip": "1.0",
-        "budget.epochs": "1.0",
-        "budget.batch_tokens": "524288",
-        "machine.tf32": "True",
-        "machine.micro_batch": "64",
-        "machine.activation_checkpointing": "gelu",
-        "machine.sharding": "zero1",
-        "save.every": "5000steps",
-        "save.keep_every": "5000steps",
-        "evaluate.every": "250steps",
-        "evaluate.tokens": "10485760",  # 20 batches of 8 x 64 x 1024
-        "evaluate.tasks": "hellaswag",
-        "evaluate.tasks_every": "250steps",
-        "sample.every": "20000steps",
-        "sample.tokens": "63",
-        "sample.temperature": "1.0",
-        "sample.top_k": "0",
-    }
+    } == read_fields(REFERENCE_FIELDS)
     assert resolved.name == "llmc-d12"
     assert resolved.origins["optim.warmup"] == "llm.c -u 700"
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"

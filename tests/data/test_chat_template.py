@@ -25,10 +25,8 @@ PROSE = (
     "The cat sat on the mat; it didn't purr. user system assistant\n\nIl était une fois 12 chats.  "
     * 40
 )
-WORDS = (
-    *["cat", " the", "12", "\n", "  ", "été", "?!", "日本", "\t", "it's", "user\n", "🙂", " "],
-    "<|im_end|",
-)
+WORD_LIST = "cat, the,12,\n,  ,été,?!,日本,\t,it's,user\n,🙂, ,<|im_end|"
+WORDS = tuple(WORD_LIST.split(","))
 
 
 @pytest.fixture(scope="module")
