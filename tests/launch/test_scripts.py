@@ -1,7 +1,6 @@
 """Launch scripts are valid shell or YAML, and contain the command unchanged."""
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -27,13 +26,6 @@ JOB = Job(
     gpus="A100",
     time="1:00:00",
 )
-
-
-@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
-def test_shell_scripts_parse(engine: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.sh"
-    script.write_text(write_script(engine, JOB))
-    subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
@@ -122,14 +114,9 @@ def test_slurm_options_of_a_site(tmp_path: Path) -> None:
         for line in script.read_text().splitlines()
         if line.startswith("#SBATCH ")
     ]
-    expected = [
-        "--partition=gpu",
-        f"--account={HOSTILE}",
-        "--qos=high",
-        f"--comment={HOSTILE}",
-        "--exclusive",
-    ]
-    assert [shlex.split(line) for line in lines][-5:] == [[word] for word in expected]
+    *_, partition, account, qos, comment, exclusive = (shlex.split(line) for line in lines)
+    assert (partition, qos, exclusive) == (["--partition=gpu"], ["--qos=high"], ["--exclusive"])
+    assert (account, comment) == ([f"--account={HOSTILE}"], [f"--comment={HOSTILE}"])
     (tmp_path / "env").mkdir()
     for path, text in (("srun", 'shift; exec "$@"'), ("env/megatoken", 'printf "%s\\n" "$@"')):
         (tmp_path / path).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -139,12 +126,7 @@ def test_slurm_options_of_a_site(tmp_path: Path) -> None:
         ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-4:] == [
-        "--nproc",
-        "4",
-        "gpt2-124m",
-        'sample.prompt=it\'s "so"',
-    ]
+    assert done.stdout.endswith('--nproc\n4\ngpt2-124m\nsample.prompt=it\'s "so"\n')
     assert not (tmp_path / "owned").exists()
     script.write_text(write_script("slurm", replace(JOB, setup=["false"])))
     done = subprocess.run(
@@ -169,43 +151,33 @@ def test_values_stay_one_value_in_yaml() -> None:
     assert task["resources"]["accelerators"] == "A100-80GB:4"
 
 
-def test_skypilot_installs_what_is_there() -> None:
-    """A checkout that is copied, the lines given, or nothing in an image; no package that is not published."""
-    (checkout,) = yaml.safe_load_all(write_script("skypilot", JOB))
-    assert (checkout["workdir"], checkout["setup"]) == (".", 'pip install ".[data,s3]"\n')
-    (own,) = yaml.safe_load_all(
-        write_script("skypilot", replace(JOB, setup=["one", "two: # three"]))
-    )
-    assert ("workdir" in own, own["setup"]) == (False, "one\ntwo: # three\n")
-    (image,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image="megatoken")))
-    assert not {"workdir", "setup"} & image.keys()
+REFUSED = """
+k8s --partition=x
+slurm --image=x
+k8s --setup=x=1
+torchrun --sbatch=qos=high
+slurm '--partition=x\\n#SBATCH --uid=0'
+slurm '--time=1\\nrm -rf x'
+slurm '--setup=a\\nb'
+slurm '--sbatch=qos=a\\nb'
+slurm --sbatch=Q=x
+slurm --sbatch=nodes=9
+slurm --sbatch=--time=1
+slurm --sbatch=no-requeue
+slurm --time=4:59
+slurm --time=12h
+slurm --time=1:2:3:4
+k8s '--image=a b'
+k8s --namespace=A_b
+skypilot --gpus=H100:8
+"""
 
 
-REFUSED = [
-    ("k8s", "--partition=x"),
-    ("slurm", "--image=x"),
-    ("k8s", "--setup=x=1"),
-    ("torchrun", "--sbatch=qos=high"),
-    ("slurm", "--partition=x\n#SBATCH --uid=0"),
-    ("slurm", "--time=1\nrm -rf x"),
-    ("slurm", "--setup=a\nb"),
-    ("slurm", "--sbatch=qos=a\nb"),
-    ("slurm", "--sbatch=Q=x"),
-    ("slurm", "--sbatch=nodes=9"),
-    ("slurm", "--sbatch=--time=1"),
-    ("slurm", "--sbatch=no-requeue"),
-    ("slurm", "--time=4:59"),  # shorter than the warning before its end
-    ("slurm", "--time=12h"),
-    ("slurm", "--time=1:2:3:4"),
-    ("k8s", "--image=a b"),
-    ("k8s", "--namespace=A_b"),
-    ("skypilot", "--gpus=H100:8"),
-]
-
-
-@pytest.mark.parametrize(("engine", "option"), REFUSED)
-def test_refused_options(engine: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", engine, "gpt2-124m", option]) == ExitCode.CONFIG
+@pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
+def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, option = shlex.split(line)
+    words = ["launch", engine, "gpt2-124m", option.replace(r"\n", "\n")]
+    assert main(words) == ExitCode.CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -222,17 +194,8 @@ def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path) -> None:
     """kubectl reads the Job into its own types, which drop unknown fields; it needs no cluster."""
     _, job = yaml.safe_load_all(write_script("k8s", JOB))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    command = [
-        "kubectl",
-        "set",
-        "image",
-        "--local",
-        "-f",
-        str(tmp_path / "job.yaml"),
-        "train=other",
-        "-o",
-        "json",
-    ]
+    line = f"kubectl set image --local -f {tmp_path}/job.yaml train=other -o json"
+    command = line.split()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list_fields(job) <= list_fields(json.loads(done.stdout))
@@ -263,13 +226,6 @@ def list_fields(node: object, path: str = "") -> set[str]:
 )
 def test_job_names_are_host_names(recipe: str, name: str) -> None:
     assert name_job(recipe) == name
-
-
-@pytest.mark.parametrize("engine", ["slurm", "k8s", "skypilot"])
-def test_a_job_without_gpus_requests_none(engine: str) -> None:
-    text = write_script(engine, replace(JOB, gpus="none"))
-    assert not re.search("gpu|accelerators", text)
-    list(yaml.safe_load_all(text) if engine != "slurm" else [])
 
 
 def test_the_launch_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
