@@ -26,32 +26,27 @@ from megatoken.system import device
 from megatoken.system.gpus import GPUS
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train import micro_batch
-from megatoken.train.expectation import Expectation, find_calibration
+from megatoken.train.expectation import find_calibration
 from megatoken.train.kernel_autotune import autotune
 from megatoken.train.step import train_step
 from megatoken.train.train import Trainer
 
-MODEL = (
-    "model.n_layer=6",
-    "model.n_head=2",
-    "model.d_model=32",
-    "model.seq_len=16",
-    "model.vocab_size=257",
+WORD_LIST = """
+    model.n_layer=6 model.n_head=2 model.d_model=32 model.seq_len=16 model.vocab_size=257
+    machine.device=cpu machine.precision=fp32 machine.micro_batch=4 machine.threads=1
+    budget.steps=6 budget.batch_tokens=128 save.every=0 evaluate.every=0 sample.every=0
+    log.plots=false data.tokenizer=bytes optim.name=adamw
+"""
+WORDS = tuple(WORD_LIST.split())
+SIX_LAYERS = Calibration(
+    layers=[6],
+    micro_batch=4,
+    timed_seqs=4,
+    backward_seconds=[1.0],
+    update_seconds=[2.0],
+    step_bytes=[10**9],
+    base_bytes=10**9,
 )
-MACHINE = (
-    "machine.device=cpu",
-    "machine.precision=fp32",
-    "machine.micro_batch=4",
-    "machine.threads=1",
-)
-OTHERS = (
-    "budget.steps=6",
-    "budget.batch_tokens=128",
-    "save.every=0",
-    "evaluate.every=0",
-    "sample.every=0",
-)
-WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes", "optim.name=adamw")
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +108,8 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
     one_thread: None,
 ) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
-    words = (
-        *WORDS,
-        "model.seq_len=32",
-        "model.n_layer=2",
-        f"budget.batch_tokens={batch_seqs * 32}",
-    )
-    config = load_config("quickstart", *words, f"machine.micro_batch={micro_batch}")
+    sizes = f"budget.batch_tokens={batch_seqs * 32}", f"machine.micro_batch={micro_batch}"
+    config = load_config("quickstart", *WORDS, "model.seq_len=32", "model.n_layer=2", *sizes)
     model = config.model.resolve(257)
     here = device.open_device(config.machine)
     timer = StepTimer(config, model, here)
@@ -185,17 +175,8 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Calibration(
-        layers=[6],
-        micro_batch=4,
-        timed_seqs=4,
-        backward_seconds=[1.0],
-        update_seconds=[2.0],
-        step_bytes=[10**9],
-        base_bytes=10**9,
-    )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
-    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, known))
+    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
     config = load_config("quickstart", *WORDS)
     options = Namespace(recipe="quickstart", price=3.0)
@@ -209,17 +190,8 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
 
 
 def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Calibration(
-        layers=[6],
-        micro_batch=4,
-        timed_seqs=4,
-        backward_seconds=[1.0],
-        update_seconds=[2.0],
-        step_bytes=[1],
-        base_bytes=1,
-    )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
-    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, known))
+    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
     options = Namespace(recipe="quickstart", price=0.0)
 
@@ -258,13 +230,3 @@ def test_a_gpu_that_is_known_is_planned_by_arithmetic(
         rf"plan     0s of steps, {rate:,.0f} tokens/s, \d+\.\d MiB \(arithmetic\)", first
     )
     assert last.startswith("plan     steps took ")  # how far off depends on this machine
-
-
-def test_the_error_of_a_plan_in_words() -> None:
-    expected = Expectation(step_seconds=2.0, memory_bytes=2**30, source="arithmetic")
-    line = expected.describe_error(100.0, 230.0, 2**30)
-    assert line == "steps took 3m50s, 15% longer than planned; memory 1.00 GiB, as planned"
-    assert (
-        "10% shorter than planned; memory 2.00 GiB, 100% more than planned"
-        in expected.describe_error(10, 18, 2**31)
-    )
