@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from http.client import HTTPConnection
 from typing import Any
 
+import httpx2
 import pytest
 
 from megatoken.data.chat_template import Message, find_template
@@ -217,38 +218,54 @@ def test_foreign_hosts_and_content_types_are_refused(served: Served) -> None:
 
 
 USER = {"role": "user", "content": "a"}
-INVALID: list[tuple[str, Any, str]] = [
-    (CHAT, {}, "messages"),
-    (CHAT, {"messages": []}, ""),
-    (CHAT, {"messages": [{"role": "user", "content": ""}]}, ""),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    (CHAT, {"messages": [USER] * 2}, ""),
-    (CHAT, {"messages": [USER, {"role": "assistant", "content": "b"}] * 300}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, ""),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
-    (COMPLETIONS, {"prompt": []}, ""),
-    (COMPLETIONS, {"prompt": "a" * 160}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 160}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "n": 2}, "n"),
-    (COMPLETIONS, {"prompt": "a", "min_p": 0.1}, "min_p"),
-    (CHAT, b"", ""),
-    (CHAT, b"\xff{}", ""),
-]
+# The parameter that the error names, if it names one, and the body. LONG: 200 letters.
+INVALID_CHATS = """
+messages {}
+- {"messages": []}
+- {"messages": [{"role": "user", "content": ""}]}
+messages {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+- {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]}
+messages {"messages": [{"role": "user", "content": "LONG"}]}
+"""
+INVALID_COMPLETIONS = """
+prompt {"prompt": ["a", "b"]}
+- {"prompt": []}
+prompt {"prompt": "LONG"}
+prompt {"prompt": "a", "max_tokens": 160}
+max_tokens {"prompt": "a", "max_tokens": 0}
+temperature {"prompt": "a", "temperature": -1}
+stop {"prompt": "a", "stop": [""]}
+n {"prompt": "a", "n": 2}
+min_p {"prompt": "a", "min_p": 0.1}
+"""
 
 
-@pytest.mark.parametrize(("path", "body", "param"), INVALID)
-def test_invalid_requests(served: Served, path: str, body: Any, param: str) -> None:
-    content = body if isinstance(body, bytes) else json.dumps({"model": "tiny"} | body)
-    headers = {"Content-Type": "application/json"}
-    response = served.client.post(path, content=content, headers=headers)
+def assert_invalid(response: httpx2.Response, param: str | None) -> None:
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == (param or None)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "table"), [(CHAT, INVALID_CHATS), (COMPLETIONS, INVALID_COMPLETIONS)]
+)
+def test_invalid_requests(served: Served, path: str, table: str) -> None:
+    for row in table.strip().splitlines():
+        param, body = row.replace("LONG", "a" * 200).split(maxsplit=1)
+        response = served.post(path, **json.loads(body))
+        assert_invalid(response, None if param == "-" else param)
+    assert_invalid(
+        served.post(CHAT, messages=[USER, {**USER, "role": "assistant"}] * 300), "messages"
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff{}", rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'],
+)
+def test_bodies_that_are_not_text_are_invalid(served: Served, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert_invalid(served.client.post(CHAT, content=content, headers=headers), None)
 
 
 def test_other_statuses(served: Served) -> None:
