@@ -4,11 +4,13 @@ A test with the fixture `precision` or `device` runs in fp32 and in bf16. MEGATO
 (`make test PRECISION=fp32`) sets the precision of the others.
 """
 
+import json
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -94,3 +96,18 @@ def device(precision: str) -> "Device":
     from tests.tiny_model import CPU  # after TRITON_INTERPRET
 
     return replace(CPU, precision=precision)
+
+
+Ask = Callable[[str], Any]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Return a function that runs `megatoken LINE --json` and returns the answer."""
+    from megatoken.cli.main import main  # after TRITON_INTERPRET
+
+    def run(line: str) -> Any:
+        assert main([*shlex.split(line), "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run

@@ -493,7 +493,7 @@ YAMLS = (
 @pytest.mark.fault(28, 29)
 @pytest.mark.parametrize("text", YAMLS)
 def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str) -> None:
-    text = text.replace("CANARY", str(tmp_path / "outside" / "canary"))
+    text = text.replace("CANARY", f"{tmp_path}/outside/canary")
     path = place / "recipe.yaml"
     for content in (f"model: {text}\n", text + "\n", f"{text}: 1\n", f"include: {text}\n"):
         path.write_bytes(content.encode(errors="surrogatepass"))
@@ -588,7 +588,7 @@ def test_hostile_names_and_paths(
 ) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", f"{tmp_path}/home")
     Path("file").write_text("words")
     commands = [["prepare", "file", "--tokenizer", "bytes"], ["train", "quickstart"]]
     for words in (*commands, ["export", "x"], ["consolidate", "x"]):

@@ -25,6 +25,7 @@ from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.model.flops import count_padded_parameters, count_parameters, flops_per_token
 from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
+from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 MACHINE = MachineConfig(device="cpu", precision="fp32")
@@ -128,15 +129,13 @@ def test_estimate_holds_state_activations_and_attention() -> None:
 
 
 def test_command_writes_its_answer_as_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    words = ["bench", "batch", "--preset", "tiny", "--largest", "2", "--repeats", "2"]
-    words += ["--seq-len", "8", "--device", "cpu", "--out", str(tmp_path), "--json"]
-    assert main(words) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    words = "bench batch --preset tiny --largest 2 --repeats 2 --seq-len 8 --device cpu --out"
+    answer = ask(f"{words} {tmp_path}")
     assert json.loads((tmp_path / "batch.json").read_text())["answer"] == answer
     assert [row["batch_tokens"] for row in answer["rows"]] == [8, 16]
     assert (answer["preset"], answer["seq_len"]) == ("tiny", 8)
     monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: 800.0)
-    assert main(words) == ExitCode.CONFIG
+    assert main([*words.split(), str(tmp_path)]) == ExitCode.CONFIG

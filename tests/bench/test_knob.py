@@ -17,12 +17,12 @@ from megatoken.bench.knob import apply_setting, read_values
 from megatoken.bench.runner import Worker, measure_workers
 from megatoken.bench.training import Training, build_training
 from megatoken.bench.worker import WorkerSpec
-from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.system import environment
+from tests.conftest import Ask
 from tests.tiny_model import CPU
 
 QUIET = Console(quiet=True)
@@ -110,21 +110,15 @@ def test_training_starts_at_the_uniform_loss_and_learns() -> None:
     )
 
 
-def run_knob(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> list[dict[str, Any]]:
+def run_knob(words: str, tmp_path: Path, ask: Ask) -> list[dict[str, Any]]:
     """Return the rows of `bench knob`, which are also in its record."""
-    arguments = f"bench knob {words} {SIZES} --device cpu --out {tmp_path} --name new --json"
-    assert main(arguments.split()) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    answer = ask(f"bench knob {words} {SIZES} --device cpu --out {tmp_path} --name new")
     assert json.loads((tmp_path / "new.json").read_text())["answer"] == answer
     return answer["rows"]
 
 
-def test_values_are_interleaved_with_the_first(
-    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = run_knob("activation_checkpointing --repeats 2", tmp_path, capsys)
+def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, ask: Ask) -> None:
+    rows = run_knob("activation_checkpointing --repeats 2", tmp_path, ask)
     assert len(rows) >= 3
     assert len({row["loss"] for row in rows}) == 1
     for row in rows:
@@ -134,17 +128,6 @@ def test_values_are_interleaved_with_the_first(
         assert row["first_step_seconds"] > 0
     assert rows[0]["tokens_per_second"]["repeats"] == 2 * (len(rows) - 1)
     assert rows[1]["tokens_per_second"]["repeats"] == 2
-
-
-@pytest.mark.slow
-def test_a_value_that_cannot_run_is_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = run_knob("attention --values cudnn,flash,blocked --repeats 1", tmp_path, capsys)
-    cudnn, flash, blocked = rows
-    assert cudnn["skipped"].startswith("ConfigError")
-    assert cudnn["tokens_per_second"] is cudnn["gain"] is None
-    assert blocked["loss"] == pytest.approx(flash["loss"], rel=0.01)
 
 
 def test_values_are_parsed_and_applied() -> None:

@@ -1,6 +1,5 @@
 """bench ladder: switches add up, a slower one is left out, and the loss does not change."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megatoken.cli.main import main
 from megatoken.config.presets import PRESETS
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode, PeerError
+from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT
 
 QUIET = Console(quiet=True)
@@ -136,14 +136,11 @@ def test_a_failing_rung_is_skipped_unless_it_is_the_reference() -> None:
         list(measure_rungs(broken.apply(FIRST), [first], CPU, 1, QUIET))
 
 
-def test_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    words = ["bench", "ladder", "--preset", "tiny", "--rungs", "4", "--repeats", "1", "--json"]
-    words += ["--device", "cpu", "--out", str(tmp_path), "--name", "new", "--batch-tokens"]
-    assert main([*words, "32"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    sizes = "--preset tiny --rungs 4 --repeats 1 --device cpu"
+    words = f"bench ladder {sizes} --out {tmp_path} --name new --batch-tokens"
+    answer = ask(f"{words} 32")
     rungs = answer["rungs"]
     assert len(rungs) == 2
     assert answer["speedup"] == max(rung["speedup"] for rung in rungs if rung["kept"])
@@ -156,4 +153,4 @@ def test_command(
     table = (tmp_path / "new.md").read_text()
     assert format_cell("seconds", rungs[1]["seconds"]) in table
     assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*words, "33"]) == ExitCode.CONFIG
+    assert main([*words.split(), "33"]) == ExitCode.CONFIG

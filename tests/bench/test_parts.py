@@ -18,6 +18,7 @@ from megatoken.console import Console
 from megatoken.errors import ExitCode, StorageError
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
 from megatoken.native.library import find_library
+from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 TOKENS = 4 * TINY_GPT.seq_len
@@ -187,15 +188,12 @@ def test_a_trace_opens_in_the_usual_viewers(tmp_path: Path) -> None:
         profile_step(workload, tmp_path / "file" / "trace.json")
 
 
-def test_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    words = ["bench", "parts", "--preset", "tiny", "--repeats", "1", "--seq-len", "8", "--trace"]
-    words += ["--device", "cpu", "--out", str(tmp_path), "--json", "--batch-tokens"]
-    assert main([*words, "32"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    sizes = "--preset tiny --repeats 1 --seq-len 8 --device cpu"
+    words = f"bench parts {sizes} --trace --out {tmp_path} --batch-tokens"
+    answer = ask(f"{words} 32")
     assert (answer["preset"], answer["batch_tokens"], answer["seq_len"]) == ("tiny", 32, 8)
     assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer
     assert (tmp_path / "trace.json").stat().st_size > 1000
-    assert main([*words, "30"]) == ExitCode.CONFIG
+    assert main([*words.split(), "30"]) == ExitCode.CONFIG

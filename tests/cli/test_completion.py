@@ -46,7 +46,7 @@ def test_a_tab_at_the_terminal(
     (tmp_path / "rc").write_text(capsys.readouterr().out + "PS1='ready>'\n")
     (tmp_path / "runs").mkdir()
     (tmp_path / "inputrc").write_text("set bell-style none\nset enable-bracketed-paste off\n")
-    monkeypatch.setenv("INPUTRC", str(tmp_path / "inputrc"))
+    monkeypatch.setenv("INPUTRC", f"{tmp_path}/inputrc")
     monkeypatch.setenv("TERM", "dumb")
     terminal, end = pty.openpty()
     command = [bash, "--noprofile", "--rcfile", "rc", "-i"]

@@ -216,7 +216,7 @@ def test_loss_on_text_covers_all_of_it(
     nats = result["loss"] * result["target_tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    assert main(["eval", str(run), "--data", str(data / "text.txt")]) == 0
+    assert main(["eval", str(run), "--data", f"{data}/text.txt"]) == 0
     printed = capsys.readouterr().out
     assert f"{result['bits_per_byte']:.4f}" in printed
 
@@ -258,14 +258,14 @@ def test_text_without_a_known_character_is_no_nan(
         assert tokenizer.drops_unknown == loses_text
         write_hf(folder, draw_model(replace(TINY_GPT, vocab_size=3)), tokenizer, "fp32")
         (folder / "unknown.txt").write_text("abc<|endoftext|>def<|endoftext|>ghi")
-        assert main(["eval", str(folder), "--data", str(folder / "unknown.txt"), "--json"]) == 0
+        assert main(["eval", str(folder), "--data", f"{folder}/unknown.txt", "--json"]) == 0
         printed = capsys.readouterr()
         assert "NaN" not in printed.out
         found = json.loads(printed.out)
         assert (found["text_bytes"], found["bits_per_byte"] is None) == (
             (0, True) if loses_text else (8, False)
         )
-        assert main(["eval", str(folder), "--data", str(folder / "unknown.txt")]) == 0
+        assert main(["eval", str(folder), "--data", f"{folder}/unknown.txt"]) == 0
         assert (" - " in capsys.readouterr().out) == loses_text  # bits per byte
 
 

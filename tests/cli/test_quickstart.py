@@ -98,10 +98,8 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
 )
 def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text)
-    megatoken.prepare(
-        str(tmp_path / "a.txt"), str(tmp_path / "data"), tokenizer="bytes", val_fraction=0
-    )
-    assert find_prompt(load_dataset(str(tmp_path / "data"))) == prompt
+    megatoken.prepare(f"{tmp_path}/a.txt", f"{tmp_path}/data", tokenizer="bytes", val_fraction=0)
+    assert find_prompt(load_dataset(f"{tmp_path}/data")) == prompt
 
 
 def test_quickstart_on_own_text_is_one_command(

@@ -137,14 +137,14 @@ def test_turns_and_a_stop_change_no_loss(
 ) -> None:
     words = [recipe, f"{recipe} optim.lr=3e-3", "--tokens", "24576", "--seeds", "1"]
     words.append("evaluate.every=8192tok")
-    turns = [*words, "--turn", "1s", "--out", str(tmp_path / "turns")]
+    turns = [*words, "--turn", "1s", "--out", f"{tmp_path}/turns"]
     process = subprocess.Popen([*COMMAND, "race", *turns], stdout=subprocess.DEVNULL)
     wait_for(lambda: [*tmp_path.glob("turns/*/*/metrics.jsonl")] or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == ExitCode.STOPPED
     losses = [
         [row["runs"][0]["final_loss"] for row in race(capsys, *arguments)["contenders"]]
-        for arguments in (turns, [*words, "--turn", "0", "--out", str(tmp_path / "full")])
+        for arguments in (turns, [*words, "--turn", "0", "--out", f"{tmp_path}/full"])
     ]
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
@@ -156,7 +156,7 @@ def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
 ) -> None:
     prepare_text(tmp_path / "data", TEXT, tokenizer="bpe:300")
     words = [recipe, f"{recipe} data.path={tmp_path / 'data'}", "--tokens", "1024", "--seeds", "1"]
-    answer = race(capsys, *words, "--out", str(tmp_path / "out"))
+    answer = race(capsys, *words, "--out", f"{tmp_path}/out")
     assert answer["metric"] == "bits_per_byte"
     bits = [row["runs"][0]["final_loss"] for row in answer["contenders"]]
     assert bits[0] == pytest.approx(math.log2(257), rel=0.05)
@@ -179,6 +179,6 @@ def test_what_cannot_race_is_refused_before_training(
 ) -> None:
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
     words = [word.replace("RECIPE", recipe) for word in words]
-    words = [word.replace("DATA", str(tmp_path / "data")) for word in words]
-    assert main(["race", *words, "--out", str(tmp_path / "out")]) == code
+    words = [word.replace("DATA", f"{tmp_path}/data") for word in words]
+    assert main(["race", *words, "--out", f"{tmp_path}/out"]) == code
     assert not (tmp_path / "out").exists()

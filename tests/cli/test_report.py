@@ -174,8 +174,8 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     run = str(write_run(tmp_path / "a"))
     (tmp_path / "no.json").write_text("{}")
     for words, code in (
-        ([str(tmp_path / "none")], ExitCode.DATA),
-        ([run, "--ladder", str(tmp_path / "no.json")], ExitCode.CONFIG),
+        ([f"{tmp_path}/none"], ExitCode.DATA),
+        ([run, "--ladder", f"{tmp_path}/no.json"], ExitCode.CONFIG),
         ([run, "--serve", "99999"], ExitCode.STORAGE),
         ([run, "--out", str(tmp_path)], ExitCode.STORAGE),
         ([run, "--out", "/dev/full/x.html"], ExitCode.STORAGE),
@@ -189,7 +189,7 @@ def test_a_line_that_is_no_row_is_left_out_and_said_once(
     run = write_run(tmp_path / "a")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
-    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == ExitCode.DONE
+    assert main(["report", str(run), "--out", f"{tmp_path}/page.html"]) == ExitCode.DONE
     assert capsys.readouterr().out.count(f"not a row of metrics — {run}/metrics.jsonl:3\n") == 1
     (found,) = read_data((tmp_path / "page.html").read_text())["runs"]
     assert found["train"]["step"] == [*range(1, 41)]

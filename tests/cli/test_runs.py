@@ -126,7 +126,7 @@ def test_sorted_the_best_first_and_unknown_ones_last(
 
 
 def test_nothing_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["runs", str(tmp_path / "missing")]) == ExitCode.DATA
+    assert main(["runs", f"{tmp_path}/missing"]) == ExitCode.DATA
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
 

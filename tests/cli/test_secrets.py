@@ -27,7 +27,7 @@ def test_no_secret_is_in_any_output_or_file(
 ) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     outputs, codes = [], []

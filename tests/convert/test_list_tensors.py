@@ -1,9 +1,7 @@
 """`describe --tensors` lists the names, shapes and dtypes of every kind of model file."""
 
-import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatoken.cli.main import main
@@ -11,35 +9,33 @@ from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
 from megatoken.convert.load_pretrained import read_model_config
 from megatoken.errors import ExitCode
+from tests.conftest import Ask
 from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_run
 from tests.convert.test_recipes_nanogpt import model_args, to_nanogpt
 
 
-def list_tensors(
-    name: str | Path, capsys: pytest.CaptureFixture[str]
-) -> dict[str, tuple[list[int], str]]:
+def list_tensors(name: str | Path, ask: Ask) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype by name, after checking the counts."""
-    assert main(["describe", str(name), "--tensors", "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    answer = ask(f"describe {name} --tensors")
     counts = [torch.Size(row["shape"]).numel() for row in answer["tensors"]]
     assert [row["parameters"] for row in answer["tensors"]] == counts
     assert answer["parameters"] == sum(counts)
     return {row["name"]: (row["shape"], row["dtype"]) for row in answer["tensors"]}
 
 
-def test_files_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_other_programs(tmp_path: Path, ask: Ask) -> None:
     model = draw_model()
     write_hf(tmp_path, model, byte_tokenizer(), "bf16")
-    tensors = list_tensors(tmp_path, capsys)
+    tensors = list_tensors(tmp_path, ask)
     assert tensors["transformer.h.1.attn.c_attn.weight"] == ([32, 96], "bfloat16")  # transposed
     write_llmc(tmp_path / "model.bin", model, "fp32")
-    tensors = list_tensors(tmp_path / "model.bin", capsys)
+    tensors = list_tensors(tmp_path / "model.bin", ask)
     assert list(tensors)[:3] == ["tokens.weight", "positions.weight", "blocks.0.norm1.weight"]
     assert tensors["tokens.weight"] == ([BYTES, 32], "float32")
     assert tensors.keys() == dict(model.named_parameters()).keys()
     content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
     torch.save(content, tmp_path / "ckpt.pt")
-    tensors = list_tensors(tmp_path / "ckpt.pt", capsys)
+    tensors = list_tensors(tmp_path / "ckpt.pt", ask)
     assert tensors["transformer.h.0.mlp.c_fc.weight"] == ([128, 32], "float32")
 
 
@@ -55,18 +51,16 @@ def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
         assert read_model_config(tmp_path / name) == TINY_GPT
 
 
-def test_runs_checkpoints_presets_and_recipes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask) -> None:
     model = draw_model()
     checkpoint = save_run(tmp_path, model)
     expected = {name: (list(value.shape), "float32") for name, value in model.named_parameters()}
     for name in (tmp_path, checkpoint):
-        assert list_tensors(name, capsys) == expected
-    assert list_tensors("gpt2-124m", capsys)["tokens.weight"] == ([50304, 768], "float32")
+        assert list_tensors(name, ask) == expected
+    assert list_tensors("gpt2-124m", ask)["tokens.weight"] == ([50304, 768], "float32")
     recipe = "model: {n_layer: 1, n_head: 2, d_model: 32, seq_len: 24, vocab_size: 257}\n"
     (tmp_path / "own.yaml").write_text(recipe + "budget: {steps: 1, batch_tokens: 240}\n")
-    assert list_tensors(tmp_path / "own.yaml", capsys) == {
+    assert list_tensors(tmp_path / "own.yaml", ask) == {
         name: value for name, value in expected.items() if not name.startswith("blocks.1.")
     }
     assert main(["describe", str(checkpoint), "--tensors", "model.n_layer=3"]) == ExitCode.CONFIG

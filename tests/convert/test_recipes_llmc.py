@@ -1,6 +1,5 @@
 """llm.c's command line is translated field by field, and trains."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from megatoken.convert.recipes.translation import load_table
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
+from tests.conftest import Ask
 from tests.convert.models import UNCHOSEN, draw_model, read_fields, save_llmc
 from tests.data.small_dataset import write_external
 
@@ -155,7 +155,7 @@ def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path) -> None:
     assert translate_llmc(words).resolve([]).config.data.path == str(tmp_path)
 
 
-def test_train_from_llmcs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_from_llmcs_files(tmp_path: Path, ask: Ask) -> None:
     """Train from llm.c's shards, checkpoint and flags, and export to llm.c again."""
     ids = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     (tmp_path / "data").mkdir()
@@ -164,10 +164,9 @@ def test_train_from_llmcs_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     name = save_llmc(tmp_path / "first", draw_model())
     flags = f"-i {tmp_path}/data/b_train_*.bin -j {tmp_path}/data/b_val_*.bin -e {name}"
     flags += f" -o {tmp_path}/run -b 4 -t 24 -d 192 -x 3 -u 1 -l 0.001 -v 2 -m 2 -s 0 -z 1"
-    settings = [f"data.tokenizer={name.parent}", *UNCHOSEN]
-    assert main(["train", "--llmc", flags, *settings, "--json"]) == ExitCode.DONE
-    summary = json.loads(capsys.readouterr().out)
-    assert (summary["run"], summary["steps"], summary["tokens"]) == (str(tmp_path / "run"), 3, 576)
+    settings = f"data.tokenizer={name.parent} {' '.join(UNCHOSEN)}"
+    summary = ask(f"train --llmc '{flags}' {settings}")
+    assert (summary["run"], summary["steps"], summary["tokens"]) == (f"{tmp_path}/run", 3, 576)
     back = tmp_path / "back"
     assert main(f"export {tmp_path / 'run'} --to llmc --out {back}".split()) == ExitCode.DONE
     assert (back / "model.bin").stat().st_size == name.stat().st_size

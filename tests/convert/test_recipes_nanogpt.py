@@ -167,7 +167,7 @@ def test_data_next_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config" / "c.py"
     path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
     run = translate_nanogpt(str(path)).resolve([]).config
-    assert run.data.path == str(tmp_path / "data" / "shakespeare")
+    assert run.data.path == f"{tmp_path}/data/shakespeare"
 
 
 def test_resume_continues_our_run(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def write_own(folder: Path, tokens: list[str], jinja: str) -> Tokenizer:
     inner = tokenizers.Tokenizer.from_str(base.to_json())
     inner.add_special_tokens(["<s>", *tokens])
     folder.mkdir(exist_ok=True)
-    inner.save(str(folder / "tokenizer.json"))
+    inner.save(f"{folder}/tokenizer.json")
     begin = {"__type": "AddedToken", "content": "<s>"}
     config = {"bos_token": begin, "eos_token": "<|endoftext|>"}
     config["chat_template"] = jinja
@@ -198,7 +198,7 @@ def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path,
         stop = tokenizer.decode(template.stop_ids[:1])
         assert [answer.strip() for answer in text.split(stop)] == [*answers, ""]
     tokenizer.save(tmp_path / "saved")
-    assert find_template(load_tokenizer(str(tmp_path / "saved"))).encode(messages)[0] == ids
+    assert find_template(load_tokenizer(f"{tmp_path}/saved")).encode(messages)[0] == ids
     assert add_control_tokens(tokenizer) is tokenizer
 
 

@@ -64,7 +64,7 @@ def test_prepared_folder_reads_back(tmp_path: Path, dtype: str) -> None:
 
 def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
-    prepare(str(tmp_path / "text.txt"), tmp_path / "out", tokenizer="bytes", val_fraction=0)
+    prepare(f"{tmp_path}/text.txt", tmp_path / "out", tokenizer="bytes", val_fraction=0)
     dataset = load_dataset(tmp_path / "out")
     assert dataset.vocab_size == 257
     assert dataset.tokenizer.decode(dataset.train.read(0, 9)) == "some text"

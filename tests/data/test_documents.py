@@ -330,7 +330,7 @@ def test_a_sample_is_bounded_even_and_repeatable(
     assert 12_000 < sum(map(len, texts)) < 24_000
     assert all(any(f"{number} line" in text for text in texts) for number in range(4))
     assert (
-        "".join(sample_texts(find_source(str(tmp_path / "1.txt")), PrepareOptions(), 10**6))
+        "".join(sample_texts(find_source(f"{tmp_path}/1.txt"), PrepareOptions(), 10**6))
         == (tmp_path / "1.txt").read_text()
     )
 
@@ -365,7 +365,7 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
     assert [file.name for file in source.files] == ["data/train.jsonl", "linked/b.txt"]
     counts = {".pdf": 2, "README.md": 1, "dataset_infos.json": 1, "no extension": 1}
     assert source.skipped == counts
-    assert read_all(find_source(str(snapshot / "README.md"))) == (["# Dataset card"], {})
+    assert read_all(find_source(f"{snapshot}/README.md")) == (["# Dataset card"], {})
 
 
 def test_a_corpus_with_the_name_of_a_folder_is_refused(

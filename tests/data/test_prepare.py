@@ -153,8 +153,8 @@ def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path
 def test_tiny_shakespeare_has_the_published_number_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
-    result = prepare(str(DATA / "tinyshakespeare.txt"), tmp_path, tokenizer="gpt2")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", f"{DATA}/tiktoken")
+    result = prepare(f"{DATA}/tinyshakespeare.txt", tmp_path, tokenizer="gpt2")
     assert (result.tokens, result.train_tokens, result.val_tokens) == (338_025, 334_645, 3_380)
     ids = read_split(tmp_path, "train") + read_split(tmp_path, "val")
     assert (
@@ -187,10 +187,10 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     vocabulary = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.save(str(tmp_path / "tokenizer.json"))
+    inner.save(f"{tmp_path}/tokenizer.json")
     source = write(tmp_path / "rows.jsonl", '{"text": "w69999 w5"}\n{"text": "w65536"}')
     out = tmp_path / "out"
-    prepare(str(source), out, tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0)
+    prepare(str(source), out, tokenizer=f"{tmp_path}/tokenizer.json", val_fraction=0)
     assert read_manifest(out).dtype == "uint32"
     assert read_split(out, "train") == [69_999, 5, 70_000, 65_536]
 
@@ -391,7 +391,7 @@ def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks:
     source = str(make_corpus(tmp_path / "corpus"))
     settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
     prepare(source, tmp_path / "whole", workers=1, **settings)
-    command = [sys.executable, "-W", "error", "-c", KILLED, source, str(tmp_path / "out")]
+    command = [sys.executable, "-W", "error", "-c", KILLED, source, f"{tmp_path}/out"]
     for seconds in (0.4, 0.7, 1.0):
         child = subprocess.Popen(command, start_new_session=True)
         try:
@@ -429,7 +429,7 @@ def test_signals_to_the_whole_group_leave_no_process(
 ) -> None:
     source = make_corpus(tmp_path / "corpus")
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "wait"],
+        [sys.executable, "-c", KILLED, str(source), f"{tmp_path}/out", "wait"],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -503,7 +503,7 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
         "try: prepare(sys.argv[1], Path(sys.argv[2]), tokenizer='bytes')\n"
         "except Exception as error: print(int(error.code), error)"
     )
-    command = [sys.executable, "-c", program, str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-c", program, str(source), f"{tmp_path}/out"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.startswith(f"{int(ExitCode.STORAGE)} cannot write: File too large, ")
     assert " free" in printed
@@ -604,7 +604,7 @@ def test_a_corpus_without_text_is_refused_until_it_has_some(tmp_path: Path) -> N
     write(tmp_path / "in" / "b.txt", b"\0")
     refuse(ExitCode.DATA, tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
     write(tmp_path / "in" / "a.txt", "something")
-    assert prepare(str(tmp_path / "in"), tmp_path / "out", tokenizer="bpe:300").documents == 1
+    assert prepare(f"{tmp_path}/in", tmp_path / "out", tokenizer="bpe:300").documents == 1
 
 
 @pytest.mark.parametrize(

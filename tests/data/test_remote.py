@@ -25,7 +25,7 @@ SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 3, 2 and 1 blocks
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0, 0.0))
 
 
@@ -183,7 +183,7 @@ def test_prepare_verify_and_eval_at_an_address(
     (tmp_path / "text.txt").write_text("To be, or not to be.\n\n" * 2000)
     words = [
         "prepare",
-        str(tmp_path / "text.txt"),
+        f"{tmp_path}/text.txt",
         "--out",
         f"{s3}/data",
         "--tokenizer",
@@ -228,7 +228,7 @@ def test_prepare_verify_and_eval_at_an_address(
     assert f"{s3}/data/val_000000.bin" in capsys.readouterr().out
     (tmp_path / "text.txt").write_text("Other text.\n\n" * 2000)
     other = [*words[:3], f"{s3}/data/", *words[4:], "--val-fraction", "0"]
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "other-cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/other-cache")
     assert main(other) == ExitCode.DATA
 
 

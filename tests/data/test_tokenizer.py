@@ -186,7 +186,7 @@ def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path) -> None:
             assert back.describe() == tokenizer.describe()
             assert back.split_points == tokenizer.split_points
             assert back.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
-        assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == tokenizer.fingerprint
+        assert load_tokenizer(f"{tmp_path}/tokenizer.json").fingerprint == tokenizer.fingerprint
 
 
 def word_level(*names: str) -> tokenizers.Tokenizer:
@@ -199,14 +199,14 @@ def word_level(*names: str) -> tokenizers.Tokenizer:
 def test_any_tokenizer_json_works(tmp_path: Path) -> None:
     inner = word_level("</s>", "<|end_of_text|>")
     inner.enable_truncation(1)
-    inner.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    inner.save(f"{tmp_path}/tokenizer.json")
+    tokenizer = load_tokenizer(f"{tmp_path}/tokenizer.json")
     assert tokenizer.encode("hello brave world").tolist() == [0, 2, 1]
     assert (tokenizer.eot, tokenizer.vocab_size, tokenizer.split_points) == (4, 5, "nowhere")
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
-    word_level().save(str(tmp_path / "tokenizer.json"))
+    word_level().save(f"{tmp_path}/tokenizer.json")
     with pytest.raises(DataError):
         load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text('{"eos_token_id": [2, 99]}')

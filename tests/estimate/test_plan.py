@@ -24,6 +24,7 @@ from megatoken.estimate.plan import (
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import GPUS
+from tests.conftest import Ask
 from tests.convert.models import TINY_GPT, draw_model, save_run
 
 A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
@@ -75,40 +76,31 @@ def test_nothing_is_recomputed_that_fits(name: str, gpus: int) -> None:
     assert (layout.micro_steps, layout.checkpointing) == (1, "none")
 
 
-def test_recomputation_that_was_chosen_is_named_or_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["plan", "gpt2-1558m", "--gpus", "8xRTX-4090", "--json"]
+def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask) -> None:
     setting = "machine.activation_checkpointing"
     expected = [
-        ((), "gelu", [f"{setting}=gelu"]),
-        ((f"{setting}=none",), "none", []),
-        ((f"{setting}=gelu",), "gelu", []),
+        ("", "gelu", [f"{setting}=gelu"]),
+        (f"{setting}=none", "none", []),
+        (f"{setting}=gelu", "gelu", []),
     ]
     for given, chosen, settings in expected:
-        assert main([*words, *given]) == ExitCode.DONE
-        answer = json.loads(capsys.readouterr().out)
+        answer = ask(f"plan gpt2-1558m --gpus 8xRTX-4090 {given}")
         assert (answer["checkpointing"], answer["settings"]) == (chosen, settings)
-    assert main(["plan", "gpt2-124m", "--gpus", "128xH100", "--json"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["settings"] == ["machine.sharding=zero2"]
+    assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
 
 
-def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt3-175b", "--gpus", "8xH100", "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+def test_what_does_not_fit_has_no_price(ask: Ask) -> None:
+    answer = ask("plan gpt3-175b --gpus 8xH100")
     assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
     assert answer["fewest_gpus"] == 48
     assert plan_recipe("gpt3-175b", "H100", 48).fits
     assert not plan_recipe("gpt3-175b", "H100", 32).fits  # the next divisor of 1,536 sequences
     assert plan_recipe("gpt3-175b", "H100", 1024, "machine.tensor_parallel=8").fits
-    words = ["gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"]
-    assert main(["plan", *words]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["fewest_gpus"] is None
+    assert ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")["fewest_gpus"] is None
 
 
-def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "--json"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["dollars"] is None
+def test_a_price_that_nobody_knows(ask: Ask) -> None:
+    assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None
 
 
 def test_strong_scaling() -> None:
@@ -197,19 +189,15 @@ def test_compute_optimal_split() -> None:
     assert math.isclose(6 * fitted * fitted_tokens, 5.76e23)
 
 
-def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"]
-    assert main(words) == ExitCode.DONE
-    budget = json.loads(capsys.readouterr().out)["budget"]
+def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask) -> None:
+    budget = ask("plan gpt3-125m --gpus 1xRTX-3090 --budget 1e6")["budget"]
     assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
     fitting = plan_recipe("gpt3-760m", "RTX-3090", 1, "budget.batch_start=0", "budget.batch_ramp=0")
     rate = fitting.tokens_per_second * 1e6 / GPUS["RTX-3090"].price * 3600
     assert budget["flops"] == pytest.approx(6 * count_parameters(fitting.model) * rate, rel=0.1)
     assert 6 * budget["parameters"] * budget["tokens"] == pytest.approx(budget["flops"])
-    words = ["gpt3-125m", "--gpus", "1xT4", "--price", "1", "--budget", "5"]
-    assert main(["plan", *words, "machine.micro_batch=256"]) == ExitCode.CONFIG
+    words = "plan gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256"
+    assert main(words.split()) == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(("every", "evaluations"), [("30steps", 5), ("0.5dur", 3), ("0", 1)])
@@ -225,7 +213,7 @@ def test_evaluations_before_the_first_step_and_at_the_end_are_counted(
     assert count_evaluated_tokens(load_config("quickstart", *words), 51_200) == 1000 * evaluations
 
 
-def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_grows_takes_longer(ask: Ask) -> None:
     """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs; a first batch is made to divide."""
     common = ("budget.tokens=1e9", "evaluate.every=0", "machine.sharding=zero1")
     whole = plan_recipe("gpt2-124m", "H100", 16, *common, "budget.batch_tokens=262144")
@@ -236,9 +224,8 @@ def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> 
     assert (whole.layout.micro_batch, half.layout.micro_batch) == (16, 8)
     assert half.hours > 1.1 * whole.hours
     assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
-    words = "gpt2-124m --gpus 32xH100 budget.batch_start=16384 budget.batch_ramp=500e6 --json"
-    assert main(["plan", *words.split()]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    ramp = "budget.batch_start=16384 budget.batch_ramp=500e6"
+    answer = ask(f"plan gpt2-124m --gpus 32xH100 {ramp}")
     assert "budget.batch_start=32768" in answer["settings"]
     times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
     expected = {gpus: plan_recipe("gpt2-124m", "H100", gpus).hours for gpus in times}
@@ -258,10 +245,9 @@ def test_the_vocabulary_is_that_of_the_data(
     assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
-def test_json_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "gpt3-1.3b --gpus 8xA100-40GB --tokens chinchilla --price 2 --budget 500"
-    assert main(["plan", *words.split(), "--deadline", "2d12h", "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+def test_json_of_the_command(ask: Ask) -> None:
+    options = "--tokens chinchilla --price 2 --budget 500 --deadline 2d12h"
+    answer = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
     keys = ("fits", "memory_bytes", "tokens_per_second", "mfu", "hours", "dollars", "energy_kwh")
     assert tuple(answer)[: len(keys)] == keys
     assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
@@ -296,44 +282,38 @@ def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_records_of_the_gpu_correct_the_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask) -> None:
     """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
     layout = Layout(micro_batch=16, micro_steps=2)
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
     row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
     answer = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
     record = {"hardware": {"device": H100.driver}, "answer": answer}
-    words = ["plan", "gpt2-355m", "--json", "--records", str(tmp_path), "--gpus"]
     (tmp_path / "batch.json").write_text(json.dumps(record))
 
-    def ask(gpus: str) -> dict[str, float]:
-        assert main([*words, gpus]) == ExitCode.DONE
-        answer: dict[str, float] = json.loads(capsys.readouterr().out)
-        return answer
+    def plan(gpus: str) -> dict[str, float]:
+        return ask(f"plan gpt2-355m --records {tmp_path} --gpus {gpus}")
 
-    known = ask("8xH100")
+    known = plan("8xH100")
     assert known["tokens_per_second"] == pytest.approx(
         1.2 * plan_recipe("gpt2-355m", "H100", 8).tokens_per_second, rel=1e-6
     )
     assert known["tokens_per_second_low"] == pytest.approx(0.9 * known["tokens_per_second"])
     assert (
-        ask("8xA100-40GB")["tokens_per_second"]
+        plan("8xA100-40GB")["tokens_per_second"]
         == plan_recipe("gpt2-355m", "A100-40GB", 8).tokens_per_second
     )
     (tmp_path / "batch.json").write_text(json.dumps(record | {"answer": {"rows": []}}))
-    assert ask("8xH100")["tokens_per_second"] == pytest.approx(known["tokens_per_second"] / 1.2)
+    assert plan("8xH100")["tokens_per_second"] == pytest.approx(known["tokens_per_second"] / 1.2)
 
 
-def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture(tmp_path: Path, ask: Ask) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
-    words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--json", "--plot"]
-    assert main([*words, str(target.with_suffix(""))]) == ExitCode.DONE
+    words = f"plan gpt2-124m --gpus 8xH100 --plot {tmp_path}/plan"
+    assert ask(words)["picture"] == str(target)
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(capsys.readouterr().out)["picture"] == str(target)
-    assert main([*words, str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
+    assert main([*words.split(), f"--plot={tmp_path}/plan.foo"]) == ExitCode.CONFIG
 
 
 def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(

@@ -22,6 +22,7 @@ from megatoken.eval.answers import (
 )
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
+from tests.conftest import Ask
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, save_run
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
@@ -44,7 +45,7 @@ def reward_length(prompt: str, answer: str, right: str) -> float:
     return float(len(answer.encode()) > int(right))
 
 
-def ask(right: str, samples: int = 0, **values: object) -> dict[str, object]:
+def answer_all(right: str, samples: int = 0, **values: object) -> dict[str, object]:
     questions = [Question([Message("user", prompt)], right, "here") for prompt in PROMPTS]
     settings = AnswerSettings(
         reward_length, samples=samples, sampling=Sampling(6, **values), per_example=True
@@ -56,7 +57,7 @@ def test_greedy_answers() -> None:
     texts = [TEMPLATE.tokenizer.decode(answer(prompt)) for prompt in PROMPTS]
     lengths = [len(text.encode()) for text in texts]
     middle = str(sorted(lengths)[2])
-    result = ask(middle)
+    result = answer_all(middle)
     scores = [float(length > int(middle)) for length in lengths]
     assert result["score"] == statistics.fmean(scores)
     assert result["stderr"]["score"] == pytest.approx(
@@ -72,7 +73,7 @@ def test_greedy_answers() -> None:
 
 
 def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
-    result = ask("7", samples=5, temperature=1.5, seed=3)
+    result = answer_all("7", samples=5, temperature=1.5, seed=3)
     right = []
     for number, prompt in enumerate(PROMPTS):
         ids = [answer(prompt, 3 + 5 * number + sample, 1.5) for sample in range(5)]
@@ -82,7 +83,7 @@ def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
     assert 0 < sum(right) < 30
     assert result["pass_at"].keys() == {"1", "2", "4"}
     assert result["pass_at"]["1"] == pytest.approx(sum(right) / 30, abs=1e-12)
-    assert ask("7", samples=5, temperature=1.5, seed=4)["pass_at"] != result["pass_at"]
+    assert answer_all("7", samples=5, temperature=1.5, seed=4)["pass_at"] != result["pass_at"]
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 2), (6, 3, 4), (4, 0, 2), (4, 1, 4)])
@@ -118,22 +119,19 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
         "".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40))
     )
     words = f"prepare {path} --tokenizer bytes --context 64 --val-fraction 0.25 --out".split()
-    assert main([*words, str(tmp_path / "data")]) == ExitCode.DONE
-    questions = read_questions(str(tmp_path / "data"), 0)
+    assert main([*words, f"{tmp_path}/data"]) == ExitCode.DONE
+    questions = read_questions(f"{tmp_path}/data", 0)
     assert 2 < len(questions) < 20
     assert all(question.messages[0].content[1:] == question.right[1:] for question in questions)
     path.write_text('{"prompt": "q", "completion": "a"}\n')
-    assert main([*words[:-3], "--out", str(tmp_path / "chats")]) == ExitCode.DONE
+    assert main([*words[:-3], "--out", f"{tmp_path}/chats"]) == ExitCode.DONE
     with pytest.raises(DataError):
-        read_questions(str(tmp_path / "chats"), 0)
+        read_questions(f"{tmp_path}/chats", 0)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, ask: Ask) -> None:
     checkpoint = save_run(tmp_path, MODEL, TEMPLATE.tokenizer)
-    words = ["eval", str(checkpoint), "--chat", "exercises-test", "--limit", "4", "--tokens", "5"]
-    assert main([*words, "--samples", "2", "--json"]) == ExitCode.DONE
-    result = json.loads(capsys.readouterr().out)["chat"]
+    words = f"eval {checkpoint} --chat exercises-test --limit 4 --tokens 5"
+    result = ask(f"{words} --samples 2")["chat"]
     assert (result["n"], result["samples"], result["reward"]) == (4, 2, "exact")
-    assert main(words) == ExitCode.DONE
-    assert "0.00%" in capsys.readouterr().out
-    assert main([*words, "--reward", "best"]) == ExitCode.CONFIG
+    assert main([*words.split(), "--reward", "best"]) == ExitCode.CONFIG

@@ -66,7 +66,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", f"{tmp_path}/cache")
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "tasks").mkdir()
     for name, text in TASKS.items():
@@ -136,7 +136,7 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) ->
     """Prompts longer than the context, stop strings, end of text, no room for a prompt."""
     model = make_model(seq_len=48, n_layer=1).eval()
     export(LoadedModel(model, BYTES, "a model"), "hf", tmp_path / "hf")
-    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", batch_size=1, dtype="float32")
+    theirs = HFLM(pretrained=f"{tmp_path}/hf", device="cpu", batch_size=1, dtype="float32")
     ours = Adapter(model, BYTES, CPU, SINGLE)
     prompts = [str(row["question"]) for row in ROWS]
 

@@ -94,9 +94,9 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
         return
     tokenizer.save(tmp_path / "tokenizer")
     prepare(
-        str(tmp_path / "text.jsonl"),
+        f"{tmp_path}/text.jsonl",
         tmp_path / "shards",
-        tokenizer=str(tmp_path / "tokenizer"),
+        tokenizer=f"{tmp_path}/tokenizer",
         val_fraction=0,
     )
     tokens = load_dataset(tmp_path / "shards").train

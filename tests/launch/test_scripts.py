@@ -14,6 +14,7 @@ import yaml
 from megatoken.cli.main import main
 from megatoken.errors import ExitCode
 from megatoken.launch.scripts import ENGINES, Job, name_job, write_script
+from tests.conftest import Ask
 
 SHELLCHECK = shutil.which("shellcheck") or shutil.which(
     "shellcheck", path=Path(sys.executable).parent
@@ -228,18 +229,17 @@ def test_job_names_are_host_names(recipe: str, name: str) -> None:
     assert name_job(recipe) == name
 
 
-def test_the_launch_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launch_command_writes(tmp_path: Path, ask: Ask) -> None:
     script = tmp_path / "job.sh"
-    words = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3".split()
-    assert main([*words, "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    words = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3"
+    answer = ask(words)
     text = script.read_text()
     assert text == answer["script"]
     assert answer["processes"] == 16
     assert "#SBATCH --nodes=2" in text
     assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     script.write_text(f"{text}# edited\n")
-    assert main(words) == ExitCode.CONFIG
+    assert main(words.split()) == ExitCode.CONFIG
     assert script.read_text() == f"{text}# edited\n"
 
 

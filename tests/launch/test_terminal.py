@@ -41,7 +41,7 @@ def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
 def test_a_heartbeat_that_cannot_be_written_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(HEARTBEAT, str(tmp_path / "rank-0"))
+    monkeypatch.setenv(HEARTBEAT, f"{tmp_path}/rank-0")
     heartbeat = Heartbeat()
     own = heartbeat._file
     with open("/dev/full", "r+b", buffering=0) as full:

@@ -32,7 +32,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (folder / "text.txt").write_text(
         "".join(f"{n} bottles of beer on the wall\n" for n in range(400))
     )
-    prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    prepare(f"{folder}/text.txt", folder / "shards", tokenizer="bytes", val_fraction=0.1)
     out = folder / "run"
     words = [
         str(TINY),

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from megatoken.cli import plan
-from megatoken.cli.main import main
 from megatoken.config.fields import Duration
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
-from megatoken.errors import ExitCode
 from megatoken.estimate.calibration import Calibration, count_run_bytes
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.measure.calibrate import StepTimer, build_run, calibrate
@@ -30,6 +28,7 @@ from megatoken.train.expectation import find_calibration
 from megatoken.train.kernel_autotune import autotune
 from megatoken.train.step import train_step
 from megatoken.train.train import Trainer
+from tests.conftest import Ask
 
 WORD_LIST = """
     model.n_layer=6 model.n_head=2 model.d_model=32 model.seq_len=16 model.vocab_size=257
@@ -79,7 +78,7 @@ def test_layers_and_micro_batches_add_up() -> None:
 def test_the_micro_batch_is_the_one_that_a_run_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     rates = iter([{1: 50.0, 2: 90.0, 4: 101.0, 8: 100.0}])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
@@ -107,7 +106,7 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
 ) -> None:
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     sizes = f"budget.batch_tokens={batch_seqs * 32}", f"machine.micro_batch={micro_batch}"
     config = load_config("quickstart", *WORDS, "model.seq_len=32", "model.n_layer=2", *sizes)
     model = config.model.resolve(257)
@@ -126,12 +125,13 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
 
 def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     tmp_path: Path,
+    ask: Ask,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
 ) -> None:
     monkeypatch.setattr(plan, "CALIBRATE_SECONDS", 0.0)
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
     config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS)
 
@@ -140,8 +140,7 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("plan ")]
 
     assert train("before") == []  # nothing measured, nothing guessed
-    assert main(["plan", "quickstart", "--calibrate", "--json", *WORDS]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    answer = ask(f"plan quickstart --calibrate {WORD_LIST}")
     assert answer["tokens"] == 6 * 128
     assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
     assert (

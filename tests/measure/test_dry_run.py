@@ -1,6 +1,5 @@
 """Dry runs against arithmetic, against the same step on real tensors, and against the memory of a real process."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +23,7 @@ from megatoken.optim.costs import count_optimizer_bytes
 from megatoken.system.gpus import GPUS
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step_async
+from tests.conftest import Ask
 from tests.tiny_model import CPU
 
 H100 = GPUS["H100"].memory_bytes
@@ -162,11 +162,9 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
     return embeddings + layers * (attention + mlp + 4 * rows(width)) + 2 * rows(width)
 
 
-def test_gpt3_175b_on_1024_gpus_equals_theory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask) -> None:
     """Two of its 96 layers, which are alike; all of them take two minutes and give count_175b(96, 8, 128) * 4 bytes."""
-    words = "dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 --json model.n_layer=2"
-    assert main(words.split()) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    answer = ask("dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 model.n_layer=2")
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
     assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
     assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)

@@ -79,7 +79,7 @@ def test_a_peak_without_data_sheet_is_measured() -> None:
 
 @pytest.fixture
 def peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     return tmp_path / "cache" / "peaks.json"
 
 
