@@ -16,12 +16,12 @@ import torch
 
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import ConfigError, DataError, ExitCode, NumericsError
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.tasks import Example
+from tests.conftest import Ask
 from tests.convert.models import TINY_GPT, draw_model
 from tests.data.small_dataset import write_external
 from tests.ranks import run_ranks
@@ -74,23 +74,14 @@ def run(data: Path) -> Path:
     return data / "run"
 
 
-def run_eval(*arguments: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["eval", *map(str, arguments), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert isinstance(result, dict)
-    return result
-
-
 def test_tasks_score_the_same_during_training_and_afterwards(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, ask: Ask
 ) -> None:
     rows = read_rows(run, "eval")
     assert [(row["step"], row["task"], row["n"]) for row in rows] == [
         (step, task, 30) for step in (0, 10, 20) for task in ("hellaswag", "lambada")
     ]
-    result = run_eval(
-        run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 30, capsys=capsys
-    )
+    result = ask(f"eval {run} --tasks hellaswag,lambada --data {data}/tasks --limit 30")
     for row in rows[-2:]:
         metrics = result["tasks"][row["task"]]
         assert metrics.pop("seconds") > 0
@@ -99,7 +90,7 @@ def test_tasks_score_the_same_during_training_and_afterwards(
 
 
 def test_several_models_in_one_table(
-    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of them has a context that no choice fits into."""
     short = tmp_path / "short"
@@ -107,9 +98,9 @@ def test_several_models_in_one_table(
     model_config = replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)
     write_hf(short, draw_model(model_config), load_tokenizer("bytes"), "fp32")
     models = [str(run), str(short)]
-    tasks = ["--tasks", "hellaswag,lambada", "--data", f"{data}/tasks"]
+    tasks = f"--tasks hellaswag,lambada --data {data}/tasks"
     picture = tmp_path / "scores.svg"
-    assert main(["eval", *models, *tasks, "--plot", str(picture)]) == 0
+    assert main(["eval", *models, *tasks.split(), "--plot", str(picture)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()[-6:-1]
     assert head.split() == ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
     sizes = dict(zip(models, ("35,744", "21,248"), strict=True))
@@ -119,10 +110,10 @@ def test_several_models_in_one_table(
     assert " 40 with a choice longer" in lines[2]
     names = ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
     assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
-    together = run_eval(*models, *tasks, capsys=capsys)["models"]
+    together = ask(f"eval {run} {short} {tasks}")["models"]
     assert [answer.pop("parameters") for answer in together] == [35744, 21248]
     for model, answer in zip(models, together, strict=True):
-        alone = run_eval(model, *tasks, capsys=capsys)
+        alone = ask(f"eval {model} {tasks}")
         for metrics in (*alone["tasks"].values(), *answer["tasks"].values()):
             del metrics["seconds"]
         assert alone == answer
@@ -132,12 +123,9 @@ def test_several_models_in_one_table(
     assert "<!-- bits per byte -->" in picture.read_text()
 
 
-def test_predictions_are_in_file_order_and_give_the_scores(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = data / "tasks" / "hellaswag.jsonl"
-    arguments = [run, "--tasks", "hellaswag", "--data", file, "--examples"]
-    metrics = run_eval(*arguments, capsys=capsys)["tasks"]["hellaswag"]
+def test_predictions_are_in_file_order_and_give_the_scores(run: Path, data: Path, ask: Ask) -> None:
+    line = f"eval {run} --tasks hellaswag --data {data}/tasks/hellaswag.jsonl --examples"
+    metrics = ask(line)["tasks"]["hellaswag"]
     examples = metrics["examples"]
     assert [example["gold"] for example in examples] == [n % 3 for n in range(40)]
     choices = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
@@ -145,138 +133,104 @@ def test_predictions_are_in_file_order_and_give_the_scores(
         right = np.array([example[choice] == example["gold"] for example in examples], float)
         assert metrics[score] == right.mean()
         assert metrics["stderr"][score] == pytest.approx(right.std(ddof=1) / math.sqrt(40))
-    without = run_eval(*arguments, "--no-token-mean", capsys=capsys)["tasks"]["hellaswag"]
-    assert without["acc_token_mean"] is None
-    assert [example["pred"] for example in without["examples"]] == [
-        example["pred"] for example in examples
-    ]
+    assert ask(f"{line} --no-token-mean")["tasks"]["hellaswag"]["acc_token_mean"] is None
 
 
-def eval_on_rank(rank: int, arguments: list[list[str]], answers: Path) -> None:
-    for number, words in enumerate(arguments):
+def eval_on_rank(rank: int, lines: list[str], answers: Path) -> None:
+    for number, line in enumerate(lines):
         output = io.StringIO()
         with redirect_stdout(output):
-            assert main(["eval", *words, "--json", "--nproc", "2"]) == ExitCode.DONE
+            assert main([*line.split(), "--json", "--nproc", "2"]) == ExitCode.DONE
         if rank == 0:
             (answers / str(number)).write_text(output.getvalue())
 
 
 def test_two_processes_give_the_result_of_one(
-    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, tmp_path: Path, ask: Ask
 ) -> None:
-    tasks = [str(run), "--tasks", "hellaswag", "--data", f"{data}/tasks", "--examples"]
-    text = [str(run), "--data", f"{data}/text.txt"]
+    tasks = f"eval {run} --tasks hellaswag --data {data}/tasks --examples"
+    text = f"eval {run} --data {data}/text.txt"
     run_ranks(eval_on_rank, [tasks, text], tmp_path, nprocs=2)
-    single, two = run_eval(*tasks, capsys=capsys), json.loads((tmp_path / "0").read_text())
+    single, two = ask(tasks), json.loads((tmp_path / "0").read_text())
     for result in (single, two):
         del result["tasks"]["hellaswag"]["seconds"]
     assert two == single
-    single, two = run_eval(*text, capsys=capsys), json.loads((tmp_path / "1").read_text())
+    single, two = ask(text), json.loads((tmp_path / "1").read_text())
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert two.pop(name) == pytest.approx(single.pop(name), rel=1e-6)
     assert two == single
 
 
 def test_loss_on_shards_equals_the_validation_loss_of_the_run(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, ask: Ask
 ) -> None:
-    result = run_eval(run, "--data", data / "shards", "--limit", 100000, capsys=capsys)
+    line = f"eval {run} --data {data}/shards"
+    result = ask(f"{line} --limit 100000")
     last = read_rows(run, "val")[-1]
-    assert result["split"] == "val"
-    assert result["target_tokens"] == last["target_tokens"]
+    assert (result["split"], result["target_tokens"]) == ("val", last["target_tokens"])
     assert result["loss"] == pytest.approx(last["loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
-    whole = run_eval(run, "--data", data / "shards", capsys=capsys)
-    assert (
-        whole["target_tokens"] > result["target_tokens"]
-    )  # and the rest after the last whole window
-    train = run_eval(
-        run, "--data", data / "shards", "--split", "train", "--limit", 640, capsys=capsys
-    )
+    # And the rest after the last full window.
+    assert ask(line)["target_tokens"] > result["target_tokens"]
+    train = ask(f"{line} --split train --limit 640")
     assert (train["split"], train["target_tokens"]) == ("train", 640)
 
 
 def test_data_left_out_are_what_the_runs_trained_on(
-    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, tmp_path: Path, ask: Ask
 ) -> None:
-    given = run_eval(run, "--data", data / "shards", capsys=capsys)
-    assert run_eval(run, capsys=capsys) == given
+    expected = ask(f"eval {run} --data {data}/shards")
+    assert ask(f"eval {run}") == expected
     shutil.copytree(run, tmp_path / "copy")
-    several = run_eval(run, tmp_path / "copy", capsys=capsys)["models"]
-    assert [model["loss"] for model in several] == [given["loss"]] * 2
+    several = ask(f"eval {run} {tmp_path}/copy")["models"]
+    assert [model["loss"] for model in several] == [expected["loss"]] * 2
 
 
-def test_loss_on_text_covers_all_of_it(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = run_eval(run, "--data", data / "text.txt", capsys=capsys)
+def test_loss_on_text_covers_all_of_it(run: Path, data: Path, ask: Ask) -> None:
+    result = ask(f"eval {run} --data {data}/text.txt")
     text = sum(len(line) for line in LINES)
     assert result["text_bytes"] == text - 1  # the first byte is no target
     assert result["target_tokens"] == text - 1 + len(LINES) - 1
     nats = result["loss"] * result["target_tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    assert main(["eval", str(run), "--data", f"{data}/text.txt"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{result['bits_per_byte']:.4f}" in printed
 
 
-def test_python_function_returns_what_the_command_prints(
-    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_pretrained(str(run), print)
-    command = run_eval(
-        run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 9, capsys=capsys
-    )
-    for tasks in ("hellaswag,lambada", ["hellaswag", "lambada"]):
-        result = evaluate(loaded.model, loaded.tokenizer, tasks=tasks, data=data / "tasks", limit=9)
-        for metrics, expected in zip(
-            result["tasks"].values(), command["tasks"].values(), strict=True
-        ):
-            assert metrics | {"seconds": 0} == expected | {"seconds": 0}
-    examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
-    assert evaluate(loaded.model, loaded.tokenizer, tasks=examples)["tasks"]["own"]["n"] == 1
-    command = run_eval(run, "--data", data / "shards", capsys=capsys)
-    assert evaluate(loaded.model, loaded.tokenizer, data=data / "shards") == {
-        key: value for key, value in command.items() if key != "model"
-    }
-    with pytest.raises(ConfigError):
-        evaluate(loaded.model, loaded.tokenizer)
-
-
+@pytest.mark.parametrize(
+    ("unk", "text_bytes"),
+    [
+        ("<unk>", 8),
+        (None, 0),  # it loses the text
+    ],
+)
 def test_text_without_a_known_character_is_no_nan(
-    data: Path, capsys: pytest.CaptureFixture[str]
+    unk: str | None, text_bytes: int, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A BPE whose unk is special, and one without unk, which loses the text."""
-    for unk, loses_text in (("<unk>", False), (None, True)):
-        folder = data / f"unk-{unk}"
-        folder.mkdir()
-        vocabulary = {"</s>": 0, "<unk>": 1, "x": 2}
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unk))
-        inner.add_special_tokens(["</s>", "<unk>"])
-        tokenizer = Tokenizer(inner, "x", eot=0)
-        assert tokenizer.drops_unknown == loses_text
-        write_hf(folder, draw_model(replace(TINY_GPT, vocab_size=3)), tokenizer, "fp32")
-        (folder / "unknown.txt").write_text("abc<|endoftext|>def<|endoftext|>ghi")
-        assert main(["eval", str(folder), "--data", f"{folder}/unknown.txt", "--json"]) == 0
-        printed = capsys.readouterr()
-        assert "NaN" not in printed.out
-        found = json.loads(printed.out)
-        assert (found["text_bytes"], found["bits_per_byte"] is None) == (
-            (0, True) if loses_text else (8, False)
-        )
-        assert main(["eval", str(folder), "--data", f"{folder}/unknown.txt"]) == 0
-        assert (" - " in capsys.readouterr().out) == loses_text  # bits per byte
+    vocabulary = {"</s>": 0, "<unk>": 1, "x": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unk))
+    inner.add_special_tokens(["</s>", "<unk>"])
+    tokenizer = Tokenizer(inner, "x", eot=0)
+    write_hf(tmp_path, draw_model(replace(TINY_GPT, vocab_size=3)), tokenizer, "fp32")
+    (tmp_path / "unknown.txt").write_text("abc<|endoftext|>def<|endoftext|>ghi")
+    line = f"eval {tmp_path} --data {tmp_path}/unknown.txt"
+    result = ask(line)
+    assert result["text_bytes"] == text_bytes
+    assert (result["bits_per_byte"] is None) == (unk is None)  # NaN would not be None
+    assert main(line.split()) == 0
+    assert (" - " in capsys.readouterr().out) == (unk is None)
 
 
 def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
     tokenizer, model = load_tokenizer("bytes"), draw_model()
+    examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
+    assert evaluate(model, tokenizer, tasks=examples)["tasks"]["own"]["n"] == 1
+    with pytest.raises(ConfigError):
+        evaluate(model, tokenizer)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
-    examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
-    with pytest.raises(NumericsError, match="log-likelihoods are not finite numbers"):
+    with pytest.raises(NumericsError):
         evaluate(model, tokenizer, tasks=examples)
-    with pytest.raises(NumericsError, match="the loss is not finite"):
+    with pytest.raises(NumericsError):
         evaluate(model, tokenizer, data=data / "text.txt")
 
 
@@ -291,35 +245,35 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
         assert rows[0] == rows[1]
 
 
-ERRORS = [
-    ("DATA/tasks", ExitCode.CONFIG),
-    ("DATA/else", ExitCode.CONFIG),
-    ("--tasks helaswag", ExitCode.CONFIG),
-    ("--tasks piqa --data DATA/tasks", ExitCode.DATA),
-    ("--tasks piqa --data DATA/tasks/lambada.jsonl", ExitCode.DATA),
-    ("--tasks piqa --nproc 0", ExitCode.CONFIG),
-    ("--tasks piqa --harness", ExitCode.CONFIG),
-    ("--data DATA/rows.jsonl", ExitCode.DATA),
-    ("--data DATA/text.txt --split train", ExitCode.CONFIG),
-    ("--data DATA/nothing", ExitCode.DATA),
-    ("--data DATA/foreign.bin", ExitCode.DATA),
-    ("--data DATA/other", ExitCode.DATA),
-]
+ERRORS = """
+2 DATA/tasks
+2 DATA/else
+2 --tasks helaswag
+3 --tasks piqa --data DATA/tasks
+3 --tasks piqa --data DATA/tasks/lambada.jsonl
+2 --tasks piqa --nproc 0
+2 --tasks piqa --harness
+3 --data DATA/rows.jsonl
+2 --data DATA/text.txt --split train
+3 --data DATA/nothing
+3 --data DATA/foreign.bin
+3 --data DATA/other
+"""
 
 
-@pytest.mark.parametrize(("line", "code"), ERRORS)
+@pytest.mark.parametrize("row", ERRORS.strip().splitlines())
 def test_wrong_input_is_a_one_line_error(
     run: Path,
     data: Path,
-    line: str,
-    code: ExitCode,
+    row: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
     (data / "else" / "checkpoints").mkdir(parents=True, exist_ok=True)
     (data / "else" / "config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
-    assert main(["eval", str(run), *line.replace("DATA", str(data)).split()]) == code
+    code, *words = row.replace("DATA", str(data)).split()
+    assert main(["eval", str(run), *words]) == int(code)
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -1,7 +1,6 @@
 """The command line: output, JSON, exit codes, one-line errors."""
 
 import io
-import json
 import os
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ from megatoken.cli.main import main
 from megatoken.errors import ExitCode
 from megatoken.launch.local import COMMAND
 from megatoken.system.environment import python_command
+from tests.conftest import Ask
 
 LONG = "x" * 300  # longer than a file name may be
 TINY = """model.n_layer=1 model.n_head=2 model.d_model=16 model.seq_len=32
@@ -27,14 +27,6 @@ def run(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]
     code = main(list(words))
     out, err = capsys.readouterr()
     return code, out, err
-
-
-def run_json(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    code, out, err = run(*words, "--json", capsys=capsys)
-    assert code == 0, err
-    answer = json.loads(out.splitlines()[-1])
-    assert isinstance(answer, dict)
-    return answer
 
 
 @pytest.fixture
@@ -58,37 +50,30 @@ def corpus(tmp_path: Path) -> Path:
         ("llama3.2-1b", 1_235_814_400, 58_954_088_448),
     ],
 )
-def test_describe(
-    name: str, parameters: int, full: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = run_json("describe", name, capsys=capsys)
+def test_describe(name: str, parameters: int, full: int, ask: Ask) -> None:
+    answer = ask(f"describe {name}")
     assert (answer["parameters"], answer["flops_per_token_full"]) == (parameters, full)
 
 
-def test_describe_follows_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["model.d_model=384", "model.n_layer=2"]
-    answer = run_json("describe", "gpt2-124m", *settings, capsys=capsys)
+def test_describe_follows_settings(ask: Ask) -> None:
+    answer = ask("describe gpt2-124m model.d_model=384 model.n_layer=2")
     assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)
     assert (answer["positions"], answer["tied"]) == ("learned", True)  # keys of --json
 
 
-def test_describe_takes_the_vocabulary_of_the_data_or_the_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_describe_takes_the_vocabulary_of_the_data_or_the_preset(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
     for words, vocab_size in (
-        (["llama-110m", "model.vocab_size=0"], 32_000),
-        (["quickstart", "data.path=data/of/others"], 50_257),
-        (["quickstart", f"data.path={tmp_path}"], 257),
+        ("llama-110m model.vocab_size=0", 32_000),
+        ("quickstart data.path=data/of/others", 50_257),
+        (f"quickstart data.path={tmp_path}", 257),
     ):
-        assert run_json("describe", *words, capsys=capsys)["vocab_size"] == vocab_size
+        assert ask(f"describe {words}")["vocab_size"] == vocab_size
 
 
-def test_config_has_origins(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["config", "quickstart", "optim.lr=1e-3"]
-    assert "  lr: 0.001 " in run(*words, capsys=capsys)[1]
-    answer = run_json(*words, capsys=capsys)
-    assert answer["origins"]["optim.lr"] == "command line"  # type: ignore[index]
+def test_config_has_origins(ask: Ask) -> None:
+    answer = ask("config quickstart optim.lr=1e-3")
+    assert answer["origins"]["optim.lr"] == "command line"
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
@@ -252,41 +237,31 @@ def test_a_dataset_or_text_is_no_model(corpus: Path, capsys: pytest.CaptureFixtu
 def test_prepare_train_sample_verify_plot(
     corpus: Path,
     tmp_path: Path,
+    ask: Ask,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = f"{tmp_path}/data"
-    out = f"{tmp_path}/run"
-    words = ["prepare", str(corpus), "--out", data, "--tokenizer", "bpe:300", "--workers", "1"]
-    prepared = run_json(*words, capsys=capsys)
+    data, out = f"{tmp_path}/data", f"{tmp_path}/run"
+    prepared = ask(f"prepare {corpus} --out {data} --tokenizer bpe:300 --workers 1")
     assert (prepared["documents"], prepared["shards"]) == (20, 2)
-    words = ["train", *TINY.split(), "quickstart", "--out", out, f"data.path={data}"]
-    summary = run_json(*words, capsys=capsys)
+    summary = ask(f"train {TINY} quickstart --out {out} data.path={data}")
     assert (summary["steps"], summary["tokens"], summary["code"]) == (6, 768, 0)
-    greedy = ["sample", out, "--tokens", "12", "the cat", "--temperature", "0", "--seed", "1"]
-    first = run_json(*greedy, capsys=capsys)
-    assert run_json(*greedy, capsys=capsys) == first
-    assert [len(ids) for ids in first["ids"]] == [12]  # type: ignore[attr-defined]
-    streamed = run(*greedy, capsys=capsys)[1]
-    assert streamed == f"the cat{first['text'][0]}\n"  # type: ignore[index]
+    greedy = f"sample {out} --tokens 12 'the cat' --temperature 0 --seed 1"
+    first = ask(greedy)
+    assert ask(greedy) == first
+    assert [len(ids) for ids in first["ids"]] == [12]
+    assert run(*shlex.split(greedy), capsys=capsys)[1] == f"the cat{first['text'][0]}\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, err = run("sample", out, "--tokens", "4", "-n", "2", capsys=capsys)
     assert (code, text.startswith("document 0: the cat"), err.count("\n")) == (0, True, 1)
-    several = run_json("sample", out, "the", "--tokens", "4", "-n", "3", capsys=capsys)
-    lengths = [len(ids) for ids in several["ids"]]  # type: ignore[attr-defined]
-    assert (len(lengths), max(lengths)) == (3, 4)
     for words, expected in (
         (["verify", data], ExitCode.DONE),
         (["verify", out], ExitCode.DONE),
         (["sample", out, "the cat", "--tokens", "40"], ExitCode.DONE),
         (["sample", out, "\udcff", "--tokens", "2"], ExitCode.DONE),
         (["sample", out, "the cat", "--device", "abacus"], ExitCode.CONFIG),
-        (["plot", out, "--out", f"{tmp_path}/curves.xyz"], ExitCode.CONFIG),
     ):
         assert run(*words, capsys=capsys)[0] == expected, words
-    words = ["plot", out, out, "--out", f"{tmp_path}/both.png", "--pictures"]
-    pictures = run_json(*words, capsys=capsys)["pictures"]
-    assert all(Path(path).is_file() for path in pictures)  # type: ignore[attr-defined]
     shard = tmp_path / "data" / "train_000000.bin"
     damaged = bytearray(shard.read_bytes())
     damaged[2000] ^= 1

@@ -13,6 +13,7 @@ import pytest
 from megatoken.cli.main import main
 from megatoken.config.load import render, resolve
 from megatoken.errors import ExitCode
+from tests.conftest import Ask
 
 GONE = 2**22 + 1  # above the largest pid of Linux
 
@@ -32,14 +33,14 @@ def write_run(folder: Path, *overrides: str, **status: Any) -> Path:
     return folder
 
 
-def list_runs(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
+def list_runs(ask: Ask, words: object) -> dict[str, dict[str, Any]]:
     """Return the rows by name."""
-    assert main(["runs", *words, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["runs"]
-    return {Path(row["run"]).name: row for row in rows}
+    return {Path(row["run"]).name: row for row in ask(f"runs {words}")["runs"]}
 
 
-def test_states_progress_and_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_progress_and_losses(
+    tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "a" / "finished")
     write_run(tmp_path / "live", state="running", step=40, eta_seconds=61.0, phase="validate")
     write_run(tmp_path / "dead", state="running", pid=GONE)
@@ -51,30 +52,16 @@ def test_states_progress_and_losses(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "broken" / "status.json").write_text("{")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "config.yaml").write_text("of another program")
-    rows = list_runs(capsys, str(tmp_path))
-    assert {name: row["state"] for name, row in rows.items()} == {
-        "finished": "done",
-        "live": "running",
-        "dead": "dead",
-        "elsewhere": "running",
-        "failed": "failed",
-        "copy": "copy",
-        "broken": "broken",
-    }
-    finished = {
-        "objective": "pretrain",
-        "step": 100,
-        "total_steps": 100,
-        "loss": 4.0,
-        "val_loss": 3.25,
-        "tokens_per_second": 1234.5,
-        "eta_seconds": 0.0,
-        "message": "",
-    }
-    assert {key: rows["finished"][key] for key in finished} == finished
+    rows = list_runs(ask, tmp_path)
+    states = "finished=done live=running dead=dead elsewhere=running failed=failed copy=copy broken=broken"
+    expected = dict(pair.split("=") for pair in states.split(" "))
+    assert {name: row["state"] for name, row in rows.items()} == expected
+    finished = {"step": 100, "total_steps": 100, "loss": 4.0, "val_loss": 3.25, "eta_seconds": 0.0}
+    finished |= {"objective": "pretrain", "tokens_per_second": 1234.5, "message": ""}
+    assert finished.items() <= rows["finished"].items()
     live = {"eta_seconds": 61.0, "phase": "validate", "step": 40}
     live["bytes"] = sum(path.stat().st_size for path in (tmp_path / "live").iterdir())
-    assert {key: rows["live"][key] for key in live} == live
+    assert live.items() <= rows["live"].items()
     assert rows["elsewhere"]["objective"] == "sft"
     assert rows["failed"]["message"] == "loss is nan"
     assert rows["copy"]["step"] == 100
@@ -85,9 +72,7 @@ def test_states_progress_and_losses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert row in [line[:7] for line in lines]
 
 
-def test_logs_may_be_missing_torn_or_long(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_may_be_missing_torn_or_long(tmp_path: Path, ask: Ask) -> None:
     (write_run(tmp_path / "missing") / "metrics.jsonl").unlink()
     rows = [
         {"kind": "val" if n < 4 else "train", "step": n, "tokens": n, "loss": n}
@@ -97,7 +82,7 @@ def test_logs_may_be_missing_torn_or_long(
     log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tr')
     log = write_run(tmp_path / "diverged") / "metrics.jsonl"
     log.write_text('{"kind": "train", "step": 1, "tokens": 1, "loss": "nan"}\n')
-    runs = list_runs(capsys, str(tmp_path), "--sort", "loss")
+    runs = list_runs(ask, f"{tmp_path} --sort loss")
     losses = [(name, row["loss"], row["val_loss"]) for name, row in runs.items()]
     assert losses == [("long", 3999, 3), ("diverged", None, None), ("missing", None, None)]
 
@@ -116,13 +101,11 @@ def test_a_comparison_shows_the_settings_that_differ(
     assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
 
 
-def test_sorted_the_best_first_and_unknown_ones_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, ask: Ask) -> None:
     for name, step in (("a", 5), ("b", None), ("c", 7)):
         write_run(tmp_path / name, step=step)
-    assert list(list_runs(capsys, str(tmp_path))) == ["a", "b", "c"]
-    assert list(list_runs(capsys, str(tmp_path), "--sort", "step")) == ["c", "a", "b"]
+    assert list(list_runs(ask, tmp_path)) == ["a", "b", "c"]
+    assert list(list_runs(ask, f"{tmp_path} --sort step")) == ["c", "a", "b"]
 
 
 def test_nothing_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
