@@ -57,15 +57,6 @@ def test_ticks() -> None:
     assert {value: format_tick(value) for value in ticks} == ticks
 
 
-@pytest.mark.parametrize(("steps", "marks"), [(1, 5), (2, 0)])
-def test_a_run_of_one_row_is_seen(steps: int, marks: int, tmp_path: Path) -> None:
-    """A single point is a cross in the panels of loss, rate, norm, tokens per second and MFU."""
-    run = write_rows(tmp_path / "run", steps=steps, seconds=1.0)
-    picture = draw_curves([run], tmp_path / "curves.svg").read_text()
-    crosses = {*re.findall(r'<path id="(\w+)" d="M -3 0\s+L 3 0\s+M 0 3\s+L 0 -3', picture)}
-    assert sum(picture.count(f'<use xlink:href="#{cross}"') for cross in crosses) == marks
-
-
 def test_values_and_steps_may_be_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,8 +23,7 @@ from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ExitCode
-from megatoken.model.flops import count_padded_parameters, count_parameters, flops_per_token
-from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
+from megatoken.model.flops import count_parameters, flops_per_token
 from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
@@ -109,23 +108,6 @@ def test_out_of_memory_ends_the_benchmark_without_gradients() -> None:
     assert [row["micro_batch"] for row in rows] == [1, 2]
     assert "micro-batch 4" in ended
     assert all(parameter.grad is None for parameter in workload.state.model.parameters())
-
-
-def test_estimate_holds_state_activations_and_attention() -> None:
-    config = replace(TINY_GPT, vocab_size=128)
-    tokens = 4 * config.seq_len
-    state = 4 * 4 * count_padded_parameters(config)  # weights, gradients and two moments in fp32
-    activations = count_activation_bytes(
-        config,
-        tokens,
-        precision="fp32",
-        checkpointing="none",
-        loss_chunk=LOSS_CHUNK["cpu"],
-        sharded=False,
-    )
-    attention = 4 * config.n_layer * tokens * config.n_head * config.seq_len / 2
-    total = state + activations.blocks + activations.loss + attention
-    assert estimate_step_bytes(config, tokens) == total
 
 
 def test_command_writes_its_answer_as_a_record(

@@ -62,29 +62,3 @@ def test_mixing_is_splitmix64() -> None:
     """The first outputs of splitmix64 seeded with 0, as its authors' C code prints them."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [shuffle._mix_integer(step * shuffle.GOLDEN) for step in range(3)] == outputs
-
-
-def test_looks_like_a_shuffle() -> None:
-    n = 10_000
-    images = np.stack(
-        [
-            feistel_permutation(np.arange(n), n, make_key(seed, epoch))
-            for seed in range(4)
-            for epoch in range(4)
-        ]
-    )
-    index = np.arange(n)
-    for image in images:
-        assert (image == index).sum() < 10  # Poisson of mean 1
-        # |difference| of two uniform places is n/3 on average; its mean over n has a spread of
-        # about n/424.
-        assert abs(np.abs(np.diff(image)).mean() - n / 3) < n / 60
-        assert (np.diff(image) == 1).sum() < 10
-        assert abs(np.corrcoef(image, index)[0, 1]) < 0.05
-        # 100 x 100 cells of mean 1: chi-square of about 9,801 degrees of freedom has a spread of
-        # 140.
-        cells = np.histogram2d(index, image, bins=100)[0]
-        assert abs(((cells - 1) ** 2).sum() - 9801) < 5 * 140
-    for first in range(len(images)):
-        for second in range(first):
-            assert (images[first] == images[second]).sum() < 10

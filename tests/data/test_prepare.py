@@ -494,22 +494,6 @@ def test_one_writer_a_folder(tmp_path: Path) -> None:
     prepare(str(source), out, tokenizer="bytes")
 
 
-@pytest.mark.fault(36)
-def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.txt", "some words here " * 400_000)
-    program = (
-        "import resource, sys; from pathlib import Path; from megatoken.data.prepare import prepare\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))\n"
-        "try: prepare(sys.argv[1], Path(sys.argv[2]), tokenizer='bytes')\n"
-        "except Exception as error: print(int(error.code), error)"
-    )
-    command = [sys.executable, "-c", program, str(source), f"{tmp_path}/out"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert printed.startswith(f"{int(ExitCode.STORAGE)} cannot write: File too large, ")
-    assert " free" in printed
-    assert prepare(str(source), tmp_path / "out", tokenizer="bytes").tokens == 6_400_000
-
-
 def list_workers() -> set[int]:
     """Return this process's children, without the resource tracker of multiprocessing."""
     return {child for child in children(os.getpid()) if child != tracker_pid()}

@@ -16,7 +16,6 @@ from megatoken.config.presets import PRESETS
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.system.gpus import GPUS
 
-SMALL, XL = PRESETS["gpt2-124m"], PRESETS["gpt2-1558m"]
 MPT = {
     "125M": (12, 12, 768),
     "350M": (24, 16, 1024),
@@ -51,131 +50,111 @@ class Published:
         return self.predicted / self.tokens_per_second - 1
 
 
-def mpt(size: str, seq_len: int) -> ModelConfig:
-    """A model of llm-foundry: GPT-3's shapes without biases."""
+def mpt(name: str) -> ModelConfig:
+    """Return a model of llm-foundry, GPT-3's shapes without biases: mpt-SIZE-CONTEXT."""
+    _, size, seq_len = name.split("-")
     n_layer, n_head, d_model = MPT[size]
     sizes = {"n_layer": n_layer, "n_head": n_head, "d_model": d_model, "d_ff": 4 * d_model}
-    return ModelConfig(**sizes, seq_len=seq_len, vocab_size=50368, bias=False)
+    return ModelConfig(**sizes, seq_len=int(seq_len), vocab_size=50368, bias=False)
 
 
-def row(
-    source: str, what: str, model: ModelConfig, gpu: str, rate: float, layout: Layout, **others: str
-) -> Published:
-    return Published(source, what, model, gpu, layout, rate, **others)
-
-
-# Size (* recomputes blocks), context, GPUs, micro-batch, micro-batches per step, tokens/s.
-FOUNDRY = """
-125M   1024    8 A100-80GB  64  2   1251751
-125M   8192    8 A100-80GB   8  2    723142 slow-attention
-350M   2048    8 A100-80GB  32  2    470263
-760M   2048    8 A100-80GB  24  2    259472
-1.3B   2048    8 A100-80GB  14  4    164109
-1.3B   2048    8 A100-40GB   8  8    154171
-1.3B   2048  128 A100-40GB  10  1   2386897
-3B     2048    8 A100-80GB  10  2     86491
-3B     2048  128 A100-40GB   6  1   1220885
-7B     2048    8 A100-80GB   6  2     37130 sets=products
-7B*    2048  128 A100-40GB  18  1    463749
-13B*   2048  128 A100-40GB  16  1    252444
-760M   2048    8 H100       24  2    505177
-1.3B   1024    8 H100       18  4    391287
-1.3B   2048    8 H100       14  1    363645
-1.3B   2048  256 H100       12  1  10894207 sets=waiting
-3B     8192    8 H100        3  6    132626 slow-attention
-3B     2048  512 H100        8  1  11092218
-7B     2048    8 H100        6  1     85144 sets=products
-7B     2048  512 H100        6  1   4951479
-13B*   2048  128 H100       16  1    650264
+# source | run | model | GPUs | micro-batch x steps | tokens/s | layout | constant or reason
+TABLE = """
+Journey | 124M, 1 x 1,024, fp32 | gpt2-124m | 1 RTX-3090 |  1x1 |     11381 | fp32 eager explicit foreach
+Journey | 124M, 1 x 1,024, fp32 | gpt2-124m | 1 H100 |  1x1 |     27026 | fp32 eager explicit foreach | fp32 share
+Journey | the same, TF32 | gpt2-124m | 1 H100 |  1x1 |     46632 | tf32 eager explicit foreach
+Journey | the same, bf16 | gpt2-124m | 1 H100 |  1x1 |     42871 | eager explicit foreach
+Journey | and FlashAttention | gpt2-124m | 1 H100 |  1x1 |     48154 | eager foreach
+Journey | and compiled | gpt2-124m | 1 H100 |  1x1 |     55271 | foreach | host
+Journey | and fused AdamW | gpt2-124m | 1 H100 |  1x1 |     78750 |  | host
+Journey | and 64 x 1,024 | gpt2-124m | 1 H100 | 64x1 |    350000
+Journey | and on 8 GPUs | gpt2-124m | 8 H100 | 64x1 |   3046409
+Journey | 1558M, 16 x 1,024, 8 a step | gpt2-1558m | 8 H100 | 16x8 |    320000
+llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 A100-40GB | 64x1 |   1590000 | fused gelu zero1
+llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 A100-80GB | 64x1 |   1848000 | fused zero1
+llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 H100 | 64x1 |   3744000 | fused zero1
+llm.c | 350M, 64 x 1,024 | gpt2-355m | 8 A100-80GB | 64x1 |    639200 | fused zero1
+llm.c | 1558M, 16 x 1,024 | gpt2-1558m | 8 H100 | 16x8 |    374400 | fused zero1 | products
+Notebook | 124M, fp32, 1200 ms | gpt2-124m | 1 T4 |  4x1 |   3413.33 | fp32 eager explicit foreach | fp32 share
+Notebook | 124M, fp16, 460 ms | gpt2-124m | 1 T4 |  4x1 |   8904.35 | fp16 eager explicit foreach
+Notebook | 124M, and compiled, 300 ms | gpt2-124m | 1 T4 |  4x1 |  13653.33 | fp16 explicit foreach
+Notebook | 124M, and FlashAttention, 260 ms | gpt2-124m | 1 T4 |  4x1 |  15753.85 | fp16 foreach
+Notebook | 124M, and fused AdamW, 250 ms | gpt2-124m | 1 T4 |  4x1 |     16384 | fp16 | products
+Notebook | 124M, fp32, 1000 ms | gpt2-124m | 1 A100-80GB | 16x1 |     16384 | fp32 eager explicit foreach | fp32 share
+Notebook | 124M, TF32, 333 ms | gpt2-124m | 1 A100-80GB | 16x1 |   49201.2 | tf32 eager explicit foreach
+Notebook | 124M, bf16, 300 ms | gpt2-124m | 1 A100-80GB | 16x1 |  54613.33 | eager explicit foreach | explicit attention
+Notebook | 124M, and compiled, 130 ms | gpt2-124m | 1 A100-80GB | 16x1 | 126030.77 | explicit foreach
+Notebook | 124M, and FlashAttention, 96 ms | gpt2-124m | 1 A100-80GB | 16x1 | 170666.67 | foreach
+Notebook | 124M, and fused AdamW, 90 ms | gpt2-124m | 1 A100-80GB | 16x1 | 182044.44 |  | products
+Composer | 1.3B, 1B tokens in 7.1 h | gpt3-1.3b | 8 A100-40GB |  4x8 |  39123.63 | eager explicit block zero3 | old
+Composer | 1.3B, 20B tokens in 1.5 days | gpt3-1.3b | 32 A100-40GB |  4x2 | 154320.99 | eager explicit block zero3 | old
+Composer | 1.3B, 1B tokens in 0.5 h | gpt3-1.3b | 128 A100-40GB |  2x1 | 555555.56 | eager explicit block zero3 | old
+foundry | 125M, context 1,024 | mpt-125M-1024 | 8 A100-80GB | 64x2 |   1251751 | eager zero3
+foundry | 125M, context 8,192 | mpt-125M-8192 | 8 A100-80GB |  8x2 |    723142 | eager zero3 | slow attention
+foundry | 350M, context 2,048 | mpt-350M-2048 | 8 A100-80GB | 32x2 |    470263 | eager zero3
+foundry | 760M, context 2,048 | mpt-760M-2048 | 8 A100-80GB | 24x2 |    259472 | eager zero3
+foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 8 A100-80GB | 14x4 |    164109 | eager zero3
+foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 8 A100-40GB |  8x8 |    154171 | eager zero3
+foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 128 A100-40GB | 10x1 |   2386897 | eager zero3
+foundry | 3B, context 2,048 | mpt-3B-2048 | 8 A100-80GB | 10x2 |     86491 | eager zero3
+foundry | 3B, context 2,048 | mpt-3B-2048 | 128 A100-40GB |  6x1 |   1220885 | eager zero3
+foundry | 7B, context 2,048 | mpt-7B-2048 | 8 A100-80GB |  6x2 |     37130 | eager zero3 | products
+foundry | 7B, context 2,048, blocks recomputed | mpt-7B-2048 | 128 A100-40GB | 18x1 |    463749 | eager block zero3
+foundry | 13B, context 2,048, blocks recomputed | mpt-13B-2048 | 128 A100-40GB | 16x1 |    252444 | eager block zero3
+foundry | 760M, context 2,048 | mpt-760M-2048 | 8 H100 | 24x2 |    505177 | eager zero3
+foundry | 1.3B, context 1,024 | mpt-1.3B-1024 | 8 H100 | 18x4 |    391287 | eager zero3
+foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 8 H100 | 14x1 |    363645 | eager zero3
+foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 256 H100 | 12x1 |  10894207 | eager zero3 | waiting
+foundry | 3B, context 8,192 | mpt-3B-8192 | 8 H100 |  3x6 |    132626 | eager zero3 | slow attention
+foundry | 3B, context 2,048 | mpt-3B-2048 | 512 H100 |  8x1 |  11092218 | eager zero3
+foundry | 7B, context 2,048 | mpt-7B-2048 | 8 H100 |  6x1 |     85144 | eager zero3 | products
+foundry | 7B, context 2,048 | mpt-7B-2048 | 512 H100 |  6x1 |   4951479 | eager zero3
+foundry | 13B, context 2,048, blocks recomputed | mpt-13B-2048 | 128 H100 | 16x1 |    650264 | eager block zero3
+nanoGPT | 124M, 64 x 1,024 | gpt2-124m | 1 H100 | 64x8 |    380000
+modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 1 H200 | 64x8 |    488000
+modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 8 H100 | 64x1 |   3696000
+torchtitan | LLaMA 3.1 8B, context 8,192 | llama3-8b | 8 H100 |  1x1 |     46080 | eager block zero3
+torchtitan | the same, compiled | llama3-8b | 8 H100 |  1x1 |     53360 | block zero3
 """
+LAYOUT_FIELDS = {
+    "precision": ("fp32", "tf32", "fp16"),
+    "program": ("eager", "fused"),
+    "attention": ("explicit",),
+    "adamw": ("foreach",),
+    "sharding": ("zero1", "zero3"),
+    "checkpointing": ("gelu", "block"),
+}
+REASONS = {"old": OLD, "slow attention": SLOW_ATTENTION}
 
 
-def foundry(line: str) -> Published:
-    size, seq_len, gpus, gpu, micro_batch, micro_steps, rate, *notes = line.split()
-    recomputes = size.endswith("*")
+def read_row(line: str) -> Published:
+    cells = [cell.strip() for cell in line.split("|")]
+    source, what, model, gpus, batch, rate, words, note = cells + [""] * (8 - len(cells))
+    count, gpu = gpus.split()
+    micro_batch, micro_steps = batch.split("x")
     layout = Layout(
-        gpus=int(gpus),
+        gpus=int(count),
         micro_batch=int(micro_batch),
         micro_steps=int(micro_steps),
-        sharding="zero3",
-        program="eager",
-        gradient_bytes=2,
-        checkpointing="block" if recomputes else "none",
+        gradient_bytes=2 if source in ("llm.c", "foundry") else 4,
     )
-    size = size.rstrip("*")
-    what = f"{size}, context {int(seq_len):,}{', blocks recomputed' if recomputes else ''}"
-    others = {"reason": SLOW_ATTENTION} if "slow-attention" in notes else {}
-    others |= dict(note.split("=") for note in notes if "=" in note)
-    return row("foundry", what, mpt(size, int(seq_len)), gpu, float(rate), layout, **others)
-
-
-PLAIN = Layout(program="eager", attention="explicit", adamw="foreach")
-LLMC = Layout(gpus=8, micro_batch=64, program="fused", sharding="zero1", gradient_bytes=2)
-LLMC_XL = replace(LLMC, micro_batch=16, micro_steps=8)
-COMPOSER = Layout(
-    program="eager", attention="explicit", sharding="zero3", checkpointing="block", micro_batch=4
-)
-FIRST, LECTURE = replace(PLAIN, micro_batch=4), replace(PLAIN, micro_batch=16)
-
-
-def lecture(what: str, gpu: str, milliseconds: float, layout: Layout, **others: str) -> Published:
-    rate = layout.micro_batch * 1024 / milliseconds * 1e3
-    return row("Notebook", f"124M, {what}, {milliseconds:g} ms", SMALL, gpu, rate, layout, **others)
-
-
-def composer(what: str, rate: float, **layout: int) -> Published:
-    model = PRESETS["gpt3-1.3b"]
-    return row(
-        "Composer",
-        f"1.3B, {what}",
-        model,
-        "A100-40GB",
-        rate,
-        replace(COMPOSER, **layout),
-        reason=OLD,
+    for field, values in LAYOUT_FIELDS.items():
+        for word in words.split():
+            if word in values:
+                layout = replace(layout, **{field: word})
+    return Published(
+        source,
+        what,
+        PRESETS[model] if model in PRESETS else mpt(model),
+        gpu,
+        layout,
+        float(rate),
+        sets="" if note in REASONS else note,
+        reason=REASONS.get(note, ""),
     )
 
 
-TITAN, LLAMA = Layout(gpus=8, sharding="zero3", checkpointing="block"), PRESETS["llama3-8b"]
-COMPILED = Layout(micro_batch=16, adamw="foreach")
-T4 = Layout(micro_batch=4, precision="fp16", adamw="foreach")
-ROWS = [
-    row("Journey", "124M, 1 x 1,024, fp32", SMALL, "RTX-3090", 11_381, replace(PLAIN, precision="fp32")),
-    row("Journey", "124M, 1 x 1,024, fp32", SMALL, "H100", 27_026, replace(PLAIN, precision="fp32"), sets="fp32 share"),
-    row("Journey", "the same, TF32", SMALL, "H100", 46_632, replace(PLAIN, precision="tf32")),
-    row("Journey", "the same, bf16", SMALL, "H100", 42_871, PLAIN),
-    row("Journey", "and FlashAttention", SMALL, "H100", 48_154, replace(PLAIN, attention="flash")),
-    row("Journey", "and compiled", SMALL, "H100", 55_271, Layout(adamw="foreach"), sets="host"),
-    row("Journey", "and fused AdamW", SMALL, "H100", 78_750, Layout(), sets="host"),
-    row("Journey", "and 64 x 1,024", SMALL, "H100", 350_000, Layout(micro_batch=64)),
-    row("Journey", "and on 8 GPUs", SMALL, "H100", 3_046_409, Layout(micro_batch=64, gpus=8)),
-    row("Journey", "1558M, 16 x 1,024, 8 a step", XL, "H100", 320e3, Layout(gpus=8, micro_batch=16, micro_steps=8)),
-    row("llm.c", "124M, 64 x 1,024", SMALL, "A100-40GB", 1.59e6, replace(LLMC, checkpointing="gelu")),
-    row("llm.c", "124M, 64 x 1,024", SMALL, "A100-80GB", 8 * 231e3, LLMC),
-    row("llm.c", "124M, 64 x 1,024", SMALL, "H100", 8 * 468e3, LLMC),
-    row("llm.c", "350M, 64 x 1,024", PRESETS["gpt2-355m"], "A100-80GB", 8 * 79.9e3, LLMC),
-    row("llm.c", "1558M, 16 x 1,024", XL, "H100", 8 * 46.8e3, LLMC_XL, sets="products"),
-    lecture("fp32", "T4", 1200, replace(FIRST, precision="fp32"), sets="fp32 share"),
-    lecture("fp16", "T4", 460, replace(FIRST, precision="fp16")),
-    lecture("and compiled", "T4", 300, replace(T4, attention="explicit")),
-    lecture("and FlashAttention", "T4", 260, T4),
-    lecture("and fused AdamW", "T4", 250, replace(T4, adamw="fused"), sets="products"),
-    lecture("fp32", "A100-80GB", 1000, replace(LECTURE, precision="fp32"), sets="fp32 share"),
-    lecture("TF32", "A100-80GB", 333, replace(LECTURE, precision="tf32")),
-    lecture("bf16", "A100-80GB", 300, LECTURE, sets="explicit attention"),
-    lecture("and compiled", "A100-80GB", 130, replace(COMPILED, attention="explicit")),
-    lecture("and FlashAttention", "A100-80GB", 96, COMPILED),
-    lecture("and fused AdamW", "A100-80GB", 90, Layout(micro_batch=16), sets="products"),
-    composer("1B tokens in 7.1 h", 1e9 / 7.1 / 3600, gpus=8, micro_steps=8),
-    composer("20B tokens in 1.5 days", 20e9 / 36 / 3600, gpus=32, micro_steps=2),
-    composer("1B tokens in 0.5 h", 1e9 / 0.5 / 3600, gpus=128, micro_batch=2),
-    *map(foundry, FOUNDRY.strip().splitlines()),
-    row("nanoGPT", "124M, 64 x 1,024", SMALL, "H100", 380e3, Layout(micro_batch=64, micro_steps=8)),
-    row("modded", "124M, 64 x 1,024, plain GPT", SMALL, "H200", 488e3, Layout(micro_batch=64, micro_steps=8)),
-    row("modded", "124M, 64 x 1,024, plain GPT", SMALL, "H100", 8 * 462e3, Layout(micro_batch=64, gpus=8)),
-    row("torchtitan", "LLaMA 3.1 8B, context 8,192", LLAMA, "H100", 8 * 5760, replace(TITAN, program="eager")),
-    row("torchtitan", "the same, compiled", LLAMA, "H100", 8 * 6670, TITAN),
-]  # fmt: skip
+ROWS = [read_row(line) for line in TABLE.strip().splitlines()]
 
 
 def median_error(rows: list[Published]) -> float:

@@ -95,20 +95,6 @@ def test_sequences_join_and_leave_at_any_time(
         assert ids[number] == (expected[: len(ids[number])] if number == removed else expected)
 
 
-def test_rows_of_equal_prompts_are_computed_once_and_differ_by_their_seeds(model: GPT) -> None:
-    shapes: list[tuple[int, ...]] = []
-    hook = model.tokens.register_forward_hook(
-        lambda _, inputs, __: shapes.append(tuple(inputs[0].shape))
-    )
-    requests = [Request([1, 2, 3], Sampling(6, seed=5 + i)) for i in range(3)]
-    try:
-        completions = generate_batch(model, requests)
-    finally:
-        hook.remove()
-    assert shapes == [(1, 3)] + [(3, 1)] * 5
-    assert len({tuple(completion.ids) for completion in completions}) == 3
-
-
 def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
     requests = [replace(REQUESTS[i], logprobs=i != 1) for i in (2, 1, 0)]
     for request, completion in zip(requests, generate_batch(model, requests), strict=True):
