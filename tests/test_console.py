@@ -9,18 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from rich.color import Color
 
 from megatoken.cli.prepare import PrepareBar
-from megatoken.console import (
-    ACCENT,
-    MUTED,
-    WARNING,
-    Console,
-    format_memory,
-    format_step,
-    spell_controls,
-)
+from megatoken.console import Console, format_step, spell_controls
 from megatoken.data.prepare import Progress
 
 ROW = {
@@ -75,13 +66,6 @@ def test_a_step_begins_with_progress_and_time_left() -> None:
     assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith(
         "100% | left 0s | step 1200/1200 |"
     )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(5 << 28, "1.25 GiB"), (110 << 20, "0.11 GiB"), (3 << 19, "1.5 MiB")]
-)
-def test_memory_has_digits(number: int, text: str) -> None:
-    assert format_memory(number) == text
 
 
 def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0() -> None:
@@ -149,18 +133,6 @@ def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPat
     line = last_line(received)
     assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line
     assert len(line) <= 80
-
-
-def test_colors_have_contrast_on_black_and_on_white() -> None:
-    """WCAG 2 contrast; 4.58:1 is the most that one color can have on both."""
-    for style in (ACCENT, MUTED, WARNING):
-        channels = [value / 255 for value in Color.parse(style).get_truecolor()]
-        red, green, blue = (
-            c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
-        )
-        luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-        assert (luminance + 0.05) / 0.05 >= 4, style
-        assert 1.05 / (luminance + 0.05) >= 4, style
 
 
 def test_lines_in_a_pipe_are_whole_and_plain(

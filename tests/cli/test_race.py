@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -17,20 +18,14 @@ from megatoken.errors import ExitCode
 from megatoken.estimate.paired_test import compute_p_value, two_sided
 from megatoken.launch.local import COMMAND
 from tests.cli.test_sweep import TEXT, prepare_text, wait_for, write_recipe
+from tests.conftest import Ask
 from tests.tiny_model import TINY_GPT
-from tests.tiny_run import read_rows
+from tests.tiny_run import read_losses, read_rows
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"))
-
-
-def race(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """Return the data of --json."""
-    assert main(["race", *words, "--json"]) == ExitCode.DONE
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return answer
 
 
 def test_p_values() -> None:
@@ -96,17 +91,17 @@ def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_pa
 
 @pytest.mark.usefixtures("forked_runs")
 def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, ask: Ask
 ) -> None:
     out = tmp_path / "out"
-    words = [recipe, f"{recipe} optim.lr=3e-2", "--out", str(out), "--tokens", "5120"]
-    alone = race(capsys, *words, "--seeds", "1")
+    line = f"race {recipe} '{recipe} optim.lr=3e-2' --out {out} --tokens"
+    alone = ask(f"{line} 5120 --seeds 1")
     assert [row["reached"] for row in alone["contenders"]] == [1, 1]
     assert alone["contenders"][1]["tokens_p"] is None
     runs = sorted(out.glob("*/seed-1337"))
-    first, second = (read_rows(run, "train") for run in runs)
-    assert first[0]["loss"] == second[0]["loss"]  # the same weights and batch
-    assert first[-1]["loss"] != second[-1]["loss"]
+    first, second = (read_losses(run) for run in runs)
+    assert first[0] == second[0]  # the same weights and batch
+    assert first[-1] != second[-1]
     assert len(first) == 20
     n_val = {row["target_tokens"] for run in runs for row in read_rows(run, "val")}
     assert len(n_val) == 1
@@ -114,7 +109,7 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     logs = [run / "metrics.jsonl" for run in runs]
     times = [log.stat().st_mtime_ns for log in logs]
 
-    both = race(capsys, *words, "--seeds", "2")
+    both = ask(f"{line} 5120 --seeds 2")
     assert times == [log.stat().st_mtime_ns for log in logs]
     assert both["seeds"] == [1337, 1338]
     slow, fast = both["contenders"]
@@ -126,59 +121,55 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     assert json.loads((out / "race.json").read_text())["answer"] == both
     assert (out / "race.png").stat().st_size > 10_000
 
-    low = race(capsys, *words, "--seeds", "2", "--target-loss", "0.01")
+    low = ask(f"{line} 5120 --seeds 2 --target-loss 0.01")
     assert [row["reached"] for row in low["contenders"]] == [0, 0]
-    assert main(["race", *words, "--tokens", "10240"]) == ExitCode.CONFIG  # the runs have 5,120
+    # The runs have 5,120.
+    assert main(shlex.split(f"{line} 10240")) == ExitCode.CONFIG
 
 
 @pytest.mark.slow
-def test_turns_and_a_stop_change_no_loss(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [recipe, f"{recipe} optim.lr=3e-3", "--tokens", "24576", "--seeds", "1"]
-    words.append("evaluate.every=8192tok")
-    turns = [*words, "--turn", "1s", "--out", f"{tmp_path}/turns"]
-    process = subprocess.Popen([*COMMAND, "race", *turns], stdout=subprocess.DEVNULL)
+def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask) -> None:
+    line = f"race {recipe} '{recipe} optim.lr=3e-3' --tokens 24576 --seeds 1 evaluate.every=8192tok"
+    turns = f"{line} --turn 1s --out {tmp_path}/turns"
+    process = subprocess.Popen([*COMMAND, *shlex.split(turns)], stdout=subprocess.DEVNULL)
     wait_for(lambda: [*tmp_path.glob("turns/*/*/metrics.jsonl")] or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == ExitCode.STOPPED
     losses = [
-        [row["runs"][0]["final_loss"] for row in race(capsys, *arguments)["contenders"]]
-        for arguments in (turns, [*words, "--turn", "0", "--out", f"{tmp_path}/full"])
+        [row["runs"][0]["final_loss"] for row in ask(words)["contenders"]]
+        for words in (turns, f"{line} --turn 0 --out {tmp_path}/full")
     ]
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, ask: Ask
 ) -> None:
     prepare_text(tmp_path / "data", TEXT, tokenizer="bpe:300")
-    words = [recipe, f"{recipe} data.path={tmp_path / 'data'}", "--tokens", "1024", "--seeds", "1"]
-    answer = race(capsys, *words, "--out", f"{tmp_path}/out")
+    other = f"'{recipe} data.path={tmp_path}/data'"
+    answer = ask(f"race {recipe} {other} --tokens 1024 --seeds 1 --out {tmp_path}/out")
     assert answer["metric"] == "bits_per_byte"
     bits = [row["runs"][0]["final_loss"] for row in answer["contenders"]]
     assert bits[0] == pytest.approx(math.log2(257), rel=0.05)
     assert bits[1] < bits[0]  # an id of many bytes
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["RECIPE", "RECIPE optim.lr=1"], ExitCode.CONFIG),  # no target
-        (["RECIPE", "RECIPE", "--tokens", "1024"], ExitCode.CONFIG),
-        (["RECIPE", "RECIPE optim.lrr=1", "--tokens", "1024"], ExitCode.CONFIG),
-        (["RECIPE", "RECIPE data.path=nowhere", "--tokens", "1024"], ExitCode.DATA),
-        (["RECIPE", "RECIPE data.path=DATA", "--tokens", "1024"], ExitCode.DATA),  # other text
-        (["RECIPE data.path=DATA", "RECIPE", "--tokens", "1024"], ExitCode.DATA),  # no held-out
-    ],
-)
-def test_what_cannot_race_is_refused_before_training(
-    recipe: str, tmp_path: Path, words: list[str], code: ExitCode
-) -> None:
+REFUSED = """
+2 RECIPE 'RECIPE optim.lr=1'
+2 RECIPE RECIPE --tokens 1024
+2 RECIPE 'RECIPE optim.lrr=1' --tokens 1024
+3 RECIPE 'RECIPE data.path=nowhere' --tokens 1024
+3 RECIPE 'RECIPE data.path=OTHER' --tokens 1024
+3 'RECIPE data.path=OTHER' RECIPE --tokens 1024
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, row: str) -> None:
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
-    words = [word.replace("RECIPE", recipe) for word in words]
-    words = [word.replace("DATA", f"{tmp_path}/data") for word in words]
-    assert main(["race", *words, "--out", f"{tmp_path}/out"]) == code
+    row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
+    code, *words = shlex.split(row)
+    assert main(["race", *words, "--out", f"{tmp_path}/out"]) == int(code)
     assert not (tmp_path / "out").exists()

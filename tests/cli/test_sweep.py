@@ -19,7 +19,9 @@ from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
 from tests.cli.conftest import ForkedChild, run_command
+from tests.conftest import Ask
 from tests.ranks import start_process
+from tests.tiny_run import newest_step
 
 optuna = pytest.importorskip("optuna")
 TEXT = "To be, or not to be, that is the question. " * 400
@@ -91,15 +93,13 @@ def test_wrong_ranges_are_refused(word: str) -> None:
 
 @pytest.mark.usefixtures("forked_runs")
 def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, ask: Ask
 ) -> None:
     out = tmp_path / "out"
-    mirror = f"save.mirror={tmp_path}/copies"  # not used: it has room for one run
-    words = ["sweep", recipe, "--out", str(out), "--json", mirror]
+    # The mirror is not used: it has room for one run.
+    line = f"sweep {recipe} --out {out} save.mirror={tmp_path}/copies"
     for trials in (1, 3):
-        arguments = [*words, "optim.lr=log:1e-5..1e-1", "--trials", str(trials)]
-        assert main(arguments) == ExitCode.DONE
-        answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+        answer = ask(f"{line} optim.lr=log:1e-5..1e-1 --trials {trials}")
         assert [trial["state"] for trial in answer["trials"]] == ["complete"] * trials
     losses = {float(trial["values"]["optim.lr"]): trial["loss"] for trial in answer["trials"]}
     best = min(losses, key=lambda rate: losses[rate])
@@ -109,25 +109,22 @@ def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     assert load_config(answer["recipe"]).optim.lr == best
     assert not (tmp_path / "copies").exists()
     assert (out / "sweep.png").stat().st_size > 10_000
-    assert main([*words, "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG  # another search
+    assert main([*line.split(), "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG  # another search
 
 
 @pytest.mark.parametrize("name", ["missing", "train"])
 def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path) -> None:
     prepare_text(tmp_path / "train", TEXT, val_fraction=0.0)
-    paths = f"{Path(recipe).with_name('data')}|{tmp_path / name}"
-    words = ["optim.lr=1e-3|2e-3", f"data.path={paths}", "--out", f"{tmp_path}/out"]
-    assert main(["sweep", recipe, *words]) == ExitCode.DATA
+    paths = f"data.path={Path(recipe).with_name('data')}|{tmp_path}/{name}"
+    line = f"sweep {recipe} optim.lr=1e-3|2e-3 {paths} --out {tmp_path}/out"
+    assert main(line.split()) == ExitCode.DATA
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_a_search_whose_trials_all_fail_is_an_error(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["model.vocab_size=10", "optim.lr=1e-3|2e-3", "--jobs", "2"]
-    assert main(["sweep", recipe, *words, "--out", f"{tmp_path}/out"]) == ExitCode.DATA
-    assert "vocab_size" in capsys.readouterr().err
+def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path) -> None:
+    words = "model.vocab_size=10 optim.lr=1e-3|2e-3 --jobs 2"
+    assert main(f"sweep {recipe} {words} --out {tmp_path}/out".split()) == ExitCode.DATA
 
 
 def open_sweep(recipe: str, words: list[str], out: Path, trials: int) -> Sweep:
@@ -196,29 +193,21 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> 
 
 
 def test_a_sweep_that_is_killed_resumes_its_run(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    trial = out / "trial-000"
-    words = ["sweep", recipe, "--out", str(out), "--trials", "1", "optim.lr=log:1e-3..1e-2"]
-    words += ["budget.steps=400", "save.every=20steps"]
-
-    def newest_step() -> int:
-        names = [path.name for path in trial.glob("checkpoints/step-*")]
-        return max((int(name[5:]) for name in names), default=0)
-
+    trial = tmp_path / "out" / "trial-000"
+    line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
+    line += " budget.steps=400 save.every=20steps"
     step = 0
     for number, code in ((signal.SIGTERM, ExitCode.STOPPED), (signal.SIGKILL, -signal.SIGKILL)):
-        process = start_process(run_command, words, tmp_path / "log")  # starts a real trial
-        wait_for(lambda: newest_step() > step or not process.is_alive())  # noqa: B023 (used at once)
+        process = start_process(run_command, line.split(), tmp_path / "log")  # starts a real trial
+        wait_for(lambda: newest_step(trial) > step or not process.is_alive())  # noqa: B023 (used at once)
         os.kill(process.pid, number)
         process.join()
         assert process.exitcode == code
         wait_for(lambda: "stopped" in (trial / "status.json").read_text())
-        step = newest_step()
+        step = newest_step(trial)
     monkeypatch.setattr(child_runs, "Child", ForkedChild)
-    assert main([*words, "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    states = [(row["trial"], row["state"]) for row in answer["trials"]]
-    assert states == [("trial-000", "complete")]
-    assert f"step {step}" in (out / "trial-000.log").read_text()
+    answer = ask(line)
+    assert [(row["trial"], row["state"]) for row in answer["trials"]] == [("trial-000", "complete")]
+    assert f"step {step}" in (tmp_path / "out" / "trial-000.log").read_text()
