@@ -38,6 +38,12 @@ def run_command(words: Sequence[str], log: Path) -> None:
     sys.exit(main(words))
 
 
+def run_forked(words: Sequence[str], log: Path) -> None:
+    """Run `megatoken WORDS`, whose runs are forks."""
+    child_runs.Child = ForkedChild
+    run_command(words, log)
+
+
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_runs, "Child", ForkedChild)

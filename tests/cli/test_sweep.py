@@ -18,7 +18,7 @@ from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
-from tests.cli.conftest import ForkedChild, run_command
+from tests.cli.conftest import ForkedChild, run_command, run_forked
 from tests.conftest import Ask
 from tests.ranks import start_process
 from tests.tiny_run import newest_step
@@ -199,8 +199,11 @@ def test_a_sweep_that_is_killed_resumes_its_run(
     line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
     line += " budget.steps=400 save.every=20steps"
     step = 0
-    for number, code in ((signal.SIGTERM, ExitCode.STOPPED), (signal.SIGKILL, -signal.SIGKILL)):
-        process = start_process(run_command, line.split(), tmp_path / "log")  # starts a real trial
+    for number, work, code in (
+        (signal.SIGTERM, run_forked, ExitCode.STOPPED),
+        (signal.SIGKILL, run_command, -signal.SIGKILL),  # the trial dies with its parent
+    ):
+        process = start_process(work, line.split(), tmp_path / "log")
         wait_for(lambda: newest_step(trial) > step or not process.is_alive())  # noqa: B023 (used at once)
         os.kill(process.pid, number)
         process.join()
