@@ -2,8 +2,8 @@
 
 import asyncio
 import gzip
-import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,25 +16,15 @@ from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
 from megatoken.data import sources
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
+from tests.conftest import Ask
 
-SHORT = (
-    "budget.steps=2",
-    "model.n_layer=1",
-    "model.d_model=32",
-    "machine.micro_batch=2",
-    "evaluate.tokens=512",
-)
+SHORT = """budget.steps=2 model.n_layer=1 model.d_model=32 machine.micro_batch=2
+    evaluate.tokens=512"""
 
 
 def test_recipes_name_the_command_that_makes_their_dataset() -> None:
-    for recipe in {*list_recipes()} - {
-        "finetune",
-        "sft",
-        "dpo",
-        "reward",
-        "grpo",
-        "ppo",
-    }:  # whose data is the user's
+    of_users = {"finetune", "sft", "dpo", "reward", "grpo", "ppo"}
+    for recipe in {*list_recipes()} - of_users:
         data = resolve(recipe).config.data.path
         command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"
         assert re.split(r"\n|  +", (SHIPPED / f"{recipe}.yaml").read_text()).count(command) == 1, (
@@ -51,41 +41,28 @@ def test_a_missing_dataset_names_its_command(
 
 
 def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.chdir(tmp_path)
     part = {"stdlib": Path(asyncio.__file__).parent}
     monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_paths=lambda: part))
-    assert main(["quickstart", "--json", *SHORT]) == ExitCode.DONE
-    captured = capsys.readouterr()
-    first = json.loads(captured.out)
+    first = ask(f"quickstart {SHORT}")
     assert list(first) == ["prepare", "train", "eval", "compressors", "sample"]
     assert first["prepare"]["tokenizer"]["vocab_size"] == 4096
     assert first["train"]["steps"] == 2
-    assert (
-        "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05\n"
-        in captured.err
-    )
-    assert "sample runs/quickstart class\n" in captured.err
-    assert "quickstart --data FOLDER_OR_FILE" in captured.err
     assert len(first["sample"]["text"]) == 3
     held_out = first["prepare"]["val_tokens"]
     assert first["eval"]["target_tokens"] == held_out - 1  # all of it, whatever evaluate.tokens
     gz, xz = (first["compressors"][name] for name in ("gzip -9", "xz -9"))
     assert 1.2 < xz < gz < 2.5  # of Python sources
-    bits = first["eval"]["bits_per_byte"]
-    assert all(f"{value:.3f}" in captured.err for value in (bits, gz, xz))
-    assert (tmp_path / "runs/quickstart/metrics.jsonl").is_file()
     metrics = (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes()
 
-    assert main(["quickstart", "--json", *SHORT]) == ExitCode.DONE
-    again = json.loads(capsys.readouterr().out)
+    again = ask(f"quickstart {SHORT}")
     assert list(again) == ["train", "eval", "compressors", "sample"]
     assert again["sample"] == first["sample"]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes() == metrics
-    assert (
-        main(["quickstart", "--json", *SHORT, "budget.steps=3"]) == ExitCode.CONFIG
-    )  # another run is in the folder
+    # Another run is in the folder.
+    assert main(["quickstart", *SHORT.split(), "budget.steps=3"]) == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -103,37 +80,20 @@ def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path
 
 
 def test_quickstart_on_own_text_is_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [f"Day {day}: we sailed {day * 7} miles, then {day % 5} more.\n" for day in range(3000)]
     Path("ship log.txt").write_text("".join(lines))
-    words = ["quickstart", "--data", "ship log.txt", "--json", *SHORT]
-    assert main([*words, "--prompt", "Day a=1:"]) == ExitCode.DONE
-    captured = capsys.readouterr()
-    answers = json.loads(captured.out)
-    assert "$ megatoken prepare 'ship log.txt' --out data/ship-log --tokenizer bpe:" in captured.err
-    assert "$ megatoken sample runs/ship-log 'Day a=1:' -n 3\n" in captured.err
-    assert "FOLDER_OR_FILE" not in captured.err  # of the hint to use one's own text
+    line = f"quickstart --data 'ship log.txt' {SHORT}"
+    answers = ask(f"{line} --prompt 'Day a=1:'")
     assert answers["train"]["run"] == "runs/ship-log"
     assert resolve("runs/ship-log/config.yaml").config.sample.prompt == "Day a=1:"
     held_out = "".join(lines)[-answers["eval"]["text_bytes"] :]
     assert answers["compressors"]["gzip -9"] == pytest.approx(
         8 * len(gzip.compress(held_out.encode(), 9)) / len(held_out)
     )
-
-    assert main(words) == ExitCode.DONE  # prompted by how the held-out text begins
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["prepare"]["unchanged"]
-    prompt = re.search(r"sample runs/ship-log '?(.*?)'? -n 3\n", captured.err)
-    assert prompt
-    assert prompt[1] in "".join(lines)
-    assert len(prompt[1].split()) == 3
-
+    assert ask(line)["prepare"]["unchanged"]  # prompted by how the held-out text begins
     Path("ship log.txt").write_text("other text")
-    assert main(words) == ExitCode.DATA  # never trained on what is no longer the text
-    assert (
-        main(["quickstart", "--data", "data/ship-log", "--out", "runs/ship-log", "--json", *SHORT])
-        == ExitCode.DONE
-    )
-    assert "prepare" not in json.loads(capsys.readouterr().out)
+    assert main(shlex.split(line)) == ExitCode.DATA  # never trained on what is no longer the text
+    assert "prepare" not in ask(f"quickstart --data data/ship-log --out runs/ship-log {SHORT}")
