@@ -40,14 +40,6 @@ def test_sizes_of_a_depth(depth: int, width: int, heads: int) -> None:
     assert config.budget.tokens == 20 * weights
 
 
-def test_deeper_runs_are_longer_with_larger_batches() -> None:
-    budgets = [load_config(f"depth-{depth}").budget for depth in range(1, 40)]
-    tokens = [budget.tokens for budget in budgets]
-    batches = [budget.batch_tokens for budget in budgets]
-    assert tokens == sorted(tokens)
-    assert batches == sorted(batches)
-
-
 def test_learning_rates_follow_width_and_batch() -> None:
     small, large = (load_config(f"depth-{depth}") for depth in (6, 24))
     ratio = (large.budget.batch_tokens / small.budget.batch_tokens) ** 0.5

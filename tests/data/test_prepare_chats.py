@@ -23,6 +23,7 @@ from megatoken.errors import DataError
 SYSTEM, USER, ANSWER = (
     {"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4"))
 )
+GOOD = {"messages": [USER, ANSWER]}
 BYTES = add_control_tokens(load_tokenizer("bytes"))
 TEMPLATE = find_template(BYTES)
 
@@ -41,37 +42,43 @@ def prepare(tmp_path: Path, rows: Sequence[Any], out: str = "data", **options: A
 
 
 def chats(count: int) -> list[dict[str, Any]]:
+    answers = ["x" * (1 + n * 7 % 23) for n in range(count)]
     return [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n}?"},
-                {"role": "assistant", "content": "x" * (1 + n * 7 % 23)},
-            ]
-        }
-        for n in range(count)
+        {"messages": [{**USER, "content": f"{n}?"}, {**ANSWER, "content": answer}]}
+        for n, answer in enumerate(answers)
     ]
 
 
 PLAIN = [Message("user", "2+2"), Message("assistant", "4")]
 
 
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        ({"messages": [SYSTEM, USER, ANSWER], "id": 1}, [Message("system", "Add."), *PLAIN]),
-        ({"conversations": [{"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}]}, PLAIN),
-        ({"conversations": [{"from": "gpt", "value": "4"}], "system": "Add."}, [Message("system", "Add."), PLAIN[1]]),
-        ({"instruction": "2+2", "input": "", "output": "4"}, PLAIN),
-        ({"instruction": "Add", "input": "2+2", "output": "4"}, [Message("user", "Add\n\n2+2"), PLAIN[1]]),
-        ({"instruction": "2+2", "output": "4", "history": [["2+2", "4"]]}, [*PLAIN, *PLAIN]),
-        ({"prompt": "2+2", "completion": "4"}, PLAIN),
-        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [Message("system", "Add."), *PLAIN]),
-    ],
-)  # fmt: skip
-def test_formats_of_conversations(
-    row: dict[str, Any], messages: list[Message], tmp_path: Path
-) -> None:
-    ((found, example),) = read_examples(find_source(write_rows(tmp_path / "a.jsonl", [row])))
+# A row, and the messages that it holds.
+FORMATS = r"""
+{"messages": [SYSTEM, USER, ANSWER], "id": 1} -> Add. 2+2 4
+{"conversations": [{"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}]} -> 2+2 4
+{"conversations": [{"from": "gpt", "value": "4"}], "system": "Add."} -> Add. 4
+{"instruction": "2+2", "input": "", "output": "4"} -> 2+2 4
+{"instruction": "2", "input": "+2", "output": "4"} -> 2\n\n+2 4
+{"instruction": "2+2", "output": "4", "history": [["2+2", "4"]]} -> 2+2 4 2+2 4
+{"prompt": "2+2", "completion": "4"} -> 2+2 4
+{"prompt": [SYSTEM, USER], "completion": [ANSWER]} -> Add. 2+2 4
+"""
+ROLES = {"Add.": "system", "4": "assistant"}
+
+
+def fill_in(text: str) -> str:
+    for name, value in (("GOOD", GOOD), ("SYSTEM", SYSTEM), ("USER", USER), ("ANSWER", ANSWER)):
+        text = text.replace(name, json.dumps(value))
+    return text
+
+
+@pytest.mark.parametrize("line", FORMATS.strip().splitlines())
+def test_formats_of_conversations(line: str, tmp_path: Path) -> None:
+    row, contents = fill_in(line).split(" -> ")
+    (tmp_path / "a.jsonl").write_text(row)
+    ((found, example),) = read_examples(find_source(f"{tmp_path}/a.jsonl"))
+    texts = [text.replace(r"\n", "\n") for text in contents.split()]
+    messages = [Message(ROLES.get(text, "user"), text) for text in texts]
     assert (found.kind, example.answers) == ("chat", [messages])
 
 
@@ -171,7 +178,6 @@ def test_damaged_marks_are_noticed(tmp_path: Path) -> None:
         open_rows(load_dataset(folder), "train")
 
 
-GOOD = {"messages": [USER, ANSWER]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
@@ -295,10 +301,8 @@ BAD_ROWS = """
 @pytest.mark.parametrize("row", BAD_ROWS.strip().splitlines())
 def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path) -> None:
     line, text = row.split(": ", 1)
-    for name, value in (("GOOD", GOOD), ("USER", USER), ("ANSWER", ANSWER)):
-        text = text.replace(name, json.dumps(value))
     path = tmp_path / "rows.jsonl"
-    path.write_text(text.replace(" | ", "\n"), errors="surrogateescape")
+    path.write_text(fill_in(text).replace(" | ", "\n"), errors="surrogateescape")
     with pytest.raises(DataError, match=rf"rows\.jsonl:{line}\b"):
         prepare_chats(find_source(str(path)), tmp_path / "data", BYTES, seq_len=64)
     assert not (tmp_path / "data" / "manifest.json").exists()
