@@ -15,7 +15,7 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.redact import RedactedStream, redact
-from tests.cli.canaries import VARIABLES, WRITTEN, find_canaries, list_commands, write_inputs
+from tests.cli.canaries import VARIABLES, find_canaries, list_commands, write_inputs
 
 
 @pytest.mark.fault(53)
@@ -42,13 +42,6 @@ def test_no_secret_is_in_any_output_or_file(
     assert "evaluate.tasks_data=https://host/x?X-Amz-Signature=***&y=1" in facts["command"]
     assert "***" in (tmp_path / "run" / "config.yaml").read_text()
     assert "***" in (tmp_path / "job.sh").read_text()
-
-
-@pytest.mark.parametrize("text", WRITTEN.values())
-def test_known_forms_are_hidden(text: str) -> None:
-    assert "canary" not in redact(f"cannot read {text!r}: gone")
-    assert redact(f"a {text} b").startswith("a ")
-    assert redact(f"a {text} b").endswith(" b")
 
 
 def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

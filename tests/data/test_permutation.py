@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatoken.data import permutation as shuffle
 from megatoken.data.permutation import feistel_permutation, make_key
@@ -20,17 +18,10 @@ SIZES = [
 
 @pytest.mark.parametrize("n", SIZES)
 def test_bijection(n: int) -> None:
-    for key in (0, 1, make_key(1337, 0), 2**64 - 1):
+    for key in (0, 1, make_key(1337, 0), make_key(-(2**70), 2**40), 2**64 - 1):
         image = feistel_permutation(np.arange(n), n, key)
         assert image.dtype == np.int64
         assert np.array_equal(np.sort(image), np.arange(n))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
-def test_bijection_for_any_seed_and_epoch(n: int, seed: int, epoch: int) -> None:
-    image = feistel_permutation(np.arange(n), n, make_key(seed, epoch))
-    assert np.array_equal(np.sort(image), np.arange(n))
 
 
 def test_index_by_index_is_the_same_as_all_at_once() -> None:

@@ -29,7 +29,7 @@ from megatoken.data.corpus_reader import Chunk
 from megatoken.data.documents import PrepareOptions
 from megatoken.data.encode_workers import encode_chunks
 from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
-from megatoken.data.prepare import Progress, prepare
+from megatoken.data.prepare import PrepareResult, Progress
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -109,9 +109,14 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     }
 
 
+def prepare(source: Path | str, out: Path, **settings: Any) -> PrepareResult:
+    """Prepare bytes in one process, unless settings say otherwise."""
+    return preparation.prepare(source, out, **{"tokenizer": "bytes", "workers": 1} | settings)
+
+
 def refuse(code: ExitCode, source: Path | str, out: Path, **settings: Any) -> str:
     with pytest.raises(MegatokenError) as caught:
-        prepare(str(source), out, **{"tokenizer": "bytes", "workers": 1} | settings)
+        prepare(source, out, **settings)
     assert caught.value.code == code
     return str(caught.value)
 
@@ -121,7 +126,7 @@ def refuse(code: ExitCode, source: Path | str, out: Path, **settings: Any) -> st
 
 def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "one<|endoftext|>two<|endoftext|>é")
-    result = prepare(str(source), tmp_path / "out", tokenizer="bytes", val_fraction=0)
+    result = prepare(source, tmp_path / "out", val_fraction=0)
     assert read_split(tmp_path / "out", "train") == [*b"one", EOT, *b"two", EOT, *"é".encode()]
     assert (result.tokens, result.documents, result.shards, result.val_tokens) == (10, 3, 1, 0)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -136,11 +141,7 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
 def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(BLOCK_BYTES).hex()
     result = prepare(
-        str(write(tmp_path / "a.md", data)),
-        tmp_path / "out",
-        tokenizer="bytes",
-        val_fraction=0,
-        shard_tokens=300_000,
+        write(tmp_path / "a.md", data), tmp_path / "out", val_fraction=0, shard_tokens=300_000
     )
     assert (result.tokens, result.documents, result.shards) == (len(data), 1, 2)
     assert bytes(read_split(tmp_path / "out", "train")).decode() == data
@@ -167,12 +168,10 @@ def test_tiny_shakespeare_has_the_published_number_of_tokens(
 def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     source = make_corpus(tmp_path / "corpus")
     zero = dict.fromkeys(COUNTS.split(), 0)
-    kept = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0.1)
+    kept = prepare(source, tmp_path / "a", val_fraction=0.1)
     assert kept.counts == zero | {"empty": 1, "replaced": 1, "binary_files": 1}
     assert kept.documents == 20 + 1 + 40 + 50 + 1
-    skipped = prepare(
-        str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0.1, invalid="skip"
-    )
+    skipped = prepare(str(source), tmp_path / "b", val_fraction=0.1, invalid="skip")
     assert skipped.counts == zero | {"empty": 1, "skipped": 1, "binary_files": 1}
     assert skipped.documents == kept.documents - 1
     manifest = read_manifest(tmp_path / "a")
@@ -190,7 +189,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     inner.save(f"{tmp_path}/tokenizer.json")
     source = write(tmp_path / "rows.jsonl", '{"text": "w69999 w5"}\n{"text": "w65536"}')
     out = tmp_path / "out"
-    prepare(str(source), out, tokenizer=f"{tmp_path}/tokenizer.json", val_fraction=0)
+    prepare(source, out, tokenizer=f"{tmp_path}/tokenizer.json", val_fraction=0)
     assert read_manifest(out).dtype == "uint32"
     assert read_split(out, "train") == [69_999, 5, 70_000, 65_536]
 
@@ -200,12 +199,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 
 def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {number} {'x' * 30}"}) for number in range(300)]
-    prepare(
-        str(write(tmp_path / "a.jsonl", "\n".join(lines * 2))),
-        tmp_path / "out",
-        tokenizer="bytes",
-        val_fraction=0.2,
-    )
+    prepare(write(tmp_path / "a.jsonl", "\n".join(lines * 2)), tmp_path / "out", val_fraction=0.2)
     sides = [
         bytes(id for id in read_split(tmp_path / "out", split) if id != EOT)
         for split in ("train", "val")
@@ -241,11 +235,7 @@ def test_val_is_cut_from_the_end_when_hashing_gives_none(
     text = "".join(random.Random(1).choices("abcdefgh ", k=length - 1)) + "z"
     out = tmp_path / "out"
     result = prepare(
-        str(write(tmp_path / "a.md", text)),
-        out,
-        tokenizer="bytes",
-        val_fraction=fraction,
-        shard_tokens=shard_tokens,
+        write(tmp_path / "a.md", text), out, val_fraction=fraction, shard_tokens=shard_tokens
     )
     train, val = read_split(out, "train"), read_split(out, "val")
     assert (len(train), len(val)) == (length - expected, expected)
@@ -259,7 +249,7 @@ def test_val_is_cut_from_the_end_when_hashing_gives_none(
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:320"])
 def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: str) -> None:
-    source = str(make_corpus(tmp_path / "corpus"))
+    source = make_corpus(tmp_path / "corpus")
     for workers in (1, 3):
         out = tmp_path / str(workers)
         prepare(
@@ -269,20 +259,15 @@ def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: s
 
 
 def test_workers_leave_the_environment(tmp_path: Path, small_chunks: None) -> None:
-    source = str(make_corpus(tmp_path / "corpus"))
-    prepare(source, tmp_path / "data", tokenizer="bytes", workers=2)
+    source = make_corpus(tmp_path / "corpus")
+    prepare(source, tmp_path / "data", workers=2)
     program = "import sys; sys.exit(sys.flags.safe_path)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None) -> None:
-    source = str(make_corpus(tmp_path / "corpus"))
-    settings: dict[str, Any] = {
-        "tokenizer": "bytes",
-        "workers": 1,
-        "shard_tokens": 7000,
-        "val_fraction": 0.1,
-    }
+    source = make_corpus(tmp_path / "corpus")
+    settings: dict[str, Any] = {"shard_tokens": 7000, "val_fraction": 0.1}
     steps: list[Progress] = []
     prepare(source, tmp_path / "whole", on_progress=steps.append, **settings)
     expected = read_folder(tmp_path / "whole")
@@ -318,28 +303,25 @@ def test_a_full_disk_at_any_moment_loses_nothing(
     documents_in_corpus: str,
 ) -> None:
     source = make_corpus(tmp_path / "corpus")
-    if (
-        documents_in_corpus == "one"
-    ):  # all documents fall to val, so tokens move between the splits at the end
-        source /= "long.txt"
+    if documents_in_corpus == "one":
+        source /= "long.txt"  # falls to val, so tokens move between the splits at the end
     settings: dict[str, Any] = {
-        "tokenizer": "bytes",
         "shard_tokens": 30_000,
         "val_fraction": 0.1 if documents_in_corpus == "many" else 0.999,
     }
-    prepare(str(source), tmp_path / "whole", **settings, workers=1)
+    prepare(source, tmp_path / "whole", **settings)
     expected = read_folder(tmp_path / "whole")
     out, points = tmp_path / "out", 0
     while True:
         with monkeypatch.context() as patch:
             calls = fail_once(patch, name, points)
-            error = catch_error(str(source), out, **settings, workers=1)
+            error = catch_error(str(source), out, **settings)
         if next(calls) <= points:
             break  # it was through before the call that was to fail
         assert error is None or (
             error.code == ExitCode.STORAGE and "No space left on device" in str(error)
         )
-        prepare(str(source), out, **settings, workers=1)
+        prepare(source, out, **settings)
         assert read_folder(out) == expected
         shutil.rmtree(out)
         points += 1
@@ -388,10 +370,10 @@ assert "torch" not in sys.modules
 
 @pytest.mark.fault(35)
 def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks: None) -> None:
-    source = str(make_corpus(tmp_path / "corpus"))
+    source = make_corpus(tmp_path / "corpus")
     settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
-    prepare(source, tmp_path / "whole", workers=1, **settings)
-    command = [sys.executable, "-W", "error", "-c", KILLED, source, f"{tmp_path}/out"]
+    prepare(source, tmp_path / "whole", **settings)
+    command = [sys.executable, "-W", "error", "-c", KILLED, str(source), f"{tmp_path}/out"]
     for seconds in (0.4, 0.7, 1.0):
         child = subprocess.Popen(command, start_new_session=True)
         try:
@@ -419,7 +401,7 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
         write(out / name, "half")
     state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
     write(out / "progress.json", json.dumps(state))
-    prepare(str(source), out, tokenizer="bytes")
+    prepare(source, out)
     assert not list(out.rglob("*.tmp"))
 
 
@@ -449,13 +431,12 @@ def test_signals_to_the_whole_group_leave_no_process(
 
 def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a.txt", "some text " * 100), tmp_path / "out"
-    first = prepare(str(source), out, tokenizer="bpe:300")
+    first = prepare(source, out, tokenizer="bpe:300")
     before = read_folder(out)
-    again = prepare(str(source), out, tokenizer="bpe:300", workers=2)
+    again = prepare(source, out, tokenizer="bpe:300", workers=2)
     assert (again.unchanged, first.unchanged) == (True, False)
-    assert [
-        getattr(again, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")
-    ] == [getattr(first, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")]
+    assert (again.tokens, again.documents) == (first.tokens, first.documents)
+    assert (again.shards, again.counts) == (first.shards, first.counts)
     assert read_folder(out) == before
 
 
@@ -467,7 +448,7 @@ def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str) -> None:
     write(source / "run" / "metrics.jsonl", "{}")
     write(source / "run" / "tokenizer" / "megatoken_tokenizer.json", "{}")
     for name in ("one", "one", "two", "one"):
-        result = prepare(text, source / name, tokenizer="bytes", val_fraction=0)
+        result = prepare(text, source / name, val_fraction=0)
         assert bytes(read_split(source / name, "train")) == b"some text"
     assert result.unchanged
 
@@ -476,14 +457,14 @@ def test_a_finished_dataset_may_be_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
-    prepare(source, out, tokenizer="bytes")
+    prepare(source, out)
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(filelock, "FileLock", fail)
     monkeypatch.setattr(Path, "mkdir", fail)
-    assert prepare(source, out, tokenizer="bytes").unchanged
+    assert prepare(source, out).unchanged
 
 
 def test_one_writer_a_folder(tmp_path: Path) -> None:
@@ -491,7 +472,7 @@ def test_one_writer_a_folder(tmp_path: Path) -> None:
     out.mkdir()
     with filelock.FileLock(out / ".lock"):
         refuse(ExitCode.STORAGE, source, out)
-    prepare(str(source), out, tokenizer="bytes")
+    prepare(source, out)
 
 
 def list_workers() -> set[int]:
@@ -518,7 +499,7 @@ def test_a_dead_worker_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     refuse(ExitCode.PEER, source, tmp_path / "out", workers=2, on_progress=kill_workers)
     assert list_workers() == others
     assert threading.active_count() == threads
-    prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=1)
+    prepare(source, tmp_path / "out")
 
 
 def test_errors_cross_from_the_workers(tmp_path: Path, small_chunks: None) -> None:
@@ -535,17 +516,10 @@ def test_two_datasets_are_never_mixed(tmp_path: Path, small_chunks: None, finish
     out = tmp_path / "out"
     settings: dict[str, Any] = {"val_fraction": 0.1, "shard_tokens": 7000}
     if finished:
-        prepare(str(source), out, tokenizer="bytes", workers=1, **settings)
+        prepare(source, out, **settings)
     else:
         with pytest.raises(KeyboardInterrupt):
-            prepare(
-                str(source),
-                out,
-                tokenizer="bytes",
-                workers=1,
-                on_progress=stop_after(5),
-                **settings,
-            )
+            prepare(str(source), out, on_progress=stop_after(5), **settings)
     expected = read_folder(out)
     changes: list[dict[str, Any]] = [
         {"tokenizer": "bpe:300"},
@@ -576,7 +550,7 @@ def test_an_unusable_output_folder_is_refused_and_unchanged(tmp_path: Path) -> N
         assert str(path) in refuse(ExitCode.DATA, source, tmp_path / "out")
     for out in (source, source / "out", Path("/proc/nowhere")):
         refuse(ExitCode.STORAGE, source, out)
-    prepare(source, tmp_path / "cut", tokenizer="bytes")
+    prepare(source, tmp_path / "cut")
     shard = tmp_path / "cut" / "train_000000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert str(shard) in refuse(ExitCode.DATA, source, tmp_path / "cut")

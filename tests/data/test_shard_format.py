@@ -21,7 +21,7 @@ from megatoken.data.shard_format import (
     read_manifest,
     write_manifest,
 )
-from megatoken.errors import DataError, ExitCode, MegatokenError
+from megatoken.errors import DataError
 from tests.data.small_dataset import TOKENIZER
 
 SHARD = Shard(
@@ -90,28 +90,6 @@ def test_fingerprint_follows_the_content() -> None:
         replace(MANIFEST, documents={"train": 2}),
     ]
     assert len({MANIFEST.fingerprint, *(other.fingerprint for other in others)}) == 4
-
-
-def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
-    write_manifest(tmp_path, MANIFEST)
-    path = tmp_path / "manifest.json"
-    whole = path.read_bytes()
-    with path.open("r+b") as file:
-        for place, byte in enumerate(whole):
-            file.seek(place)
-            file.write(bytes([byte ^ 1 << (place % 8)]))
-            file.flush()
-            with pytest.raises(MegatokenError) as caught:
-                read_manifest(tmp_path)
-            assert caught.value.code == ExitCode.DATA
-            file.seek(place)
-            file.write(bytes([byte]))
-        file.flush()
-        assert read_manifest(tmp_path) == MANIFEST
-        for end in range(len(whole) - 1, -1, -1):
-            file.truncate(end)
-            with pytest.raises(MegatokenError):
-                read_manifest(tmp_path)
 
 
 def seal(body: str) -> bytes:

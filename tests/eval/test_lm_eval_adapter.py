@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatoken.cli.main import main
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
@@ -115,21 +114,6 @@ def test_results_equal_those_of_the_model(
     assert result["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert len(result["samples"]["generated"]) == 9
     assert main([*line.split(), "hellaswagg"]) == 2
-
-
-def test_log_likelihoods_are_in_order_with_greedy_flags(loaded: LoadedModel) -> None:
-    adapter = Adapter(loaded.model, loaded.tokenizer, CPU, SINGLE)
-    texts = [("abc", " def"), ("xyz", " d"), ("abc", " deg"), ("longer than this " * 3, " end")]
-    requests = [(pair, adapter.tok_encode(pair[0]), adapter.tok_encode(pair[1])) for pair in texts]
-    results = adapter._loglikelihood_tokens(requests)
-    assert [log_p for log_p, _ in results] == pytest.approx(
-        [log_likelihood(loaded, *pair) for pair in texts], rel=1e-5
-    )
-    with torch.no_grad():
-        next_id = int(loaded.model.logits(torch.tensor([[*b"abc"]]))[0, -1].argmax())
-    ((_, greedy),) = adapter._loglikelihood_tokens([(("abc", "?"), [*b"abc"], [next_id])])
-    assert greedy
-    assert not any(greedy for _, greedy in results)
 
 
 def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) -> None:

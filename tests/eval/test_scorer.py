@@ -95,12 +95,6 @@ def test_log_likelihoods_equal_those_of_single_sequences(
             )
 
 
-def test_equal_sequences_have_bit_equal_scores() -> None:
-    example = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2)
-    first, _, last = score(make_model(), [example, *EXAMPLES])[0]
-    assert first == last
-
-
 class RankOfMany(Comm):
     """One of several ranks. The test adds their sums."""
 

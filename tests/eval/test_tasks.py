@@ -53,74 +53,40 @@ ROWS: dict[str, dict[str, Any]] = {
 HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
 
 
-@pytest.mark.parametrize(
-    ("task", "expected"),
-    [
-        (
-            "hellaswag",
-            Example(
-                prompts=(
-                    (HELLASWAG, " is using wrap."),
-                    (HELLASWAG, " is ripping. tiles"),
-                    (HELLASWAG, " é [x"),
-                    (HELLASWAG, " starts up"),
-                ),
-                gold=3,
-                lengths=(14, 17, 4, 9),
-                raw_prompts=tuple(
-                    (ROWS["hellaswag"]["ctx"], f" {ending}")
-                    for ending in ROWS["hellaswag"]["endings"]
-                ),
-            ),
-        ),
-        (
-            "arc_easy",
-            Example(
-                prompts=tuple(
-                    ("Question: Which gas?\nAnswer:", f" {gas}")
-                    for gas in ("oxygen", "neon ", "iron")
-                ),
-                gold=1,
-                lengths=(6, 5, 4),
-            ),
-        ),
-        (
-            "openbookqa",
-            Example(
-                prompts=tuple(
-                    ("The sun is responsible for", f" {a}")
-                    for a in ("puppies", "plants", "ice", "war")
-                ),
-                gold=1,
-                lengths=(7, 6, 3, 3),
-            ),
-        ),
-        (
-            "piqa",
-            Example(
-                prompts=(
-                    ("Question: Open a jar\nAnswer:", " Twist the lid."),
-                    ("Question: Open a jar\nAnswer:", " Twist the jar, lid off."),
-                ),
-                gold=0,
-                lengths=(14, 23),
-            ),
-        ),
-        (
-            "winogrande",
-            Example(
-                prompts=(
-                    ("The trophy did not fit the case as the trophy", " was too big."),
-                    ("The trophy did not fit the case as the case", " was too big."),
-                ),
-                gold=0,
-            ),
-        ),
-        ("lambada", Example(prompts=(('he said, "go home"  and', " went"),), gold=0)),
-    ],
-)
-def test_prompts_equal_the_harness(task: str, expected: Example) -> None:
-    assert TASKS[task].parse(ROWS[task]) == expected
+# Context, choices, the right one, and their lengths in characters.
+PROMPTS = {
+    "hellaswag": (
+        HELLASWAG,
+        " is using wrap.| is ripping. tiles| é [x| starts up",
+        3,
+        (14, 17, 4, 9),
+    ),
+    "arc_easy": ("Question: Which gas?\nAnswer:", " oxygen| neon | iron", 1, (6, 5, 4)),
+    "openbookqa": ("The sun is responsible for", " puppies| plants| ice| war", 1, (7, 6, 3, 3)),
+    "piqa": (
+        "Question: Open a jar\nAnswer:",
+        " Twist the lid.| Twist the jar, lid off.",
+        0,
+        (14, 23),
+    ),
+    "lambada": ('he said, "go home"  and', " went", 0, ()),
+}
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+def test_prompts_equal_the_harness(task: str) -> None:
+    context, choices, gold, lengths = PROMPTS[task]
+    example = TASKS[task].parse(ROWS[task])
+    assert example.prompts == tuple((context, choice) for choice in choices.split("|"))
+    assert (example.gold, example.lengths) == (gold, lengths)
+    endings = ROWS[task].get("endings", ())
+    assert example.raw_prompts == tuple((ROWS[task]["ctx"], f" {ending}") for ending in endings)
+
+
+def test_winogrande_has_a_context_for_each_choice() -> None:
+    contexts = [f"The trophy did not fit the case as the {word}" for word in ("trophy", "case")]
+    prompts = tuple((context, " was too big.") for context in contexts)
+    assert TASKS["winogrande"].parse(ROWS["winogrande"]) == Example(prompts=prompts, gold=0)
 
 
 def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
