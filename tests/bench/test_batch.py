@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from megatoken.bench import batch
-from megatoken.bench.workload import (
-    Workload,
-    build_workload,
-    describe_mfu,
-    draw_ids,
-    estimate_step_bytes,
-)
+from megatoken.bench.workload import Workload, build_workload, describe_mfu, estimate_step_bytes
 from megatoken.cli.main import main
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
@@ -74,14 +68,6 @@ def test_initial_loss_is_uniform_without_vocabulary_padding() -> None:
     model = workload.state.model
     assert len(model.tokens.weight) == len(model.lm_head_weight) == 97
     assert workload.step().loss == pytest.approx(math.log(97), abs=0.1)
-
-
-def test_ids_follow_zipfs_law() -> None:
-    ids = draw_ids(100, 1000, 50, seed=3)
-    assert torch.equal(ids, draw_ids(100, 1000, 50, seed=3))
-    assert (ids.min(), ids.max()) == (0, 48)
-    counts = torch.bincount(ids.flatten())
-    assert counts[0] / counts[9] == pytest.approx(math.log(2) / math.log(11 / 10), rel=0.1)
 
 
 def test_sizes_that_would_swap_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatoken.bench.report import format_cell, format_rows, write_record
+from megatoken.bench.report import format_cell, write_record
 from megatoken.system.machine import find_commit
 
 
@@ -34,15 +34,6 @@ def figure(median: float, low: float, high: float, repeats: int = 5) -> dict[str
 )
 def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str) -> None:
     assert format_cell(key, value) == cell
-
-
-def test_table_omits_empty_columns_and_shows_skipped_rows() -> None:
-    rows = [{"name": "a", "loss": 1.0}, {"name": "bcd", "skipped": "out of memory"}]
-    lines = format_rows({"name": "step", "loss": "loss", "mfu": "MFU"}, rows)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0] == ["step", "loss", ""]
-    assert cells[2:] == [["a", "1.0000", ""], ["bcd", "", "skipped: out of memory"]]
-    assert len({len(line) for line in lines}) == 1
 
 
 def test_record_has_answer_commit_and_hardware(tmp_path: Path) -> None:

@@ -9,8 +9,35 @@ import pytest
 
 from megatoken.cli import child_runs
 from megatoken.cli.main import main
+from megatoken.data.prepare import prepare
 from megatoken.launch.local import COMMAND
 from tests.ranks import start_process
+
+TEXT = "To be, or not to be, that is the question. " * 400
+RECIPE = """version: 2
+model: {{n_layer: 1, n_head: 1, d_model: 16, seq_len: 16}}
+data: {{path: {data}}}
+optim: {{schedule: constant}}
+budget: {{steps: 20, batch_tokens: 256}}
+evaluate: {{every: 5steps, tokens: 1024}}
+machine: {{precision: fp32, threads: 1, micro_batch: 16, attention: explicit, adamw: foreach}}
+log: {{plots: false}}
+"""
+
+
+def prepare_text(out: Path, text: str, tokenizer: str = "bytes", val_fraction: float = 0.1) -> None:
+    source = out.with_suffix(".txt")
+    source.write_text(text)
+    prepare(str(source), out, tokenizer=tokenizer, val_fraction=val_fraction, workers=1)
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prepare TEXT, a tenth of it held out, and write a recipe of 20 steps of 256 bytes."""
+    folder = tmp_path_factory.mktemp("recipe")
+    prepare_text(folder / "data", TEXT)
+    (folder / "tiny.yaml").write_text(RECIPE.format(data=folder / "data"))
+    return f"{folder}/tiny.yaml"
 
 
 class ForkedChild:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_wrong_input(
 class Terminal:
     """A process in a terminal of its own, killed at the end of `with` if it has not ended; Ctrl-C reaches it."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, command: Sequence[str], **variables: str) -> None:
         import pty
 
         self.pid, self.fd = pty.fork()
@@ -98,8 +99,8 @@ class Terminal:
             signal.signal(
                 signal.SIGINT, signal.SIG_DFL
             )  # a job in the background begins with it ignored
-            os.environ |= {"TERM": "xterm", "NO_COLOR": "1"}
-            os.execv(COMMAND[0], [*COMMAND, *words])
+            os.environ |= {"TERM": "xterm", "NO_COLOR": "1"} | variables
+            os.execv(command[0], command)
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +132,8 @@ class Terminal:
 @LINUX
 def test_a_conversation_in_a_terminal(folder: str) -> None:
     pytest.importorskip("readline")
-    with Terminal(["chat", folder, "--tokens", "4000", "--temperature", "0"]) as terminal:
+    words = f"chat {folder} --tokens 4000 --temperature 0"
+    with Terminal([*COMMAND, *words.split()]) as terminal:
         assert "4,096 tokens" in terminal.read("> ")
         terminal.type("/help\n")
         assert "/clear" in terminal.read("> ")

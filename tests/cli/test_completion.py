@@ -1,16 +1,13 @@
 """The completion script, run in bash, offers commands, options, recipes and settings."""
 
-import os
-import pty
-import select
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatoken.cli.main import main
 from megatoken.errors import ExitCode
+from tests.cli.test_chat import Terminal
 
 pytest.importorskip("shtab")
 
@@ -46,30 +43,12 @@ def test_a_tab_at_the_terminal(
     (tmp_path / "rc").write_text(capsys.readouterr().out + "PS1='ready>'\n")
     (tmp_path / "runs").mkdir()
     (tmp_path / "inputrc").write_text("set bell-style none\nset enable-bracketed-paste off\n")
-    monkeypatch.setenv("INPUTRC", f"{tmp_path}/inputrc")
-    monkeypatch.setenv("TERM", "dumb")
-    terminal, end = pty.openpty()
+    monkeypatch.chdir(tmp_path)
     command = [bash, "--noprofile", "--rcfile", "rc", "-i"]
-    child = subprocess.Popen(
-        command, cwd=tmp_path, stdin=end, stdout=end, stderr=end, start_new_session=True
-    )
-    shown = b""
-
-    def read_until(text: str) -> None:
-        nonlocal shown
-        while not shown.endswith(text.encode()):
-            assert select.select([terminal], [], [], 20)[0], shown
-            shown += os.read(terminal, 4096)
-
-    try:
-        read_until("ready>")
-        os.write(terminal, typed.encode() + b"\t#")  # what is typed next shows where the cursor is
-        read_until(f"{completed}#")
-    finally:
-        child.kill()
-        child.wait()
-        os.close(terminal)
-        os.close(end)
+    with Terminal(command, INPUTRC="inputrc", TERM="dumb") as terminal:
+        terminal.read("ready>")
+        terminal.type(f"{typed}\t#")  # what is typed next shows where the cursor is
+        terminal.read(f"{completed}#", seconds=20)
 
 
 def test_zsh_script_names_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,15 +17,11 @@ from megatoken.cli.race_report import Curve, compare, describe, read_curve
 from megatoken.errors import ExitCode
 from megatoken.estimate.paired_test import compute_p_value, two_sided
 from megatoken.launch.local import COMMAND
-from tests.cli.test_sweep import TEXT, prepare_text, wait_for, write_recipe
+from tests.cli.conftest import TEXT, prepare_text
+from tests.cli.test_sweep import wait_for
 from tests.conftest import Ask
 from tests.tiny_model import TINY_GPT
 from tests.tiny_run import read_losses, read_rows
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def test_p_values() -> None:

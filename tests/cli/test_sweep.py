@@ -16,37 +16,13 @@ from megatoken.cli.main import main
 from megatoken.cli.sweep import Sweep, TrialLosses, format_values, parse_space
 from megatoken.config.load import load_config
 from megatoken.console import Console
-from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
-from tests.cli.conftest import ForkedChild, run_command, run_forked
+from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask
 from tests.ranks import start_process
 from tests.tiny_run import newest_step
 
 optuna = pytest.importorskip("optuna")
-TEXT = "To be, or not to be, that is the question. " * 400
-RECIPE = """version: 2
-model: {{n_layer: 1, n_head: 1, d_model: 16, seq_len: 16}}
-data: {{path: {data}}}
-optim: {{schedule: constant}}
-budget: {{steps: 20, batch_tokens: 256}}
-evaluate: {{every: 5steps, tokens: 1024}}
-machine: {{precision: fp32, threads: 1, micro_batch: 16, attention: explicit, adamw: foreach}}
-log: {{plots: false}}
-"""
-
-
-def write_recipe(folder: Path) -> str:
-    """Prepare TEXT, a tenth of it held out, and write a recipe of 20 steps of 256 bytes."""
-    prepare_text(folder / "data", TEXT)
-    (folder / "tiny.yaml").write_text(RECIPE.format(data=folder / "data"))
-    return f"{folder}/tiny.yaml"
-
-
-def prepare_text(out: Path, text: str, tokenizer: str = "bytes", val_fraction: float = 0.1) -> None:
-    source = out.with_suffix(".txt")
-    source.write_text(text)
-    prepare(str(source), out, tokenizer=tokenizer, val_fraction=val_fraction, workers=1)
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -55,11 +31,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("waited 150 s")
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def test_ranges_are_distributions_of_settings() -> None:

@@ -40,18 +40,13 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer
 from megatoken.errors import ExitCode, MegatokenError, PeerError
+from tests.data.test_documents import write
 from tests.processes import children, wait_for_group
 from tests.soak import prepare_soak
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 EOT = 256  # of the tokenizer "bytes"
 COUNTS = "empty replaced skipped binary_files seams val_from_tail_tokens"
-
-
-def write(path: Path, data: bytes | str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return path
 
 
 def make_corpus(folder: Path, seed: int = 0) -> Path:

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.launch.scripts import Job, write_script
 from megatoken.system.environment import HEARTBEAT
 from tests.processes import children, read_variable
-from tests.tiny_run import TINY
+from tests.tiny_run import TINY, write_shards
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc"
@@ -29,18 +28,8 @@ pytestmark = pytest.mark.skipif(
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run folder and the command that starts the script for it."""
     folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "text.txt").write_text(
-        "".join(f"{n} bottles of beer on the wall\n" for n in range(400))
-    )
-    prepare(f"{folder}/text.txt", folder / "shards", tokenizer="bytes", val_fraction=0.1)
     out = folder / "run"
-    words = [
-        str(TINY),
-        "--out",
-        str(out),
-        f"data.path={folder / 'shards'}",
-        "machine.micro_batch=2",
-    ]
+    words = [str(TINY), "--out", str(out), write_shards(folder / "shards"), "machine.micro_batch=2"]
     job = Job(
         name="here",
         train_args=[*words, "budget.steps=100000", "save.every=5", "evaluate.every=0"],

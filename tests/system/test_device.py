@@ -1,7 +1,6 @@
 """Device, precision, peak and compile mode, as far as a machine without a GPU can test them."""
 
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,15 +105,10 @@ def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) ->
     assert json.loads(peaks.read_text()) == {key: 5e9}
 
 
-def test_measuring_a_peak_keeps_the_random_state_and_its_time_limit() -> None:
+def test_measuring_a_peak_keeps_the_random_state() -> None:
     before = torch.get_rng_state()
     assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
-    began = time.process_time()
-    assert (
-        measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0
-    )  # ten of the larger would take longer
-    assert time.process_time() - began < 5
 
 
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
