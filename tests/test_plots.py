@@ -10,7 +10,7 @@ from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
 from megatoken.errors import ExitCode
-from megatoken.plots import draw_curves, format_tick
+from megatoken.plots import draw_curves
 from tests.convert.models import byte_tokenizer, draw_model
 
 pytest.importorskip("matplotlib")
@@ -50,11 +50,6 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path) -> None:
     # 8 minutes and 2 hours
     assert {"time (hours)", *map(str, runs[1:])} <= read_texts(tmp_path / "long.svg")
     assert "MFU (full attention)" not in read_texts(draw_curves(runs[2:], tmp_path / "other.svg"))
-
-
-def test_ticks() -> None:
-    ticks = {0: "0", 6e-4: "0.0006", 250e3: "250k", 1.5e6: "1.5M", 10e9: "10B"}
-    assert {value: format_tick(value) for value in ticks} == ticks
 
 
 def test_values_and_steps_may_be_missing(

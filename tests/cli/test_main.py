@@ -175,6 +175,7 @@ def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
         (["train", "quickstart", "optim.lrr=1"], ExitCode.CONFIG),
         (["sample"], ExitCode.CONFIG),
         (["plan", "gpt3-1.3b", "--gpus", "8xA100-40GB"], 0),
+        (["runs"], 0),
     ):
         command = [sys.executable, "-c", program, *words]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -32,14 +32,6 @@ def test_recipes_name_the_command_that_makes_their_dataset() -> None:
         )
 
 
-def test_a_missing_dataset_names_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "quickstart", "--json"]) == ExitCode.DATA
-    assert "megatoken prepare" in capsys.readouterr().err
-
-
 def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:

@@ -194,18 +194,6 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         assert main(["report", *words]) == code
 
 
-def test_a_line_that_is_no_row_is_left_out_and_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "a")
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
-    assert main(["report", str(run), "--out", f"{tmp_path}/page.html"]) == ExitCode.DONE
-    assert capsys.readouterr().out.count(f"not a row of metrics — {run}/metrics.jsonl:3\n") == 1
-    (found,) = read_data((tmp_path / "page.html").read_text())["runs"]
-    assert found["train"]["step"] == [*range(1, 41)]
-
-
 def serve_run(run: Path) -> str:
     """Serve the page of a run on a thread; return its address."""
     lines = queue.Queue[str]()

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +110,3 @@ def test_nothing_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(["runs", f"{tmp_path}/missing"]) == ExitCode.DATA
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
-
-
-def test_torch_is_not_needed() -> None:
-    code = "import sys; from megatoken.cli.main import main; main(['runs', 'tests']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

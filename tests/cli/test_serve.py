@@ -69,9 +69,7 @@ def test_sigint_ends_it_with_a_json_object(model: Path, capsys: pytest.CaptureFi
     assert answer["address"].startswith("http://127.0.0.1:")
 
 
-def test_refused_options(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_options(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for options in (
@@ -85,6 +83,3 @@ def test_refused_options(
             assert main(f"serve {model} {options}".split()) == 2
             assert capsys.readouterr().err.count("\n") == 1
     assert main(["serve", "/no/such/run"]) == 4
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "megatoken.serving.app", raising=False)
-    assert main(["serve", str(model)]) == 2

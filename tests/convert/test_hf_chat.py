@@ -86,14 +86,10 @@ def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
     for name, ends in (("config.json", 256), ("generation_config.json", [256, free[3]])):
         content = json.loads((tmp_path / "hf" / name).read_text())
         (tmp_path / "hf" / name).write_text(json.dumps(content | {"eos_token_id": ends}))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    expected = theirs.generate(torch.tensor([[*b"abc"]]), max_new_tokens=9, do_sample=False)[
-        0, 3:
-    ].tolist()
     loaded = load_pretrained(tmp_path / "hf")
     text = generate(loaded.model, loaded.tokenizer, "abc", max_new_tokens=9, temperature=0)
-    assert text == loaded.tokenizer.decode(expected[:-1])
-    assert (expected, loaded.tokenizer.eot) == (free[: free.index(free[3]) + 1], 256)
+    assert text == loaded.tokenizer.decode(free[: free.index(free[3])])
+    assert loaded.tokenizer.eot == 256
     export(loaded, "hf", tmp_path / "again")
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "again" / name).read_text())["eos_token_id"] == [256, free[3]]

@@ -64,8 +64,3 @@ def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask) -> None:
         name: value for name, value in expected.items() if not name.startswith("blocks.1.")
     }
     assert main(["describe", str(checkpoint), "--tensors", "model.n_layer=3"]) == ExitCode.CONFIG
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    for name in ("", "none.bin"):
-        assert main(["describe", str(tmp_path / name), "--tensors"]) == ExitCode.CHECKPOINT

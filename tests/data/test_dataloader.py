@@ -143,17 +143,13 @@ def test_evaluation_windows(
 
 
 def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path) -> None:
-    n_tokens = 64 * 1000 + 1
-    np.save(
-        tmp_path / "val.npy", (np.arange(n_tokens) // 64).astype(np.uint16)
-    )  # a token is its window's number
+    ids = np.arange(64 * 1000 + 1) // 64  # a token is its window's number
+    np.save(tmp_path / "val.npy", ids.astype(np.uint16))
     tokens = load_dataset(tmp_path).val
     few = evaluation_windows(tokens, seq_len=64, limit_tokens=64 * 10).rows(0, 10)
     assert few[:, 0].tolist() == [50, 150, 250, 350, 450, 550, 650, 750, 850, 950]
     most = evaluation_windows(tokens, seq_len=64, limit_tokens=64 * 900).rows(0, 900)[:, 0]
     assert sorted({*np.diff(most.astype(int)).tolist()}) == [1, 2]
-    every = evaluation_windows(tokens, seq_len=64, limit_tokens=10**9).rows(0, 10**6)[:, 0]
-    assert every.tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize(("n_tokens", "count", "length"), [(40, 1, 39), (2, 1, 1), (1, 0, 1)])

@@ -24,17 +24,6 @@ def test_bijection(n: int) -> None:
         assert np.array_equal(np.sort(image), np.arange(n))
 
 
-def test_index_by_index_is_the_same_as_all_at_once() -> None:
-    n, key = 1000, make_key(3, 4)
-    image = feistel_permutation(np.arange(n), n, key)
-    assert [
-        int(feistel_permutation(np.array([index]), n, key)[0]) for index in range(0, n, 37)
-    ] == image[::37].tolist()
-    assert np.array_equal(
-        feistel_permutation(np.arange(n).reshape(10, 100), n, key), image.reshape(10, 100)
-    )
-
-
 def test_golden_values() -> None:
     """Pinned: a change of these is a change of every run's data order."""
     assert make_key(0, 0) == 12035550249420947055

@@ -132,18 +132,16 @@ def test_the_same_prompt_is_in_one_split(tmp_path: Path) -> None:
     assert few.manifest.documents == {"train": 2, "val": 1}
 
 
+PREFERENCES = [
+    '{"prompt": "2+2", "chosen": "4", "rejected": "5"}',
+    '{"prompt": [USER, ANSWER, USER], "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]}',
+    '{"messages": [], "prompt": [USER], "chosen": [USER, ANSWER], '  # as in UltraFeedback
+    '"rejected": [USER, {"role": "assistant", "content": "no"}]}',
+]
+
+
 def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
-    two_turns = [USER, ANSWER, {"role": "user", "content": "and 3+3?"}]
-    rows = [
-        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
-        {"prompt": two_turns, "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]},
-        {
-            "prompt": [USER],
-            "chosen": [USER, ANSWER],
-            "rejected": [USER, {"role": "assistant", "content": "no"}],
-        },
-    ]
-    rows[2]["messages"] = [USER, ANSWER]  # as in UltraFeedback
+    rows = [json.loads(fill_in(row)) for row in PREFERENCES]
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
     pairs = open_rows(dataset, "train")
     texts = []

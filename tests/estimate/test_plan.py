@@ -248,8 +248,6 @@ def test_the_vocabulary_is_that_of_the_data(
 def test_json_of_the_command(ask: Ask) -> None:
     options = "--tokens chinchilla --price 2 --budget 500 --deadline 2d12h"
     answer = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
-    keys = ("fits", "memory_bytes", "tokens_per_second", "mfu", "hours", "dollars", "energy_kwh")
-    assert tuple(answer)[: len(keys)] == keys
     assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
     assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
     rate = answer["tokens_per_second"]

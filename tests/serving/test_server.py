@@ -278,14 +278,6 @@ def test_other_statuses(served: Served) -> None:
     assert served.complete("a", **defaults)
 
 
-def test_models(served: Served) -> None:
-    response = served.client.get("/v1/models")
-    assert response.headers["Cache-Control"] == "no-store"
-    [entry] = response.json()["data"]
-    assert served.client.get("/v1/models/tiny").json() == entry
-    assert entry == entry | {"id": "tiny", "context": 160, "chat": True, "owned_by": "megatoken"}
-
-
 def test_model_without_a_template_only_completes() -> None:
     with serve(chat=False) as served:
         served.complete("a", max_tokens=2)
