@@ -168,7 +168,7 @@ def test_a_sweep_that_is_killed_resumes_its_run(
 ) -> None:
     trial = tmp_path / "out" / "trial-000"
     line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
-    line += " budget.steps=400 save.every=20steps"
+    line += " budget.steps=300 save.every=20steps machine.threads=1"
     step = 0
     for number, work, code in (
         (signal.SIGTERM, run_forked, ExitCode.STOPPED),
