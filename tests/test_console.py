@@ -21,8 +21,8 @@ ROW = {
     "lr": 3.1e-4,
     "seconds": 0.098,
     "tokens_per_second": 5210.4,
+    "mfu": 0.312,
 }
-ROW |= {"mfu": 0.312}
 LINE = format_step(ROW, 1200, 5 << 28, 102.0)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")

@@ -1,4 +1,4 @@
-"""Train the runs of `sweep` and `race` in forks of a process that has loaded torch."""
+"""A recipe for `sweep` and `race`, whose runs are forks of a process that has loaded torch."""
 
 import os
 import sys

@@ -173,5 +173,4 @@ def test_train_from_llmcs_files(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_exactly_one_recipe() -> None:
-    assert main(["train"]) == ExitCode.CONFIG
     assert main(["config", "quickstart", "--llmc", "-e d12"]) == ExitCode.CONFIG

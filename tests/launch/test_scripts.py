@@ -152,15 +152,15 @@ def test_values_stay_one_value_in_yaml() -> None:
     assert task["resources"]["accelerators"] == "A100-80GB:4"
 
 
-REFUSED = """
+REFUSED = r"""
 k8s --partition=x
 slurm --image=x
 k8s --setup=x=1
 torchrun --sbatch=qos=high
-slurm '--partition=x\\n#SBATCH --uid=0'
-slurm '--time=1\\nrm -rf x'
-slurm '--setup=a\\nb'
-slurm '--sbatch=qos=a\\nb'
+slurm '--partition=x\n#SBATCH --uid=0'
+slurm '--time=1\nrm -rf x'
+slurm '--setup=a\nb'
+slurm '--sbatch=qos=a\nb'
 slurm --sbatch=Q=x
 slurm --sbatch=nodes=9
 slurm --sbatch=--time=1

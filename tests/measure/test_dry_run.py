@@ -164,13 +164,12 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
 
 
 def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask) -> None:
-    """Two of its 96 layers, which are alike; all of them take two minutes and give count_175b(96, 8, 128) * 4 bytes."""
+    """Two of its 96 layers; all of them take two minutes."""
     answer = ask("dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 model.n_layer=2")
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
     assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
     assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
     assert answer["micro_steps"] == 12  # of the recipe's batch, not of a preset's
-    assert count_175b(96, 8, 128) * 4 == 682_975_488
 
 
 @pytest.mark.parametrize(("shard", "reduces"), [("none", 0), ("zero1", 1), ("zero3", 4)])

@@ -22,4 +22,3 @@ def test_a_long_call_that_is_warm_is_called_no_more_than_it_is_timed(
     )
     assert len(called) == calls
     assert len(timings["wait"].seconds) == 3
-    assert timings["wait"].best >= 0.02
