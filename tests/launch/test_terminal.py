@@ -1,5 +1,7 @@
 """Runs whose terminal, pipe or disk for output goes away: some cases of tests/soak/terminal_soak.py."""
 
+import faulthandler
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -50,3 +52,5 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(
     heartbeat._file = own
     heartbeat.beat("step", 2)
     assert " 2 step" in (tmp_path / "rank-0").read_text()
+    faulthandler.unregister(signal.SIGQUIT)
+    heartbeat._stacks.close()
