@@ -101,11 +101,12 @@ def test_undisturbed_rounds_are_those_with_fast_probes() -> None:
 
 
 def test_training_starts_at_the_uniform_loss_and_learns() -> None:
-    first = build_training(SPEC, ExitStack())
+    spec = replace(SPEC, micro_batch=4)  # a measured one may differ, and so the last bits
+    first = build_training(spec, ExitStack())
     losses = [first.run(steps)["loss"] for steps in (1, 9)]
     assert losses[0] == pytest.approx(math.log(128), rel=0.02)
     assert losses[1] < losses[0] - 0.03
-    assert build_training(SPEC, ExitStack()).run(1)["loss"] == losses[0], (
+    assert build_training(spec, ExitStack()).run(1)["loss"] == losses[0], (
         "ids and weights come from seeds"
     )
 
