@@ -32,7 +32,7 @@ TOKENIZER_VERSION = 2
 
 
 def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
-    """Return a checkpoint's architecture, its dtype, and the rows of its padded token embedding.
+    """Return a checkpoint's architecture, dtype, and number of rows in the padded token embedding.
 
     Raises CheckpointError for a file that is missing, damaged or not llm.c's.
     """

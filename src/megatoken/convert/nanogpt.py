@@ -98,7 +98,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError for damaged entries, and for pickles that use a name other than ALLOWED."""
+    """Raise ValueError if an entry is damaged, or a pickle uses a name that ALLOWED rejects."""
     entries = archive.infolist()
     if any(entry.file_size != entry.compress_size for entry in entries) or archive.testzip():
         raise ValueError("damaged archive")

@@ -1,6 +1,7 @@
 """Build and train byte-level BPEs with Hugging Face's `tokenizers`.
 
-Ids 0 to 255 are the bytes; then comes one id per merge; the last id is <|endoftext|>.
+Ids 0 to 255 stand for the single bytes, the next ids for the merges, and the last id for
+<|endoftext|>.
 """
 
 import json
@@ -19,7 +20,7 @@ def byte_characters() -> list[str]:
     """Return GPT-2's printable character for each of the 256 bytes.
 
     A byte that is a printable Latin-1 character maps to that character, the others to U+0100 and
-    up. GPT-2's ids 0 to 255 are these characters in sorted order, not in byte order.
+    up. GPT-2 sorts these characters to number them, so its ids 0 to 255 are not in byte order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -32,7 +33,11 @@ def byte_vocabulary() -> dict[str, int]:
 
 
 def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE with these merges and GPT-2's order of ids (see the module)."""
+    """Return a byte-level BPE with these merges and ids in GPT-2's order.
+
+    Ids 0 to 255 are the `byte_characters` in sorted order. Then come the merges, and last
+    <|endoftext|>.
+    """
     vocabulary = {character: id for id, character in enumerate(sorted(byte_characters()))}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))

@@ -34,9 +34,9 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 class Example:
     """A parsed row.
 
-    where: file:line. prompt: the messages that precede the answer (in a chat, the first answer).
-    answers: complete conversations, including the prompt; one for a chat, two (chosen, rejected)
-    for a preference, none for a prompt. row: the input row, for prompts only.
+    where: file:line. prompt: the messages before the answer or, in a chat, before the first answer.
+    answers: complete conversations, each with the prompt; a chat has one, a preference has two
+    (chosen, rejected), a prompt has none. row: the input row, for prompts only.
     """
 
     where: str

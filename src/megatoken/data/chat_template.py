@@ -94,9 +94,9 @@ class ChatTemplate:
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
-        Answers and their stop tokens are trained on. So is a token that joins the end of a header
-        with the start of an answer, as some tokenizers do with white space. reply: also append the
-        assistant's header, for the model to continue. where: location of the conversation, for
+        Answers and their stop tokens are trained on. Some tokenizers join white space at the end of
+        a header with the start of the answer; such a token is trained on too. reply: also append
+        the assistant's header, for the model to continue. where: location of the conversation, for
         error messages. Raises DataError if the template rejects the conversation or changes the
         content of a message.
         """
@@ -194,7 +194,10 @@ class ChatTemplate:
         return self._control_ids[stop[0]]
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless `encode`, which works by message, matches encoding all the text."""
+        """Raise ConfigError if `encode` and encoding the whole text give different ids.
+
+        They can differ because `encode` encodes the text between control tokens separately.
+        """
         text = self._render(_PROBE, [message.content for message in _PROBE], True, "")
         if self.encode(_PROBE, reply=True)[0] != self.tokenizer.encode_control(text):
             what = f"chat template {self.name}: text next to control tokens changes their ids"

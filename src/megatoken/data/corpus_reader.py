@@ -103,7 +103,7 @@ def _read_segments(
 ) -> Iterator[_Step]:
     """Yield a file's segments of about CHUNK_BYTES each, starting at `start`.
 
-    counts: increased for a binary file and for each split that may change ids.
+    counts: updated for a binary file, and for each cut inside a document that may change its ids.
     """
     _, offset, line, split = start
     with open_text(source, file, options.text_key) as (stream, format, tell, is_binary):
@@ -159,7 +159,7 @@ def _find_end(
     """Find where the segment at the start of `buffer` ends.
 
     Return its length, the number of bytes to skip after it, whether a document ends there, and
-    whether a split there is sure not to change token ids.
+    whether cutting the text there is certain to keep the token ids.
     """
     if ended:
         gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0

@@ -55,8 +55,8 @@ class Batch:
     def take(self, rows: slice | Tensor) -> Self:
         """Return a batch of the selected rows.
 
-        On a CPU, `starts_BT` becomes None if each of them is a single sequence; on a GPU, this
-        check would have to wait for the device.
+        On a CPU, `starts_BT` becomes None if each selected row is a single sequence. On a GPU, it
+        is kept, because the check would have to wait for the device.
         """
         batch = self._map(lambda tensor: tensor[rows])
         starts = batch.starts_BT
@@ -80,12 +80,12 @@ class DataLoader:
     """Makes the batches of one split for one data-parallel rank.
 
     `tokens` is cut into windows of seq_len + 1 tokens with stride seq_len. batch_size: windows per
-    step over all ranks. ramp: schedule of smaller batches at the start of a run. order:
-    "sequential" cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do;
-    "one-batch" always repeats the first batch. sources: (number of tokens, weight) of each source
-    in `tokens`; each source is shuffled separately. marks: given for rows of conversations
-    (chat_dataset.py); the stride is then seq_len + 1. document_start: the id that begins a
-    document, if documents must not attend to each other.
+    step over all ranks. ramp: schedule of smaller batches at the start of a run. order: "shuffled";
+    "sequential", which cuts each shard into batches and drops the rest, as build-nanogpt and llm.c
+    do; or "one-batch", which always repeats the first batch. sources: (number of tokens, weight) of
+    each source in `tokens`; each source is shuffled separately. marks: given for rows of
+    conversations (chat_dataset.py); the stride is then seq_len + 1. document_start: the id that
+    begins a document, if documents must not attend to each other.
 
     Raises ConfigError if a batch does not divide evenly among the ranks, and DataError if the split
     has fewer windows than a batch or a source has no window.
@@ -276,9 +276,10 @@ class EvaluationRows:
 
 
 def _spread(first: int, count: int, n_chosen: int, n_items: int) -> NDArray[np.int64]:
-    """Choose `n_chosen` of `n_items` items, evenly spaced; return choices [first, first + count).
+    """Choose `n_chosen` of `n_items` items, evenly spaced; return `count` of the choices.
 
-    Each choice is the middle of one of `n_chosen` equal intervals.
+    The choices are the middles of `n_chosen` equal intervals. Those from number `first` on are
+    returned, or fewer at the end.
     """
     index = np.arange(first, max(first, min(first + count, n_chosen)), dtype=np.int64)
     return (2 * index + 1) * n_items // max(1, 2 * n_chosen)

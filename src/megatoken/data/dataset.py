@@ -165,7 +165,10 @@ class Tokens:
                 yield error
 
     def _copy(self, index: int, start: int, out: Ids) -> None:
-        """Fill `out` with tokens from `start` in shard `index` on, continuing in later shards."""
+        """Fill `out` with consecutive tokens, across shards if necessary.
+
+        index: number of the first shard to read. start: position in that shard to start from.
+        """
         while len(out):
             file = self._shards[index]
             count = min(len(out), file.shard.tokens - start)
@@ -255,7 +258,7 @@ class Dataset:
     def set_vocab_size(self, vocab_size: int) -> None:
         """Set the vocabulary size that ids are checked against.
 
-        External shards do not record theirs.
+        This is needed for external shards, because they do not record the vocabulary size.
         """
         self.train.set_vocab_size(vocab_size)
         self.val.set_vocab_size(vocab_size)
@@ -287,11 +290,12 @@ def load_dataset(
 ) -> Dataset:
     """Open a prepared dataset, or token shards of another program.
 
-    path: a prepared folder; a folder, file or glob pattern of llm.c, modded-nanogpt or nanoGPT .bin
-    shards or of .npy shards; or an address such as s3://bucket/data, which is fetched first.
-    external_tokenizer: the tokenizer of shards that do not record one. report: called with progress
-    lines while data is fetched. Raises DataError, naming the file, if one is missing, damaged or
-    not a token shard, and StorageError if the data cannot be fetched.
+    path: a prepared folder, external shards, or an address such as s3://bucket/data, which is
+    fetched first. External shards are .npy files, or .bin files of llm.c, modded-nanogpt or
+    nanoGPT, given as a folder, a file or a glob pattern. external_tokenizer: the tokenizer of
+    shards that do not record one. report: called with progress lines while data is fetched. Raises
+    DataError, naming the file, if one is missing, damaged or not a token shard, and StorageError if
+    the data cannot be fetched.
     """
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)

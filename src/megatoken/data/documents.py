@@ -57,8 +57,9 @@ class Segment:
 class Encoded:
     """Token ids of a chunk, with <|endoftext|> before each document that begins in it.
 
-    counts: "train" and "val" documents; documents that were "empty", "skipped" or had invalid bytes
-    "replaced"; and "seams", the splits inside documents that may have changed ids.
+    counts: how many documents are in "train" and "val", how many were "empty" or "skipped", and how
+    many had invalid bytes "replaced". "seams" is the number of cuts inside documents that may have
+    changed ids.
     """
 
     train: Ids
@@ -110,10 +111,10 @@ def read_documents(
 ) -> Iterator[str]:
     """Yield the texts of a segment's documents in order, without blank ones.
 
-    Blank documents are counted as empty. Raises DataError, naming file and line, for a row without
-    text, and for invalid UTF-8 if `options.invalid` is "fail". If it is "skip", such documents are
-    dropped and counted instead. In a document that continues in another segment, "skip" acts like
-    "replace".
+    Blank documents are counted as empty. If `options.invalid` is "skip", rows without text and
+    documents with invalid UTF-8 are dropped and counted; in a document that continues in another
+    segment, invalid bytes are replaced instead. Otherwise, raises DataError, naming file and line,
+    for a row without text, and for invalid UTF-8 if `options.invalid` is "fail".
     """
     is_lines = segment.format in ("lines", "rows")
     pieces = [segment.data]
@@ -150,11 +151,11 @@ def read_documents(
 
 
 def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]:
-    """Return the byte at which to split a long text, and whether the split keeps its ids.
+    """Return the byte at which to split a long text, and whether the token ids stay the same.
 
-    data: the beginning of the text. Splits before white space if there is any, because no word of
-    GPT-2 spans a visible character and the white space after it; otherwise between two characters,
-    but never inside a SEPARATOR.
+    data: the beginning of the text. Prefers to split before white space, because no word of GPT-2
+    contains both a visible character and the white space after it. If there is none, or if
+    `split_points` is "anywhere", splits between two characters, but never inside a SEPARATOR.
     """
     if split_points != "anywhere":
         for start in (max(0, len(data) - 4096), 0):

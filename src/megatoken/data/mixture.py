@@ -43,7 +43,11 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of a single dataset, or else a hash of all fingerprints and shares."""
+        """The fingerprint that identifies the data.
+
+        For one dataset, it is that of the dataset; for several, a hash of their fingerprints and
+        shares.
+        """
         if len(self.parts) == 1:
             return self.parts[0].dataset.fingerprint
         text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)
@@ -114,7 +118,7 @@ def _parse_spec(spec: str) -> dict[str, float]:
 
 
 def _identify(part: Part) -> tuple[str, str]:
-    """Return what must be equal to mix datasets: the tokenizer's identity and the token dtype.
+    """Return the tokenizer's identity and the token dtype, which all parts must have in common.
 
     The identity is the tokenizer's fingerprint or, if none is recorded, its name.
     """

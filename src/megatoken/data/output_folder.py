@@ -62,7 +62,7 @@ class ResumeState:
 
 
 def describe_source(source: Source) -> dict[str, Any]:
-    """Return the entries of a recipe (see `ResumeState`) that identify the input files."""
+    """Return the entries of `ResumeState.recipe` that identify the input files."""
     return {
         "source": source.name,
         "files": len(source.files),

@@ -76,9 +76,9 @@ def prepare(
 
     source: a file, folder, glob pattern or named corpus (sources.py). root: folder with a local
     copy of a named corpus. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes,
-    or 0 for one per core; unless it is 1, they are spawned, so a script must call this function
-    under `if __name__ == "__main__"`. val_fraction: share of documents held out. invalid: what to
-    do with documents that are not UTF-8; "skip" also skips bad rows.
+    or 0 for one per core. With any number but 1, processes are spawned, so a script must call this
+    function under `if __name__ == "__main__"`. val_fraction: share of documents held out. invalid:
+    what to do with documents that are not UTF-8; "skip" also skips bad rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, and PeerError if a worker dies.
@@ -254,7 +254,7 @@ class _Writer:
     def _save(self, truncated: dict[str, int] | None = None) -> None:
         """Write all tokens and the state durably.
 
-        truncated: token counts to record for splits that the caller truncates next.
+        truncated: for each split that the caller will truncate next, the token count to record.
         """
         for writer in self.splits.values():
             writer.sync()

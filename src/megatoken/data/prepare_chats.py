@@ -108,7 +108,10 @@ def _write_splits(
     shard_tokens: int,
     source: dict[str, Any],
 ) -> Manifest:
-    """Write a dataset's tokenizer, shards, marks and answers. Return the manifest to write last."""
+    """Write a dataset's tokenizer, shards, marks and answers.
+
+    Return the manifest, which the caller must write last.
+    """
     tokenizer.save(out / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     shards: list[Shard] = []
@@ -173,7 +176,10 @@ def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenR
 
 
 def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
-    """Return the rows that fit the context. Raises DataError unless `long` allows dropping some."""
+    """Return the rows that fit the context.
+
+    Raises DataError if `long` is "fail" and a row does not fit, or if no row fits.
+    """
     lengths = [max(len(ids) for ids, _ in row.sequences) for row in rows]
     fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= seq_len + 1]
     if len(fitting) < len(rows) and (long == "fail" or not fitting):

@@ -18,10 +18,10 @@ _READ_TOKENS = 1 << 20
 
 @dataclass
 class ShardWriter:
-    """Appends tokens to the shard files of a split, after the first `tokens` tokens.
+    """Appends tokens to the shard files of a split.
 
-    Creating it removes everything after those. Raises OSError, and DataError if a file is too
-    short.
+    On creation, keeps the first `tokens` tokens in the files and removes the rest. Raises OSError,
+    and DataError if a file is too short.
     """
 
     folder: Path

@@ -289,8 +289,8 @@ def _is_output(folder: Path, out: Path | None) -> bool:
 def download(url: str, target: Path, sha256: str, alternative: str = "") -> bytes:
     """Return the bytes at `url`, cached in `target`.
 
-    alternative: further advice to add to the error message. Raises DataError if the download fails
-    or has another sha256.
+    alternative: advice to add to the error message. Raises DataError if the download fails or has
+    another sha256.
     """
     with suppress(OSError):
         cached = target.read_bytes()

@@ -54,10 +54,13 @@ class ShuffledOrder:
 class MixedOrder:
     """Windows of several sources in proportion to their weights; each source is shuffled.
 
-    Entry i comes from the source whose interval in [0, 1) contains frac(i x golden ratio + key)
-    (Weyl 1916). These points are so evenly spread that in any stretch of entries, each source's
-    share is right to within a few entries. The number of entries before i that come from a source
-    is a sum of floors, computed in as few steps as Euclid's algorithm.
+    The interval [0, 1) is divided among the sources by weight. Entry i comes from the source whose
+    part contains the point frac(i x golden ratio + key) (Weyl 1916). These points are so evenly
+    spread that in any stretch of entries, each source's share is right to within a few entries.
+
+    An entry takes the next window of its source, so i alone must tell how many earlier entries come
+    from that source. This number is a sum of floors, which takes as few steps as Euclid's
+    algorithm.
     """
 
     def __init__(self, n_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -83,9 +86,10 @@ class MixedOrder:
         return out
 
     def _count_below(self, count: int, end: int) -> int:
-        """Return how many of the first `count` points are below `end`, in units of 2**-64.
+        """Return how many of the points of the first `count` entries are below `end`.
 
-        Uses (x mod 2**64 < end) = floor(x / 2**64) - floor((x - end) / 2**64).
+        end: in units of 2**-64. An integer x counts if x mod 2**64 < end, which is the case if
+        floor(x / 2**64) - floor((x - end) / 2**64) is 1; otherwise, the difference is 0.
         """
         above = floor_sum(count, _ONE, GOLDEN, self._key + _ONE - end)
         return floor_sum(count, _ONE, GOLDEN, self._key) - above + count

@@ -86,7 +86,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
 
 
 def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:
-    """Return the parameters as views by transformers' names.
+    """Return views of the parameters, by the names that transformers uses.
 
     transformers' GPT-2 requires biases, so missing ones are zeros.
     """

@@ -33,14 +33,14 @@ class Family:
     """A model type of transformers, and how its names map to megatoken's.
 
     modules: transformers' module name -> megatoken's, with {} for the layer number; /q, /k or /v
-    selects rows of the fused query/key/value matrix. prefix: start of all tensor names except the
-    output layer's; files of the model without its output layer omit it. buffers: tensors other than
-    weights that old versions saved. conv1d: ends of the names of modules that store weights as (in,
-    out). switches: megatoken's fields that are the same for all models of this type. fields:
-    megatoken's field -> config.json key. defaults: values of keys that a config.json leaves out.
-    activation: the config.json key of the MLP's activation. choices: config.json key -> supported
-    values, transformers' default first. write: a function that returns the other keys of a
-    config.json.
+    selects rows of the fused query/key/value matrix. prefix: how all tensor names begin except the
+    output layer's; files without the output layer have no prefix. buffers: tensors that old
+    versions saved although they are not weights. conv1d: ends of the names of modules that store
+    weights as (in, out). switches: megatoken's fields that are the same for all models of this
+    type. fields: megatoken's field -> config.json key. defaults: values of keys that a config.json
+    leaves out. activation: the config.json key of the MLP's activation. choices: config.json key ->
+    supported values, transformers' default first. write: a function that returns the other keys of
+    a config.json.
     """
 
     model_type: str

@@ -87,7 +87,11 @@ def find_folder(name_or_folder: str) -> Path:
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise CheckpointError unless the name is an address, an existing path or a hub name."""
+    """Raise CheckpointError if the name is a local path that does not exist.
+
+    Addresses and hub names pass. A missing FOLDER/NAME looks like a hub name, but counts as a path
+    if FOLDER exists or is `runs`.
+    """
     path = Path(name)
     is_local = path.parent.name == "runs" or (path.parent.name and path.parent.is_dir())
     if is_address(name) or path.exists() or (HUB_NAME.fullmatch(name) and not is_local):

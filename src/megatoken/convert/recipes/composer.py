@@ -1,8 +1,9 @@
 """Translate YAML files of MosaicML's Composer and llm-foundry.
 
-Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls. At each
-step, DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr and megatoken's AdamW by 1 - wd lr(t),
-so its weight decay is translated to wd/lr.
+Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls.
+
+At each step, Composer's DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr, but megatoken's
+AdamW by 1 - wd lr(t). A weight decay of wd is therefore translated to wd/lr.
 """
 
 import re

@@ -26,8 +26,8 @@ PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 def translate_llmc(command: str, processes: int = 1) -> Translation:
     """Translate a train_gpt2cu command; the program's name and mpirun may be left out.
 
-    processes: used if the command does not set the number of processes, on which llm.c's default
-    batch size and validation tokens depend. Raises ConfigError for what cannot be translated.
+    processes: the number of processes, if the command does not give it. llm.c's default batch size
+    and validation tokens depend on it. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
     table = load_table("llmc")

@@ -58,7 +58,10 @@ def translate_nanogpt(command: str) -> Translation:
 
 
 def _set_start(translation: Translation) -> None:
-    """Translate init_from, which names OpenAI's weights or says that a run is resumed."""
+    """Translate init_from: `scratch`, `resume` or the name of OpenAI's weights.
+
+    Raises ConfigError if there is no run to resume.
+    """
     name = translation.get("init_from")
     if name == "resume":
         translation.out = translation.out or Path("out")

@@ -29,9 +29,9 @@ class Row:
 
     default: the program's default; if None, the row applies only to recipes that have the setting.
     type: name of the value's type; by default, the type of `default`. fields: megatoken's fields to
-    set, separated by spaces; empty if the value is only checked, or read by the program's own
-    translator. convert: a mapping of the program's values to megatoken's, a list of accepted
-    values, or a function's name.
+    set, separated by spaces. It is empty if the value is only checked, or if code for that program
+    translates it. convert: a mapping of the program's values to megatoken's, a list of accepted
+    values, or the name of a function that converts the value.
     """
 
     default: Any = None
@@ -89,8 +89,9 @@ class Translation:
     ) -> None:
         """Translate `settings`; if a key is repeated, the last one counts.
 
-        table: from `load_table`. functions: conversions by name, in addition to `steps`. Raises
-        ConfigError for a setting that cannot be translated.
+        table: from `load_table`. functions: by name, those that the table's rows can use to convert
+        values, in addition to the built-in `steps`. Raises ConfigError for a setting that cannot be
+        translated.
         """
         self.program = program
         self.name = program
@@ -114,9 +115,10 @@ class Translation:
             self.notes.append(f"ignored (data, hardware, display, storage): {', '.join(sections)}")
 
     def _translate(self, key: str, row: Row, written: Sequence[Assignment]) -> None:
-        """Apply a row of the table to `written`, the recipe's settings that have one of its names.
+        """Translate one setting with its row of the table.
 
-        Stores the value under `key` and sets the row's fields.
+        Stores the value under `key` and sets the row's fields. written: the recipe's assignments to
+        the setting, under any of its names; if there are none, the default applies.
         """
         origin = f"{self.program} {key} {row.default} (default)"
         value = row.default
@@ -177,7 +179,7 @@ def split_words(command: str, where: str) -> list[str]:
 def split_program(words: list[str], *names: str) -> tuple[list[str], list[str]]:
     """Return the words before and after the program's name, which is one of `names`.
 
-    If none of them occurs, all words count as following it.
+    If the name does not occur, the first list is empty and the second has all words.
     """
     for index, word in enumerate(words):
         if Path(word).name in names:
