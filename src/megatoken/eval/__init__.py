@@ -1,1 +1,1 @@
-"""Validation loss, multiple-choice tasks, scored answers, and lm-evaluation-harness."""
+"""Evaluate models by loss, multiple-choice tasks, generated answers or lm-evaluation-harness."""

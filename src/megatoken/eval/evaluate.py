@@ -48,11 +48,15 @@ def evaluate(
     """Score a model on `tasks`, or measure its loss on `data`, as `megatoken eval` does.
 
     tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or a dict of examples by task
-    name; if empty, the loss is measured. data: with tasks, the file of a single task or a folder
-    with one file per task (default: the Hugging Face hub); without tasks, token shards, their
-    address, or text that `prepare` reads. limit: with tasks, use only the first `limit` examples of
-    each; without, only `limit` targets spread evenly over the data; 0 for all. split: which split
-    of the shards to use. device: None to compute on the device and in the dtype of the weights.
+    name; if empty, the loss is measured. device: None to compute on the device and in the dtype of
+    the weights.
+
+    With tasks, `data` is the file of a single task or a folder with one file per task (default: the
+    Hugging Face hub), and only the first `limit` examples of each task are used (0 for all).
+
+    Without tasks, `data` is token shards, their address, or text that `prepare` reads. `limit` is
+    the maximum number of targets, spread evenly over the data (0 for all). `split` is the split of
+    the shards to use.
 
     Returns what `evaluate_tasks` or `evaluate_loss` returns. Raises the errors of those functions,
     ConfigError for an unknown task, and DataError for missing or malformed examples.

@@ -94,7 +94,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation as text from which `tok_encode` makes the chat template's ids.
+        """Render a conversation as text.
+
+        `tok_encode` turns this text into the ids that the chat template gives the conversation.
 
         Without add_generation_prompt, the last message is the beginning of the answer, which the
         model continues.
@@ -121,7 +123,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood, and whether greedy decoding would produce it.
 
-        requests: (texts, context ids, continuation ids) each. Sequences that exceed the model's
+        requests: each is (texts, context ids, continuation ids). Sequences that exceed the model's
         context are truncated from the left.
         """
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -1,9 +1,9 @@
 """Multiple-choice scores: acc and acc_norm as in lm-evaluation-harness, acc_token_mean as in llm.c.
 
-Each is the share of examples whose choice is predicted correctly. acc predicts the choice with the
-largest log-likelihood; acc_norm the one with the largest log-likelihood per character; both
-tokenize the context and a choice together. acc_token_mean predicts the choice with the largest mean
-log-likelihood per token, with the text and tokens of build-nanogpt and llm.c.
+Each score is the share of examples in which the predicted choice is the right one. acc predicts the
+choice with the largest log-likelihood, and acc_norm the choice with the largest log-likelihood per
+character; both tokenize the context and a choice together. acc_token_mean predicts the choice with
+the largest mean log-likelihood per token, with the text and tokens of build-nanogpt and llm.c.
 """
 
 import math
@@ -87,8 +87,8 @@ def encode_examples(
 ) -> list[EncodedExample]:
     """Encode examples, truncated from the left to fit `seq_len` as in lm-evaluation-harness.
 
-    token_mean: whether to encode for acc_token_mean, which uses different text in HellaSwag and so
-    doubles its cost. Raises DataError for a choice without tokens.
+    token_mean: whether to encode for acc_token_mean as well. This score uses different text in
+    HellaSwag, which doubles the cost of that task. Raises DataError for a choice without tokens.
     """
 
     def encode(prompts: Sequence[Prompt], where: str, *, together: bool) -> tuple[Tree, bool]:
@@ -124,10 +124,11 @@ def encode_prompt(
 ) -> ScoredSequence:
     """Return a prompt's token ids, after begin-of-text if there is one, truncated from the left.
 
-    The last seq_len + 1 ids are kept, but n_targets counts all targets. together: whether to encode
-    context and continuation as one text, as lm-evaluation-harness does; a token may then span both,
-    and trailing spaces of the context count as continuation. Otherwise they are encoded separately,
-    as in build-nanogpt and llm.c. An empty context becomes the end-of-text token.
+    The last seq_len + 1 ids are kept; n_targets is the number of targets before this truncation.
+    together: whether to encode context and continuation as one text, as lm-evaluation-harness does;
+    a token may then span both, and trailing spaces of the context count as continuation. Otherwise,
+    the two are encoded separately, as in build-nanogpt and llm.c. An empty context becomes the
+    end-of-text token.
     """
     context, continuation = prompt
     prefix = tokenizer.encode(context.rstrip() if together else context)
@@ -181,8 +182,8 @@ def _argmax_per_unit(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
 def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
     """Return a task's acc, acc_norm, acc_token_mean, stderr, n and, for a cloze, perplexity.
 
-    A score that the task does not have is None. n_cut, if not 0, is also returned: the number of
-    examples with a choice longer than the context, of which only the end is scored.
+    A score that the task does not have is None. If a choice is longer than the context, only its
+    end is scored; the number of examples with such a choice is then returned as n_cut.
     """
     metrics: dict[str, Any] = dict.fromkeys(SCORES)
     stderr: dict[str, float | None] = dict.fromkeys(SCORES)
@@ -202,7 +203,7 @@ def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over √n, as lm-evaluation-harness does.
+    """Return the sample standard deviation divided by √n, as lm-evaluation-harness does.
 
     Returns None for a single value.
     """

@@ -43,10 +43,12 @@ class ScoredSequence(NamedTuple):
 class Tree:
     """The prefix tree of S sequences.
 
-    A node is an input token, so a sequence's last id is a target but not a node. Per node (T,),
-    depth first: its id, its position in the sequence, and the end of its subtree's range of nodes.
-    Per target (R,), by sequence: its id, and `parents`, the node that predicts it. n_targets (S,):
-    number of targets of each sequence.
+    Nodes are input tokens, numbered depth first. A sequence's last id is only a target, not a node.
+
+    ids, positions, ends (T,): for each node, its id, its position in the sequence, and the number
+    at which its subtree's range of nodes ends. targets, parents (R,): for each target, sequence by
+    sequence, its id and the node that predicts it. n_targets (S,): number of targets of each
+    sequence.
     """
 
     ids: Ints
@@ -156,7 +158,8 @@ def score_trees(
 def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
     """Group tree numbers, largest tree first, into batches of at most `max_nodes` padded nodes.
 
-    A larger tree gets its own batch. The batches do not depend on the number of ranks.
+    A tree with more than `max_nodes` nodes gets its own batch. The batches do not depend on the
+    number of ranks.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -167,7 +170,10 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
 
 
 def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[np.float64]:
-    """Return (R, 2) for the targets: log-probability, and 1 if it is not the argmax, else 0."""
+    """Return two numbers for each target, (R, 2).
+
+    They are the log-probability, and 0 if the target is the argmax or else 1.
+    """
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
     T = ids_BT.shape[1]
     parents_R = np.concatenate([row * T + tree.parents for row, tree in enumerate(trees)])

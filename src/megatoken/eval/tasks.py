@@ -30,8 +30,8 @@ class Example:
     """One prompt per choice, and the index of the correct choice. A single choice is a cloze.
 
     lengths: characters per choice, for acc_norm; empty if lm-evaluation-harness has no acc_norm for
-    the task. raw_prompts: prompts in the text as published, for acc_token_mean; empty if equal to
-    `prompts`. where: file and line, for error messages.
+    the task. raw_prompts: prompts for acc_token_mean, made from the text as it was published; empty
+    if equal to `prompts`. where: file and line, for error messages.
     """
 
     prompts: tuple[Prompt, ...]
@@ -81,7 +81,7 @@ def parse_piqa(row: Row) -> Example:
 def parse_winogrande(row: Row) -> Example:
     """Parse a row of WinoGrande (Sakaguchi et al. 2020).
 
-    The choices end the contexts; the continuation is the same for both.
+    Each context ends with one of the two options; the continuation is the same.
     """
     context, continuation = row["sentence"].split("_", 1)
     options = row["option1"], row["option2"]

@@ -36,9 +36,9 @@ def validation_loss(
 ) -> dict[str, Any]:
     """Return `loss_metrics` over the windows of all ranks.
 
-    windows: this rank's token ids (B, T+1), or batches. Ranks that share a sharded model (`dims`)
-    must pass the same number of windows; some may be empty. count_bytes: `Tokenizer.count_bytes`.
-    chunk, softmax_cross_entropy: as in `cross_entropy`.
+    windows: this rank's arrays of token ids (B, T+1), or batches. Ranks that share a sharded model
+    (`dims`) must pass the same number of them, so some may have no rows. count_bytes:
+    `Tokenizer.count_bytes`. chunk, softmax_cross_entropy: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training

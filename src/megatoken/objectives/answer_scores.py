@@ -19,10 +19,10 @@ MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward r
 
 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
-    """Return how many of `rows` rows, each of `row_tokens` tokens, to compute at once.
+    """Return how many rows of `row_tokens` tokens to put into a micro-batch.
 
-    It is `micro_batch` multiplied or divided by a power of two, so that the rows together have at
-    most as many tokens as `micro_batch` full contexts.
+    Doubles or halves `micro_batch` until the rows have as many tokens as possible, but not more
+    than `micro_batch` full contexts. Stops doubling when all `rows` rows fit.
     """
     size = micro_batch
     while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
@@ -50,7 +50,10 @@ def answer_log_probs(
 
 
 def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the value (B,) of each row's last token, or of its last input if that was cut off."""
+    """Return the value (B,) at the last token of each row.
+
+    If the last token was cut off, return the value at the last input instead.
+    """
     positions = torch.arange(targets_BT.shape[1], device=targets_BT.device)
     ends = torch.where(targets_BT >= 0, positions, -1).amax(1) + 1
     return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]

@@ -78,7 +78,7 @@ class Policy(Protocol):
 class Learner:
     """What a batch source needs from a training run.
 
-    log_event: adds an event to the metrics log, given its name, a message and further values.
+    log_event: adds an event to the metrics log; takes its name, a message and other values to log.
     """
 
     config: Config

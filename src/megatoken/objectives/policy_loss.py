@@ -90,7 +90,7 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Return (B, T): half the larger of the squared errors of the value and the clipped value.
+    """Return half the larger of two squared errors (B, T): the value's and the clipped value's.
 
     The clipped value differs from the old value by at most `clip`.
     """

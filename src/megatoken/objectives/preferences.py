@@ -1,8 +1,8 @@
 """Batches of preferences: pairs of a chosen and a rejected answer to the same prompt.
 
 A pair counts as one sequence of the batch. For DPO, a pair also has the summed log-probability of
-each answer under the reference model, which is the model that the run starts from. These are
-computed once.
+each answer under the reference model, which is the model that the run starts from. These
+log-probabilities are computed once per run.
 
 Shapes: N pairs of the split, B pairs of this process, T tokens.
 """

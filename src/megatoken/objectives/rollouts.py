@@ -1,10 +1,10 @@
 """Batches of GRPO and PPO: answers sampled from the current model, scored, and trained on.
 
-A rollout of n sequences consists of n / group prompts with `group` answers each. It is the batch of
-`updates` consecutive steps. An answer depends only on the seed, the rollout's number, the answer's
-index in the rollout, and the weights, so a run that resumes at the start of a rollout samples the
-same text. Log-probabilities are those at the sampling temperature. The stop token is sampled and
-trained on.
+A rollout of n sequences consists of n / group prompts with `group` answers each. The same rollout
+serves as the batch in `updates` consecutive steps. An answer depends only on the seed, the
+rollout's number, the answer's index in the rollout, and the weights, so a run that resumes at the
+start of a rollout samples the same text. Log-probabilities are those at the sampling temperature.
+The stop token is sampled and trained on.
 
 Shapes: P prompts, G answers to each; B rows of this process, one per answer; T tokens.
 """
@@ -106,7 +106,7 @@ class RolloutBatches:
     def get(self, number: int) -> RolloutBatch:
         """Return batch `number`, after sampling its rollout if this is the rollout's first batch.
 
-        The number exceeds the step if batches have been skipped; skipping a batch also skips the
+        `number` is the step plus the number of skipped batches. Skipping a batch also skips the
         rest of its rollout. If the reward function fails on a rank, all ranks raise its error.
         """
         step = self._learner.policy.step
@@ -222,7 +222,11 @@ class RolloutBatches:
         return batch.to(device)
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
-        """Set `metrics`. Warn once if, for QUIET_ROLLOUTS in a row, no group's rewards differ."""
+        """Set `metrics`; warn if nothing can be learned from the rewards.
+
+        This is the case if in QUIET_ROLLOUTS consecutive rollouts, all answers to a prompt get the
+        same reward, for every prompt.
+        """
         learner = self._learner
         stopped = [float(completion.finish_reason == "stop") for completion in completions]
         lengths = [float(count_tokens(completion)) for completion in completions]
@@ -285,7 +289,7 @@ class RolloutBatches:
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError without prompts, or if one plus its answer may exceed the context."""
+    """Raise ConfigError if there are no prompts, or if a prompt and its answer may not fit."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
         raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")

@@ -1,8 +1,8 @@
 """Decode several sequences in one batch; a sequence may join or leave at any step.
 
 A sequence's random numbers depend only on its seed and position. Its ids do not depend on the other
-sequences, provided that a matmul computes each row with the same bits for any number of rows. Where
-it does not, rounding differs, which in fp32 rarely changes a token.
+sequences if matmuls round each row in the same way for any number of rows. With other matmuls,
+rounding errors differ, which in fp32 rarely changes a token.
 
 The last new token is not fed to the model, so the prompt and the new tokens may exceed the context
 by one. In a longer sequence, the window slides: when the context is full, its oldest quarter is
@@ -36,8 +36,8 @@ PREFILL_TOKENS = 4096  # most prompt tokens to compute at once
 class Request:
     """A prompt to continue. It must not be empty: to start a document, pass the end-of-text id.
 
-    logprobs: whether to report log-probabilities at the sampling temperature, which policy
-    gradients need. The temperature must then not be 0.
+    logprobs: whether to report log-probabilities at the sampling temperature, for policy gradients.
+    This requires a temperature above 0.
     """
 
     prompt_ids: Sequence[int]
@@ -62,9 +62,9 @@ class Request:
 class Token(NamedTuple):
     """A new id of one sequence.
 
-    row: the sequence's key. finish_reason: None unless this is the sequence's last id; "stop" if
-    the id is in stop_ids. logprob: natural log of the id's probability, before top_k and top_p
-    apply.
+    row: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
+    else "length"; None for the other ids. logprob: natural log of the id's probability, before
+    top_k and top_p apply.
     """
 
     row: int
@@ -93,7 +93,7 @@ class _Row:
 
 
 class BatchDecoder:
-    """Decodes up to `rows` sequences at once, identified by keys that the caller chooses.
+    """Decodes up to `rows` sequences in one batch; the caller chooses a key for each of them.
 
     Use it in a `with` block, in which the model is in evaluation mode and computes in the device's
     precision or, if the device is None, in that of the weights. capacity: the largest
@@ -192,7 +192,7 @@ class BatchDecoder:
         return tokens
 
     def _slide_windows(self) -> None:
-        """Queue each row with a full context, to be recomputed without its oldest quarter."""
+        """Remove the rows whose context is full; queue them again without the oldest quarter."""
         lengths = list(self._cache.lengths)
         for row, length in zip(list(self._rows), lengths, strict=True):
             if length == self._context:
@@ -204,8 +204,8 @@ class BatchDecoder:
     def _prefill(self, prompts: list[list[_Row]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
-        prompts: groups of rows with equal `input_ids`; each group is computed only once. All of
-        these ids must have the same length.
+        prompts: groups of rows with equal `input_ids`; each group is computed only once. The
+        `input_ids` of all groups must have the same length.
         """
         ids = torch.tensor([rows[0].input_ids for rows in prompts], device=self._torch_device)
         cache = self._build_cache(*ids.shape)

@@ -72,7 +72,7 @@ def choose_ids(
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
     """Return each row's cumulative sum.
 
-    If torch must be deterministic, it is computed on the CPU, because CUDA's sums vary.
+    If torch must be deterministic, the sum is computed on the CPU, because it varies on CUDA.
     """
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)

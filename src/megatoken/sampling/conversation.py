@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation. Answer number n is sampled with the seed of `sampling` plus n.
+    """A conversation. Answer number n is sampled with seed `sampling.seed` + n.
 
     dropped: number of old messages that were dropped to fit the context.
     """

@@ -1,6 +1,6 @@
 """Generate continuations of a prompt. The same seed gives the same text.
 
-Neither the model's train or eval mode nor torch's random state changes.
+Generation changes neither torch's random state nor whether the model is in train or eval mode.
 """
 
 import warnings
@@ -72,10 +72,11 @@ def generate_ids(
 ) -> list[list[int]]:
     """Return the new ids of `num_samples` continuations of one prompt, without stop ids.
 
-    Sample i has the seed `sampling.seed` + i, so each can be generated alone. prompt_ids: to start
-    a new document, the end-of-text id. device: compute in its precision instead of that of the
-    weights. on_token: as in `generate_batch`. Raises ConfigError for an empty prompt, DataError for
-    ids outside the vocabulary, and NumericsError for logits that are not finite.
+    Sample i has the seed `sampling.seed` + i, so each can be generated alone. prompt_ids: pass the
+    end-of-text id to start a new document. device: compute in this device's precision; None for the
+    precision of the weights. on_token: as in `generate_batch`. Raises ConfigError for an empty
+    prompt, DataError for ids outside the vocabulary, and NumericsError for logits that are not
+    finite.
     """
     requests = [
         Request(prompt_ids, replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)
@@ -142,7 +143,7 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
 class TextStream:
     """Decodes ids to text one at a time, without splitting a character.
 
-    prompt_ids: the ids that precede them.
+    prompt_ids: the ids of the prompt, which precede the decoded ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
