@@ -1,10 +1,10 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
-Each rung adds a switch to the last rung that was kept. It runs in a worker process, in rounds that
-alternate with that rung's. Its gain is the ratio of the two speeds in these rounds; its speedup is
-the ratio of its tokens/s to those of the first rung. A switch that makes the step slower is
-reported and left out of later rungs. All rungs train on the same ids from the same weights, so
-equal losses show that a switch changes only the speed.
+Each rung adds a switch to its reference, the last rung that was kept. The rung and its reference
+run in two worker processes, in alternating rounds. The gain of a rung is its speed relative to the
+reference in these rounds; its speedup is its tokens/s relative to those of the first rung. A switch
+that makes the step slower is reported and left out of later rungs. All rungs train on the same ids
+from the same weights, so equal losses show that a switch changes only the speed.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
 
 
 def list_process_rungs(device: Device, batch_seqs: int) -> list[Rung]:
-    """Return a rung each for 2, 4, 8, ... data-parallel processes."""
+    """Return one rung for each number of data-parallel processes: 2, 4, 8, ..."""
     most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
     counts = [1 << power for power in range(1, most.bit_length())]
     return [
@@ -222,7 +222,7 @@ def measure_rungs(
 ) -> Iterator[dict[str, Any]]:
     """Measure each rung against the last one that was kept; yield its row of the record.
 
-    Raises PeerError if the first rung fails, or the rung that others are compared to.
+    Raises PeerError if the first rung fails, or if a rung fails while others are compared to it.
     """
     below: Worker | None = None
     spec = first
@@ -264,9 +264,9 @@ def describe_rung(
 ) -> dict[str, Any]:
     """Build the record's row for a rung.
 
-    It is kept unless it is slower than the rung below, the last one kept before it. gains: speed
-    relative to that rung, one value per round. first_rate: tokens/s of the first rung; 0 if this is
-    the first.
+    The rung is kept unless it failed or is slower than its reference, the last rung that was kept.
+    gains: speed relative to the reference, one value per round. first_rate: tokens/s of the first
+    rung; 0 if this is the first.
     """
     row = worker.describe(device)
     rate = row["tokens_per_second"]

@@ -79,7 +79,7 @@ class Worker:
         """Run `steps` timed steps; return the mean seconds per step, or None on failure.
 
         A round of several steps starts with an untimed step, because the caches are cold. On CUDA,
-        every round does, because its memory was freed for the other worker.
+        a round of one step does too, because each round frees its memory for the next worker.
         """
         if self.skipped:
             return None
@@ -235,8 +235,8 @@ def share_fastest_probe(workers: Sequence[Worker]) -> None:
 def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console) -> list[Worker]:
     """Measure each spec in rounds that alternate with rounds of the reference.
 
-    The reference is the first spec that runs. It takes more steps than the others, so the loss
-    reported for it is the one after as many steps as they take.
+    The reference is the first spec that runs. It runs again with each other spec and so takes more
+    steps than they do. The loss reported for it is therefore the one at their number of steps.
     """
     workers = [Worker(spec=spec) for spec in specs]
     reference: Worker | None = None

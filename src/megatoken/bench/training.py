@@ -1,4 +1,4 @@
-"""The training step that a worker runs, which is that of `megatoken train` on this machine."""
+"""Build the step that a worker times: the same step as `megatoken train` runs on this machine."""
 
 import time
 from collections.abc import Callable

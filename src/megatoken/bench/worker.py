@@ -48,10 +48,11 @@ class WorkerSpec:
 def serve(
     connection: Connection, spec: WorkerSpec, log: str, environment: Mapping[str, str]
 ) -> None:
-    """Build the training of `spec`; then, for each number received, run as many steps.
+    """Build the training of `spec`, then run steps on request.
 
-    After building and after each request, sends a dict; after a failure, a last one, {"failed":
-    reason}. Output goes to the file `log`. Returns when the connection is closed.
+    A request is the number of steps to run. Sends a dict after building and after each request. On
+    failure, sends {"failed": reason} and returns. Output goes to the file `log`. Returns when the
+    connection is closed.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)

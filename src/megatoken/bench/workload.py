@@ -151,9 +151,10 @@ def count_seqs(tokens: int, seq_len: int) -> int:
 def describe_mfu(
     tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
 ) -> dict[str, Any]:
-    """Return {"mfu", "mfu_causal"}, counting full or causal attention; None without a known peak.
+    """Return {"mfu": ..., "mfu_causal": ...}; both are None if the device's peak is unknown.
 
-    n_peaks: number of devices, each with the peak FLOP/s of `device`.
+    mfu counts the FLOPs of full attention, mfu_causal those of causal attention. n_peaks: number
+    of devices, each with the peak FLOP/s of `device`.
     """
     if not device.peak_flops:
         return {"mfu": None, "mfu_causal": None}
@@ -209,7 +210,10 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
 
 
 def reset_peak_memory(device: Device) -> None:
-    """Reset the peak memory on CUDA; elsewhere it is the process's, which cannot be reset."""
+    """Reset the record of peak memory on CUDA; do nothing on other devices.
+
+    Their peak memory is that of the process, which cannot be reset.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 """Measure the real train_step on this machine for half a minute, to predict runs.
 
-Two models of the run's width with few layers are timed in turn; the time per layer follows from
+Two models with the run's width but few layers are timed in turn; the time per layer follows from
 their difference. The result is cached for later plans and for the prediction that training prints.
-On a CPU, the micro-batch is the one that a run would choose, and a single forward and backward
-measures its memory.
+On a CPU, the run's own micro-batch size is used, and its memory is measured in one forward and
+backward.
 """
 
 import time
@@ -64,7 +64,7 @@ class TimedModel:
 
 
 class StepTimer:
-    """Times training steps of models of a run's width with few layers, in turn."""
+    """Times training steps of several models in turn; they have the run's width but few layers."""
 
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
         machine = config.machine
@@ -112,7 +112,7 @@ class StepTimer:
 
 
 def count_timed_seqs(model: ModelConfig) -> int:
-    """Return how many sequences a timed micro-batch on a CPU has at most."""
+    """Return the largest number of sequences in a micro-batch that is timed on a CPU."""
     return max(1, TIMED_TOKENS // model.seq_len)
 
 
@@ -165,9 +165,11 @@ def take_largest_step(
     *,
     accumulates: bool,
 ) -> None:
-    """Allocate as much as a step with this micro-batch does, in about one forward and backward.
+    """Reach the peak memory of a step with this micro-batch size, in less time than a step.
 
-    accumulates: whether a step has several micro-batches; gradients then exist during the last one.
+    Computes one micro-batch of that size after smaller ones, which create the other tensors.
+    accumulates: whether a step has several micro-batches. Gradients of earlier micro-batches then
+    exist while the last one is computed.
     """
     single = replace(step_config, micro_batch=1)
     batch = draw_batch(state, device, 2 if accumulates else 1)

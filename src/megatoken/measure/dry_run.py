@@ -1,7 +1,8 @@
 """Trace a training step of one process among many on fake tensors: memory and communication.
 
-Model, sharding, step and optimizer are those of training, but kernels are plain. `auto` means bf16
-for the precision, and one sequence for the micro-batch.
+The model, sharding, step and optimizer are those of training, but the kernels are the default ones,
+not those that a run would select. `auto` means bf16 for the precision, and one sequence for the
+micro-batch.
 """
 
 import re
@@ -43,9 +44,10 @@ EPOCH_TOKENS = 10**9  # for runs whose length is in epochs
 class Estimate:
     """Memory of the first process, which has the largest share, and the layout of the step.
 
-    total_bytes is the peak. activation_bytes is what remains of it after parameters, gradients and
-    optimizer state: activations, gathered weights and communication buffers. The four parts add up
-    to the total, except with one micro-batch per step, when not all gradients exist at the peak.
+    total_bytes is the peak. activation_bytes is the part of the peak that is not parameters,
+    gradients or optimizer state: activations, gathered weights and communication buffers. The four
+    parts add up to the total if a step has several micro-batches. If it has only one, not all
+    gradients exist at the peak, and the parts add up to more.
     """
 
     parameter_bytes: int

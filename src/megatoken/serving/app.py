@@ -1,9 +1,11 @@
 """The HTTP server: OpenAI's endpoints, /health, and a chat page.
 
-Any web page can make a visitor's browser send requests to this server. The Host header must
-therefore name this server, which prevents DNS rebinding, and a body must be application/json, which
-browsers do not send to another site without that site's permission (CORS). Requests and answers are
-not logged.
+Any web page can make a visitor's browser send requests to this server. Two checks
+refuse requests from other sites. The Host header must name this server, which prevents DNS
+rebinding. A body must be application/json, because browsers send that to another site only if the
+site allows it (CORS).
+
+Requests and answers are not logged.
 """
 
 import asyncio

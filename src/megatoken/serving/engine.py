@@ -141,9 +141,10 @@ class Engine:
                     del self._running[token.row]
 
     def _end_jobs(self, error: Exception) -> None:
-        """End running jobs with `error`; if there are none or the engine stops, end waiting jobs.
+        """End the running jobs with `error`.
 
-        With none running, the decoder could not be built, so waiting jobs would fail as well.
+        The waiting jobs end too if the engine stops, or if no job is running: the decoder could
+        then not be built, so they would fail with the same error.
         """
         with self._changed:
             jobs = list(self._running.values())

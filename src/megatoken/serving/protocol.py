@@ -147,8 +147,8 @@ class CompletionRequest(CommonRequest):
 class ServedModel:
     """The model as clients see it.
 
-    name: what requests must give as `model`. context: its length in tokens. template: None if the
-    model cannot chat; `no_template` is then the reason. created: seconds since 1970.
+    name: what requests must give as `model`. context: the context length in tokens. template:
+    None if the model cannot chat; `no_template` is then the reason. created: seconds since 1970.
     """
 
     name: str
@@ -283,7 +283,10 @@ class ResponseBuilder:
         return self._cut(text)
 
     def _cut(self, text: str) -> str:
-        """Cut `text` at the first stop text; hold back an end that may be the start of one."""
+        """Return `text` up to the first stop text.
+
+        If `text` ends with the beginning of a stop text, that part is held back for the next call.
+        """
         stops = self._parsed.stops
         ends = [text.index(stop) for stop in stops if stop in text]
         if ends:
