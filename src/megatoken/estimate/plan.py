@@ -1,7 +1,7 @@
 """Plan a training run without torch: memory, speed, hours, dollars and energy, by arithmetic.
 
 Where the config leaves the layout open (sharding, recomputation, micro-batch), picks the fastest
-one that fits. distributed/memory.py estimates memory, estimate/speed.py time.
+one that fits. distributed/memory.py estimates the memory and estimate/speed.py the time.
 """
 
 import math
@@ -323,7 +323,7 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
 def budget_tokens(config: Config) -> float:
     """Return the number of tokens of the config's budget.
 
-    Raises ConfigError if it is in epochs, because their size depends on the dataset.
+    Raises ConfigError if the budget is in epochs, because an epoch's size depends on the dataset.
     """
     budget = config.budget
     if budget.epochs:
@@ -357,7 +357,7 @@ def scale_gpus(
 ) -> list[Plan]:
     """Plan the same batch on each number of GPUs (strong scaling).
 
-    Leaves out numbers among which the batch does not divide. options: those of `plan_run`.
+    Leaves out numbers of GPUs that do not divide the batch evenly. options: those of `plan_run`.
     """
     plans = []
     for count in counts:
@@ -372,7 +372,7 @@ def plan_family(
     """Plan each preset of a family (gpt2, llama2, ...) at its compute-optimal length.
 
     Return plans by preset, one per number of GPUs in `counts`; all use the config's batch. preset:
-    any one of the family.
+    any preset of the family.
     """
     families = {}
     for name, model in PRESETS.items():

@@ -2,9 +2,11 @@
 
 N is the number of weights in matmuls, D the number of training tokens, and C = 6 N D the FLOPs
 without attention. If only N or only D differs between runs, or both grow together (C), the law has
-one term: L = E + A / x^a. For fixed exponents, the law is linear in E, A and B, so the fit searches
-a grid of exponents, refined step by step, and solves for the rest (variable projection, Golub &
-Pereyra 1973) by least squares of relative errors, with E, A and B nonnegative.
+one term: L = E + A / x^a.
+
+For fixed exponents, the law is linear in E, A and B. The fit therefore searches only a grid of
+exponents, refined step by step. At each grid point, it finds the nonnegative E, A and B with the
+least sum of squared relative errors (variable projection, Golub & Pereyra 1973).
 """
 
 from collections.abc import Sequence
@@ -113,9 +115,10 @@ def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> La
 
 
 def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
-    """Find nonnegative coefficients with which the columns (points, k, runs) add up to about 1.
+    """Find nonnegative coefficients for which the weighted sum of the columns is closest to 1.
 
-    Return the coefficients (points, k) and the squared errors (points,).
+    columns: (points, k, runs); each point is solved separately. Return the coefficients (points, k)
+    and the sums of squared errors (points,).
     """
     points, k, _ = columns.shape
     best = np.zeros((points, k))

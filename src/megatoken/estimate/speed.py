@@ -1,8 +1,9 @@
 """Predict the seconds of a training step on GPUs by arithmetic, without torch.
 
-Matmuls and attention run at a share of peak FLOP/s, everything else at memory bandwidth. Small
-micro-batches wait for the host to launch kernels, and many GPUs for communication that is not
-hidden. docs/numbers.md lists the constants with their sources, and the error on published runs.
+Matmuls and attention run at a share of peak FLOP/s, everything else at memory bandwidth. With small
+micro-batches, GPUs wait for the host to launch kernels; with many GPUs, they wait for communication
+that computation does not hide. docs/numbers.md lists the constants with their sources, and the
+error on published runs.
 """
 
 import math
@@ -49,12 +50,12 @@ FOREACH_LAUNCHES = 900
 class Program:
     """Cost coefficients of a training step that is eager, compiled, or eager with fused kernels.
 
-    They are for 16 bits with fp32 master weights, forward and backward together. element_bytes:
-    bytes that element-wise operations of a layer move, per feature of a token. logit_bytes: bytes
-    that the loss moves, per logit. score_bytes: bytes that explicit attention moves, per pair of
-    tokens and head. weight_bytes: bytes that casts of weights and sums of gradients move, per
-    parameter and micro-batch. adamw_bytes: bytes that gradient norm, clipping and update move, per
-    parameter. launches: kernel launches per layer.
+    They hold for 16-bit precision with fp32 master weights, and cover forward and backward
+    together. element_bytes: bytes that element-wise operations of a layer move, per feature of a
+    token. logit_bytes: bytes that the loss moves, per logit. score_bytes: bytes that explicit
+    attention moves, per pair of tokens and head. weight_bytes: bytes that casts of weights and sums
+    of gradients move, per parameter and micro-batch. adamw_bytes: bytes that gradient norm,
+    clipping and update move, per parameter. launches: kernel launches per layer.
     """
 
     element_bytes: float

@@ -2,8 +2,8 @@
 
 Whether a value is dropped is a function of the seed, the step, the sequence's index in the global
 batch, the layer and site, and the value's position and channel (in attention: head, query and key).
-So the same values are dropped for any micro-batch, number of processes or tensor parallelism, and
-with recomputation or compilation.
+Therefore, the dropped values do not depend on the micro-batch, the number of processes, tensor
+parallelism, recomputation or compilation.
 
 A key is a 32-bit number stored as int64, so that multiplying keys cannot overflow. Overflow of
 int32 is undefined in C++, and torch.compile on a CPU would give different masks.
@@ -32,9 +32,10 @@ def spread(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
-    """Hash keys with an index, or elementwise with a tensor of indices, into new keys.
+    """Return a hash of each key and an index, as new keys.
 
-    The hash is the two-round 32-bit bijection of Wellons' hash prospector.
+    index: one number for all keys, or a tensor that broadcasts with `key`. The hash is the
+    two-round 32-bit bijection of Wellons' hash prospector.
     """
     x = key ^ index
     x ^= x >> 16  # in place: attention's keys are the largest tensors of a step

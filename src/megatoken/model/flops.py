@@ -3,7 +3,7 @@
 FLOPs per token have two published definitions: 6N + 12*L*d*T for full attention (PaLM, Chowdhery et
 al. 2022, appendix B), and 6N + 6*L*d*T for causal attention (llm.c), because half of the attention
 matrix is masked. N counts the weights used in matmuls, including the output layer once, whether or
-not it is tied. It excludes embeddings and value embeddings, which are lookups, norms and biases.
+not it is tied. It excludes norms, biases, embeddings and value embeddings, which no matmul uses.
 Grouped-query attention saves parameters but no attention FLOPs, because every query is still
 compared with every key. In a layer with a window of w keys, full attention counts w keys per query,
 and causal attention counts w (2T - w) / 2T on average.

@@ -50,7 +50,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Positions and attention mask of rows in which a token need not follow the one before it.
+    """Positions and attention mask of rows that are not just one sequence.
 
     A row may pack several sequences, or hold a tree of alternative continuations.
     """
@@ -336,8 +336,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
-        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. In place of the plain
-        causal mask, or for layers with a window the causal mask within the window, it is None.
+        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. It is None if plain
+        causal attention is correct; in layers with a window, each query then sees only the keys in
+        its window.
         """
         T = ids_BT.shape[1]
         device = ids_BT.device

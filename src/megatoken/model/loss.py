@@ -93,7 +93,7 @@ def token_log_probs(
     Differentiable. Logits are computed only for positions with a target.
 
     chunk: how many rows of logits to hold in memory at once; they are recomputed in the backward.
-        With 0, all logits are computed at once and saved for the backward.
+        With 0, all logits are computed in one piece and saved for the backward.
     """
     dtype = _product_dtype(hidden_BTC)
     targets_N = targets_BT.flatten()
@@ -162,7 +162,7 @@ def torch_matmul(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy that computes the gradients of hidden states and weight in its forward.
 
-    No logits are then saved for the backward or recomputed in it.
+    The backward needs no logits, so they are neither saved nor recomputed.
     """
 
     @staticmethod

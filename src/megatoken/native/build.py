@@ -39,7 +39,7 @@ VECTORS = ("-mprefer-vector-width=512",)
 
 
 class CompilerError(Exception):
-    """Raised if the compiler fails; it has printed the reason."""
+    """Raised if the compiler fails. The compiler has already printed the reason."""
 
 
 def runnable_instruction_sets() -> list[str]:

@@ -29,8 +29,8 @@ Dropout = Callable[[Tensor], Tensor] | None  # drops some of the weights (B, H, 
 class AttentionFn(Protocol):
     """Queries (B, H, T, D), keys and values (B, K, S, D) -> (B, H, T, D).
 
-    Training calls it with `causal`; sampling with `causal` for the prompt, and without it for each
-    later token; scoring with a mask. Without `causal` and mask, a query sees every key.
+    Training sets `causal`. Sampling sets it for the prompt, but not for later tokens. Scoring
+    passes a mask. With neither `causal` nor a mask, a query sees every key.
 
     mask: bool (B or 1, 1, T, S), True where a query sees a key. causal: whether a query sees only
     its own and earlier keys; T then equals S and there is no mask. dropout: function to apply to
@@ -181,7 +181,8 @@ def native_attention(
 ) -> Tensor:
     """Compute attention with the native CPU kernels.
 
-    A mask uses `flash_attention`, and dropout `explicit_attention`. Windows are not supported.
+    Calls with a mask use `flash_attention`, and calls with dropout `explicit_attention`. Windows
+    are not supported.
     """
     assert not window
     if dropout is not None:
@@ -266,7 +267,7 @@ WITHOUT_WINDOW: set[str] = {"native", *CUDA_ONLY}  # names that do not support w
 
 
 def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True) -> None:
-    """Add an attention as `machine.attention=NAME`, for training, sampling and scoring.
+    """Make `fn` available as `machine.attention=NAME`, for training, sampling and scoring.
 
     Checkpoints record the name, and can be loaded only where it is registered. supports_mask: False
     if `fn` supports only `causal` calls without a cache; sampling and scoring then raise
@@ -292,7 +293,11 @@ def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True
 
 
 def masked_attention(name: str) -> AttentionFn:
-    """Return the attention for calls with a mask or a cache, if `name` is the selected one."""
+    """Return the attention to call with a mask or a cache when `name` is selected.
+
+    `flash_attention` replaces a built-in one that supports only causal calls. For a registered one
+    that does not support masks, the returned function raises ConfigError.
+    """
     if name in WITHOUT_MASK:
         return partial(_refuse_mask, name)
     return flash_attention if name in CAUSAL_ONLY else ATTENTION[name]

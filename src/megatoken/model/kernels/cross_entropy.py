@@ -7,8 +7,8 @@ gradient. The caller zeroes the gradient of rows without a target.
 
 `softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
 and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
-same on a CPU. Without Triton this module can still be imported; TRITON_INTERPRET=1 runs the kernel
-on a CPU, and tests/model/compile_kernels.py compiles it for GPUs without one.
+same on a CPU. This module can be imported without Triton. TRITON_INTERPRET=1 runs the Triton kernel
+on a CPU, and tests/model/compile_kernels.py compiles it for GPUs on a machine that has none.
 
 Shapes: N rows, V padded vocabulary.
 """
@@ -38,7 +38,8 @@ LOAD_BYTES = 16  # of logits that a thread loads at once
 class CrossEntropyFn(Protocol):
     """Logits (N, V), targets (N,), vocabulary size, softcap (0 for none) -> losses (N,).
 
-    Overwrites the logits, with their gradient if `overwrite` is set.
+    Overwrites the logits. If `overwrite` is set, they then hold their gradient; otherwise, their
+    content is undefined.
     """
 
     def __call__(
