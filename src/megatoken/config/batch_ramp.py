@@ -10,9 +10,8 @@ from functools import cache
 class BatchRamp:
     """Batch sizes in tokens that grow from `start` to `full`, through the multiples of `start`.
 
-    They grow over about the first `length` tokens, of which each size but `full` gets an equal
-    share, rounded up to whole batches. The tokens before a batch therefore depend only on its
-    number.
+    Every size below `full` is used for an equal share of the first `length` tokens, rounded up to
+    whole batches. So the number of a batch alone determines how many tokens precede it.
     """
 
     start: int
@@ -30,7 +29,7 @@ class BatchRamp:
         return self.before(batch + 1) - self.before(batch)
 
     def count(self, tokens: float) -> int:
-        """Return how many batches a run of `tokens` has, rounded."""
+        """Return the number of batches, rounded, in a run of `tokens` tokens."""
         first_batches, first_tokens, sizes = self.levels()
         level = bisect_right(first_tokens, tokens) - 1
         return first_batches[level] + round((tokens - first_tokens[level]) / sizes[level])

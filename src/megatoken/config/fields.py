@@ -55,8 +55,8 @@ class ConfigField:
     """The definition of a setting: its default, help line, unit, and range of values.
 
     open_low: whether `low` itself is excluded from the range.
-    only_if: condition on another setting without which this one has no effect, such as
-        `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
+    only_if: a condition on another setting, such as `optim.name=muon`, `objective.name=grpo|ppo` or
+        `model.window!=0`. Unless it holds, this setting has no effect.
     key: the dotted key, such as `model.n_layer`.
     """
 

@@ -164,9 +164,9 @@ def from_python(config: Config, name: str) -> ResolvedConfig:
 def resolve_assignments(
     name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()
 ) -> ResolvedConfig:
-    """Parse and check the settings of a recipe and the overrides, which replace them.
+    """Parse and check the settings of a recipe, after replacing some of them by `overrides`.
 
-    Raises ConfigError that names where a wrong value was written.
+    Raises ConfigError, which names the place where a wrong value was written.
 
     name: name of the run, also used for its folder in runs/ unless --out is given.
     """
@@ -225,7 +225,10 @@ def _parse_assignment(assignment: Assignment) -> Any:
 
 
 def find_run(recipe: str) -> Path | None:
-    """Return the path `recipe` if it is a run folder and no shipped recipe's name, else None."""
+    """Return `recipe` as a path if it is a run folder, else None.
+
+    The name of a shipped recipe is never taken as a folder.
+    """
     folder = Path(recipe)
     is_path = bool(recipe) and recipe not in list_recipes()
     return folder if is_path and _is_run(folder) else None
@@ -385,8 +388,8 @@ class Change:
 def list_changes(old: Config, new: Config) -> list[Change]:
     """Return the settings that a resume with the config `new` would change.
 
-    In `new`, model.init and the model sizes that a run reads from it may be unset; they do not
-    count as changes.
+    `new` need not repeat model.init, or the model sizes that are read from it. If they are unset in
+    `new`, they do not count as changes.
     """
     old_values = flatten(old)
     new_values = flatten(new)

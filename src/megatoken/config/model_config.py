@@ -161,7 +161,8 @@ class ModelConfig:
 def default_d_ff(d_model: int, mlp: str) -> int:
     """Return the MLP's default width: 4 * d_model, or for SwiGLU 8/3 * d_model, rounded up.
 
-    SwiGLU has three matrices instead of two, so both have about the same number of parameters.
+    SwiGLU has three matrices instead of two. With these widths, both kinds of MLP have about the
+    same number of parameters.
     """
     if mlp != "swiglu":
         return 4 * d_model

@@ -1,4 +1,4 @@
-"""Find conflicts between settings that would make a run fail late or train something else."""
+"""Find conflicts between settings that would make a run fail late or train something unintended."""
 
 import re
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from megatoken.native.library import DTYPES, AdamWUpdate, Library
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW (Loshchilov & Hutter 2019), or after `use_native` our native kernel.
+    """torch's AdamW (Loshchilov & Hutter 2019), which `use_native` switches to our native kernel.
 
     The update is limited by memory bandwidth. With master weights, the native kernel needs a single
     pass: it reads the gradients of the low-precision copies and also writes the updated copies.
@@ -48,8 +48,8 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        Like torch's fused AdamW, it divides gradients by `self.grad_scale` and does nothing if
-        `self.found_inf` is 1, where these attributes are set.
+        Two optional attributes have the same effect as in torch's fused AdamW. Gradients are
+        divided by `self.grad_scale`, and nothing changes if `self.found_inf` is 1.
         """
         if self._library is None:
             return super().step(closure)

@@ -12,8 +12,8 @@ class LRSchedule:
     """Linear warm-up to `peak_lr`, then a decay to `min_lr_ratio * peak_lr`.
 
     decay:
-        cosine, linear: starts after warm-up and lasts `decay_length`, or if that is None, to the
-            end of the run (Loshchilov & Hutter 2017; GPT-3).
+        cosine, linear: starts after warm-up and lasts `decay_length`, or the rest of the run if
+            that is None (Loshchilov & Hutter 2017; GPT-3).
         wsd, wsd-sqrt: constant, then a linear or a 1 - sqrt decay over the last `decay_length` of
             the run (Hu et al. 2024; Hägele et al. 2024).
         multi-step: multiplied by sqrt(min_lr_ratio) at the start of the last `decay_length` and
@@ -39,7 +39,7 @@ class LRSchedule:
         return self.warmup
 
     def is_before_decay(self, step: int) -> bool:
-        """Return whether the decay has not begun after `step` steps."""
+        """Return True if the decay has not yet begun after `step` steps."""
         return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
 
     def lr(self, step: int) -> float:

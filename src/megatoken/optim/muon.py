@@ -29,8 +29,8 @@ MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # takes and returns full matr
 class Matrices(Protocol):
     """Access to a model's hidden matrices in full, even if they are sharded over processes.
 
-    names: hidden parameters of which this process has a shard. dtype: in which updates are
-    computed.
+    names: hidden parameters of which this process has a shard. dtype: the dtype in which updates
+    are computed.
     """
 
     @property
@@ -53,7 +53,8 @@ class Matrices(Protocol):
 class WholeMatrices:
     """`Matrices` of a single process, without communication.
 
-    rows: for each parameter, the numbers of rows of the matrices packed in it.
+    rows: by parameter name, the number of rows of each matrix in it, as from
+    `list_hidden_matrices`.
     """
 
     rows: Mapping[str, Sequence[int]]
@@ -78,9 +79,9 @@ class WholeMatrices:
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Map the name of each hidden layer's weight to the numbers of rows of the matrices in it.
+    """Map the name of each hidden weight to a list with the number of rows of each matrix in it.
 
-    A weight holds one matrix, except that queries, keys and values are packed in one weight.
+    The list has one entry, except for the weight that holds queries, keys and values.
     """
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
@@ -133,12 +134,12 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
-    Like torch's fused optimizers, it divides gradients by `self.grad_scale` and skips the update if
-    `self.found_inf` is 1, where these attributes are set.
+    Two optional attributes have the same effect as in torch's fused optimizers. Gradients are
+    divided by `self.grad_scale`, and the update is skipped if `self.found_inf` is 1.
 
     adamw: optimizer of all other parameters; its groups and state become part of this one's.
-    group: a dict of `params`, the hidden weights in the order of `matrices.names`, `weight_decay`
-        and optionally `lr_scale`.
+    group: a dict with the keys `params`, `weight_decay` and optionally `lr_scale`. `params` are the
+        hidden weights in the order of `matrices.names`.
     """
 
     def __init__(

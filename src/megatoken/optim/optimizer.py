@@ -75,16 +75,17 @@ def build_optimizer(
     implementation: str = "auto",
     matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that `optim` names, over a model or over local shards by name.
+    """Build the optimizer that `optim` names.
 
     Raises ConfigError for an unknown name, or if the optimizer needs full matrices and the model is
     sharded.
 
+    model: the model, or this process's shards of its parameters by name.
     sizes: shapes of the full parameters, if `model` holds shards.
     implementation: how torch's AdamW computes: `loop`, `foreach`, `fused`, or `auto`, which is
         fused where the device supports it.
-    matrices: access to the full hidden matrices; None if the model is unsharded, to compute their
-        updates in fp32.
+    matrices: access to the full hidden matrices. None only if the model is unsharded; their updates
+        are then computed in fp32.
     """
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)

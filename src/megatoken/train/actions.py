@@ -118,8 +118,9 @@ def validate(run: Run, poll: Poll) -> None:
 def _validate_text(run: Run, poll: Poll) -> dict[str, Any]:
     """Return a dict with loss (nats), bits_per_byte and target_tokens of the held-out text.
 
-    For a mixture, the losses are averaged over datasets, weighted by their shares of the training
-    tokens; the token counts are added; and `sources` maps each dataset to its own dict.
+    For a mixture, loss and bits_per_byte are means over the datasets, weighted by their shares of
+    the training tokens, and target_tokens is the total. `sources` then holds the dict of each
+    dataset, by name.
     """
     parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
     sources = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
@@ -193,7 +194,9 @@ def score_tasks(run: Run, poll: Poll) -> None:
     """Score the model on each multiple-choice task that has no logged score for this step.
 
     A tensor-parallel model is gathered on rank 0, which scores it while the other ranks wait.
-    `poll`, which all ranks must call, is then called only between tasks, not between batches.
+
+    poll: called on all ranks before each task. Unless the model is tensor-parallel, it is also
+    called before each batch of a task.
     """
     state = run.state
     logged = run.progress.logged
@@ -219,8 +222,8 @@ def score_tasks(run: Run, poll: Poll) -> None:
 def sample(run: Run) -> None:
     """Generate text on rank 0, print it, and save it in RUN/samples.
 
-    A pretrained model continues `sample.prompt`; other objectives answer it as a chat message. A
-    sharded model is first gathered on rank 0.
+    `sample.prompt` is continued if the objective is `pretrain`. With any other objective, it is
+    answered as a chat message. A sharded model is first gathered on rank 0.
     """
     step = run.state.step
     if ("sample", step) in run.progress.logged:

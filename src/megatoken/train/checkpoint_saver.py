@@ -92,7 +92,7 @@ class CheckpointSaver:
             self._prune()
 
     def finish_mirror(self) -> None:
-        """Wait until the newest checkpoint is copied to `save.mirror` or the last retry failed."""
+        """Wait until the newest checkpoint is in `save.mirror`, or the last retry has failed."""
         if self._run.config.save.mirror:
             if self.mirror.finish():
                 self._prune_here()
@@ -178,7 +178,10 @@ class CheckpointSaver:
             self.try_commit()
 
     def commit_if_written(self) -> None:
-        """Commit the pending checkpoint once all ranks have written it; log a finished upload."""
+        """Commit the pending checkpoint if all ranks have written it, without waiting for them.
+
+        Also logs an upload to `save.mirror` that has ended.
+        """
         self.mirror.report()
         if self._pending is not None and self._pending.is_written():
             self.try_commit()

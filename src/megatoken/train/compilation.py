@@ -1,9 +1,9 @@
 """Compile the forward, and run one forward and backward to check that it works.
 
 A sharded model cannot recover from an exception in its forward or backward: FSDP2 would no longer
-reduce gradients, and other ranks would wait in a collective. So the compiler is first tried on a
-small model in each process by itself. An unsharded model is compiled and run without communication
-between replicas.
+reduce gradients, and other ranks would wait in a collective. So each process first tries the
+compiler on a small model of its own, without communication. An unsharded model is compiled and run
+without communication between replicas.
 """
 
 import math

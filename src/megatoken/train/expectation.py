@@ -31,7 +31,7 @@ class Expectation:
     source: str
 
     def describe(self, steps: StepConfig, step: int) -> str:
-        """Describe the expected time from `step` to the end, the speed and the memory."""
+        """Describe the expected speed and memory, and the time from `step` to the run's end."""
         left = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
         duration = format_duration(left / steps.batch_tokens * self.step_seconds)
         rate = steps.batch_tokens / self.step_seconds
@@ -64,9 +64,9 @@ def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
 def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
-    """Return the cached calibration for this model, which may have another depth, or None.
+    """Return the cached calibration for this model, or None.
 
-    A calibration that was measured at another micro-batch is not used.
+    It may have been measured with another depth, but not with another micro-batch.
     """
     saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
     if saved is None or saved["micro_batch"] != micro_batch:
@@ -83,8 +83,8 @@ def _describe_deviation(share: float, above: str, below: str) -> str:
 def expect(run: Run) -> Expectation | None:
     """Return the expected time and memory of a run, or None if they cannot be predicted.
 
-    A calibration by `megatoken plan --calibrate` is preferred. Without one, they are computed from
-    the specifications of the GPU, if it is a known model.
+    They come from a calibration by `megatoken plan --calibrate` if there is one. Otherwise they are
+    computed from the specifications of the GPU, if it is a known model.
     """
     config = run.config
     model = run.data.model_config

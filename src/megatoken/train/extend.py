@@ -136,7 +136,7 @@ def _is_intact(checkpoint: Path) -> bool:
 def previous_steps(
     config: Config, steps: StepConfig, changes: Sequence[Change]
 ) -> StepConfig | None:
-    """Return the step config before `changes`, or None if they affect no length or schedule."""
+    """Return the step config before `changes`, or None if no change affects lengths or schedule."""
     old = {
         change.key: parse_value(FIELDS[change.key], change.old)
         for change in changes

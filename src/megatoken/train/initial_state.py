@@ -29,12 +29,13 @@ VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # also attention.value_tok
 def build_train_state(
     plan: RunPlan, model: GPT | None, optimizer: torch.optim.Optimizer | None
 ) -> TrainState:
-    """Build the run's model, unless `model` is given, move it to the device, and add an optimizer.
+    """Build the run's model and optimizer on the device, or use those of the user.
 
-    The weights of a built model are initialized from the seed or loaded from `model.init`; they are
-    not loaded if the run has a checkpoint, which will replace them.
+    The weights of a built model are initialized from the seed or loaded from `model.init`. They are
+    not loaded if the run has a checkpoint, because it will replace them.
 
-    model, optimizer: the user's objects, or None to build them. model holds the initial weights.
+    model: the user's model with its initial weights, or None to build one.
+    optimizer: the user's optimizer, or None to build one.
     """
     config = plan.config
     if model is not None:
@@ -53,7 +54,7 @@ def build_train_state(
 def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     """Copy the architecture of `model.init` into the config, unless the config sets its own.
 
-    model.seq_len and model.value_head may be set without preventing the copy, and are kept. Once
+    A config may still set model.seq_len and model.value_head; these two are then not copied. Once
     the run in `out` has a checkpoint, the architecture is read from there, because `model.init` may
     no longer exist. Raises what `load_pretrained` raises.
     """

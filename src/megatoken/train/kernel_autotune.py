@@ -164,9 +164,9 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
-    """Return the implementation that the config asks for (or `auto`) by operation.
+    """Map the name of each operation in machine.json to what the config asks for.
 
-    The keys are the names of operations in machine.json.
+    That is the name of an implementation, or `auto`.
     """
     return {
         "block": machine.gemm_backend,
@@ -183,9 +183,10 @@ def list_options(
 ) -> dict[str, list[str]]:
     """Return the implementations of each operation that can run here, plain PyTorch first.
 
-    A deterministic run gets only the plain ones, because which one is fastest depends on the number
-    of threads. With dropout, attention has only the default implementation, because all of them
-    would fall back to the explicit formula in training (model/kernels/attention.py).
+    A deterministic run gets only plain PyTorch where the config says `auto`, because the choice of
+    the fastest implementation would depend on the number of threads. With dropout, attention gets
+    only its default, because in training every implementation would fall back to the explicit
+    formula (model/kernels/attention.py).
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
@@ -294,10 +295,10 @@ def _time_options(
 def _build_trials(
     config: ModelConfig, device: Device, seqs: int, compiled: bool
 ) -> dict[str, Callable[[str], Tensor | None]]:
-    """Return for each operation a function that runs its forward with a named implementation.
+    """Return a function per operation, which runs the forward of a named implementation.
 
-    The functions for `block` and `mixed` run a full block, and those for `attention` and `loss`
-    only that operation. The one for `loss` also computes the gradient, and returns None.
+    For `block` and `mixed` it runs a full block, and for `attention` and `loss` only that
+    operation. For `loss` it also computes the gradient, and returns None.
     """
     B, T, C = seqs, config.seq_len, config.d_model
     block = (

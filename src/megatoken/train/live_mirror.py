@@ -18,8 +18,8 @@ def fetch_from_mirror(mirror: str, context: RunContext) -> bool:
     """Fetch the mirror's newest complete checkpoint if the run folder has none.
 
     Returns whether a checkpoint was fetched. Raises ConfigError if the mirror belongs to another
-    run or is ahead of the checkpoints in the run folder, and StorageError if it cannot be read and
-    the run folder has no checkpoint.
+    run or is ahead of the checkpoints in the run folder. Raises StorageError if the mirror cannot
+    be read; if the run folder has a checkpoint, only warns instead.
     """
     if not mirror:
         return False
@@ -90,7 +90,9 @@ class Mirror:
             self._console.warn(f"not copied to save.mirror: {error}")
 
     def report(self, *, wait: bool = False) -> bool:
-        """Log the upload that has just ended, if any, and return whether it succeeded.
+        """Log the end of an upload, if one has ended since the last call.
+
+        Returns True if one has ended and succeeded, else False.
 
         wait: whether to wait for the current upload to end.
         """
@@ -112,7 +114,8 @@ class Mirror:
     def finish(self) -> bool:
         """Upload the newest checkpoint and wait for it, with retries.
 
-        Returns True on the rank that uploads, whether or not the upload succeeded.
+        Returns False if this rank does not upload: if it is not rank 0 or `save.mirror` is empty.
+        Otherwise returns True, even if every attempt failed.
         """
         if self._uploads is None:
             return False

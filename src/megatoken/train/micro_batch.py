@@ -44,9 +44,9 @@ def find_rates(
 ) -> tuple[dict[int, float], bool]:
     """Return tokens/s by micro-batch size, and whether they came from the cache.
 
-    They are cached only for a single process on a CPU, where several sizes are often equally fast:
-    without the cache, two identical runs could choose different sizes and so round differently.
-    Models that differ only in depth share a cache entry.
+    Only a single process on a CPU uses the cache. There several sizes are often equally fast, so
+    without it two identical runs could choose different sizes and round differently. Models that
+    differ only in depth share a cache entry.
     """
     if device.type != "cpu" or not state.comm.is_single_process:
         return tune_micro_batch(state, step_config, device, batch_seqs), False
@@ -119,10 +119,10 @@ def tune_micro_batch(
 def _time_on_all(
     state: TrainState, step_config: StepConfig, device: Device, rows: int
 ) -> tuple[float, float]:
-    """Return the seconds for `rows` sequences, and the bytes per sequence of a micro-batch.
+    """Time `rows` sequences on all ranks; return rank 0's seconds, and bytes per sequence.
 
-    All ranks get the seconds of rank 0, or 0 if any rank runs out of memory. The bytes are this
-    rank's.
+    The seconds are 0 on all ranks if any rank runs out of memory. The bytes are measured on this
+    rank.
     """
     seconds = needed = 0.0
     try:
@@ -181,7 +181,7 @@ def pick_micro_batch(rates: Mapping[int, float]) -> int:
 def candidate_sizes(batch_seqs: int, seq_len: int, device_type: str) -> list[int]:
     """Return the micro-batch sizes to try, ascending, each at least 1.5 times the previous one.
 
-    All divide `batch_seqs`, the sequences of a step on this rank.
+    Every size divides `batch_seqs`, the number of sequences in a step on this rank.
     """
     largest = batch_seqs if device_type != "cpu" else max(1, MAX_CPU_TOKENS // seq_len)
     sizes: list[int] = []

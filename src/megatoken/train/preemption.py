@@ -2,8 +2,9 @@
 
 SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only
 set a flag; the loop then saves. A second SIGTERM or SIGINT ends the process at once with
-ExitCode.STOPPED. Ranks started by a launcher ignore the second signal, because they may receive the
-first one twice, and because a long matmul delays the handler; the launcher kills them instead.
+ExitCode.STOPPED. Ranks started by a launcher ignore a second signal, because it may be a copy of
+the first. The launcher kills them instead, which works even during a long matmul, when Python
+cannot run the handler.
 """
 
 import math
@@ -64,9 +65,9 @@ class PreemptionHandler:
         return self.stop_before(0.0)
 
     def stop_before(self, seconds: float) -> str:
-        """Return the reason to stop now, assuming that an action of `seconds` comes next.
+        """Return the reason to stop before an action that takes `seconds`, or "" to go on.
 
-        "" if the action still fits in the time limit and nothing else asks to stop.
+        The time limit is a reason if the action no longer fits in it.
         """
         if self._signal and not self._reason:
             return name_cause(self._signal)  # may change: a dying launcher takes a moment
@@ -86,8 +87,9 @@ class PreemptionHandler:
     def reserve_seconds(self) -> float:
         """Seconds before the time limit at which the loop must stop, to have time to save.
 
-        1.5 times the sum of the longest save so far and the steps until the loop can stop, each
-        as long as the longest recent step. Until a save has been timed, it is assumed to take 5% of
+        The loop must first train to a step at which it can stop, and then save. Each step is
+        assumed to take as long as the longest recent one, and the save as long as the longest so
+        far. The sum is multiplied by 1.5. Until a save has been timed, it is assumed to take 5% of
         the limit, but at most 30 s.
         """
         expected = min(30.0, 0.05 * self._limit)

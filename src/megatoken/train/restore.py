@@ -60,8 +60,8 @@ def _rewind_log(
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
     """Drop the log's rows after `step`, and summarize the remaining ones.
 
-    Returns the set of their (kind, step) pairs, with the task's name as the kind of a task score,
-    and a dict from step to validation loss.
+    Returns their (kind, step) pairs as a set, and a dict from step to validation loss. In the pair
+    of a task score, the task's name stands in place of the kind.
     """
     plan.log_file.rewind(step, elapsed_seconds)
     rows = read_metrics(plan.out)
@@ -74,8 +74,9 @@ def _load_on_all(
 ) -> CheckpointManifest | None:
     """Load a checkpoint on all ranks and return its manifest, or None if any rank finds damage.
 
-    Files may be damaged on one node only, so the ranks of every node divide all files among
-    themselves and verify them. Errors other than damage are raised on all ranks.
+    Each node may have its own copy of the files, and perhaps only one of these is damaged. So all
+    files are verified on every node, divided among its ranks. Errors other than damage are raised
+    on all ranks.
     """
     files: Mapping[str, FileEntry] = {}
     error: MegatokenError | None = None
@@ -115,7 +116,10 @@ def _load_on_all(
 def _load(
     state: TrainState, folder: Path, dataset: Mixture, *, allow_changes: bool
 ) -> tuple[CheckpointManifest, Mapping[str, FileEntry]]:
-    """Load a checkpoint into this rank's state; return its manifest and the files verified here."""
+    """Load a checkpoint into this rank's state.
+
+    Returns its manifest, and the entries of the files that this rank has verified.
+    """
     rank = state.comm.dist_env.local_rank
     n_ranks = state.comm.dist_env.local_world_size
     manifest = verify(folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors"))

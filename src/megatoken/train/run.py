@@ -49,8 +49,8 @@ class RunContext:
 class Progress:
     """What a run has logged and saved so far. Weights, step and skipped batches are in TrainState.
 
-    logged: a (kind, step) pair for each row in the metrics log, with the task's name as the kind of
-        a task score.
+    logged: a (kind, step) pair for each row in the metrics log. In the pair of a task score, the
+        task's name stands in place of the kind.
     val_losses: validation loss in nats by step.
     verified: checkpoint files that this process has hashed, by checkpoint folder.
     """
@@ -100,8 +100,9 @@ class RunData:
 class RunPlan(RunContext):
     """All that is known about a run before its model is built.
 
-    config: without machine settings that the chosen sharding does not support. log_file: holds the
-    lock of the run folder while it is open.
+    config: the run's config, after turning off machine settings that the chosen sharding does not
+    support.
+    log_file: the metrics log; the run folder is locked while it is open.
     """
 
     config: Config

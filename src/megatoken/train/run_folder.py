@@ -24,9 +24,9 @@ def find_changes(
 ) -> list[Change]:
     """Return the settings in which `config` differs from the newest valid checkpoint in `out`.
 
-    Returns an empty list if the folder is new or has no valid checkpoint. Raises ConfigError if it
-    holds something that is not a run, or if a resume must not change one of the settings, and
-    StorageError if it cannot be read.
+    Returns an empty list if the folder is new or has no valid checkpoint. Raises ConfigError if the
+    folder holds something that is not a run, or if a setting differs that a resume must not change.
+    Raises StorageError if the folder cannot be read.
 
     allow_changes: whether guarded settings may change. allowed: keys of guarded settings that may
     change even if allow_changes is False.

@@ -42,8 +42,8 @@ class TrainState:
     """Weights, optimizer state and step number of a run.
 
     model: the fp32 weights, which are updated, evaluated and saved.
-    compute_model: the model that runs forward and backward: `model` itself, or with master weights
-        a low-precision copy of it.
+    compute_model: the model that runs forward and backward. It is a low-precision copy of `model`
+        if there are master weights, else `model` itself.
     forward: `compute_model`, compiled or not.
     sharded: this process's slices of the parameters.
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
@@ -133,9 +133,9 @@ class TrainState:
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
     def use_native_adamw(self, library: Library) -> None:
-        """Make the optimizer use the native kernel, if it is our AdamW.
+        """Switch the optimizer to its native kernel if it is our AdamW; do nothing for any other.
 
-        Call it after `enable_master_weights`.
+        Call this after `enable_master_weights`.
         """
         if not isinstance(self.optimizer, AdamW):
             return
@@ -173,7 +173,7 @@ class TrainState:
             )
 
     def collect_gradients(self) -> None:
-        """Add the compute model's gradients to those of the fp32 parameters, then clear them."""
+        """Move the compute model's gradients to the fp32 parameters, adding to theirs."""
         for trained, local in self._grad_pairs():
             collect_gradient(trained, local)
 

@@ -6,9 +6,9 @@ processes gives the same step.
 
 Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host need not
 wait for each step. A step is bad if its loss or gradient norm is not finite, if it is a spike to be
-skipped (spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged:
-torch's fused AdamW and our Muon skip its update and all later ones on the device until the host
-reads the losses; with any other optimizer, the host checks every step.
+skipped (spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged.
+torch's fused AdamW and our Muon check this on the device: they skip the bad step's update and all
+later ones, until the host reads the losses. With any other optimizer, the host checks every step.
 """
 
 import math
@@ -62,8 +62,8 @@ class StepMetrics:
 class PendingStep:
     """A step whose numbers have not been read from the device.
 
-    numbers: 1-d tensor of the loss, the gradient norm, 1 if this or an earlier unread step was bad,
-    and a value for each of `names`.
+    numbers: 1-d tensor of the loss, the gradient norm, a flag, and a value for each of `names`. The
+    flag is 1 if this step or an earlier unread one was bad, else 0.
     """
 
     step: int
@@ -202,9 +202,10 @@ def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
 
 
 def count_targets(state: TrainState, batch: Batch) -> Tensor:
-    """Return this process's number of targets, or what the objective counts in their place.
+    """Return the number of targets in this process's batch.
 
-    The sum over processes divides the summed loss.
+    An objective may count something else instead. The summed loss is divided by the sum of these
+    counts over all processes.
     """
     if state.objective is not None:
         return state.objective.count(batch)
@@ -280,7 +281,7 @@ def clip_and_update(
 ) -> bool:
     """Clip the gradients and update the weights, unless this or an earlier unread step is bad.
 
-    Returns whether fp16 gradients overflowed, so that the scaler skipped the update.
+    Returns True if fp16 gradients overflowed; the scaler has then skipped the update.
     """
     state.found_bad.logical_or_(is_bad(state, step_config, loss, grad_norm))
     grad_clip = step_config.grad_clip
@@ -296,7 +297,7 @@ def clip_and_update(
 def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
     """Wait for the device to read `state.found_bad`; unless it is set, clip and update.
 
-    Returns whether fp16 gradients overflowed, so that the scaler skipped the update. Raises
+    Returns True if fp16 gradients overflowed; the scaler has then skipped the update. Raises
     NumericsError if they overflow even at the lowest loss scale.
     """
     scaler = state.scaler
@@ -346,7 +347,7 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
 def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
     """Return the error to raise for a bad step.
 
-    where: text to name instead of `step`, for example a step and several batches.
+    where: place to name in the error, such as a range of batches; "" for `step {step}`.
     """
     where = where or f"step {step}"
     if grad_norm == 0:

@@ -54,7 +54,7 @@ class StepLog:
         return self._reads_each_step
 
     def begin_step(self) -> None:
-        """Start timing, unless it already runs for pending steps."""
+        """Start timing a step, unless steps are pending: their timing still runs."""
         if not self._pending:
             self._run.log.begin("step")
             self.meter.start()  # leaves actions out of the step's time

@@ -40,10 +40,11 @@ class ThroughputMeter:
         return time.perf_counter() - self._start
 
     def read(self, tokens: int, steps: int = 1) -> dict[str, float | None]:
-        """Return a dict of seconds (per step), tokens_per_second, mfu and mfu_causal, and restart.
+        """Return the speed since `start` or the last `read`, and restart the timing.
 
-        They are measured since `start` or the last `read`, in which `steps` steps trained on
-        `tokens` tokens in total.
+        The keys of the dict are seconds (per step), tokens_per_second, mfu and mfu_causal.
+
+        tokens, steps: number of tokens and steps trained in this time.
         """
         self.device.synchronize()
         elapsed = self.elapsed_seconds

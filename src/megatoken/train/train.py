@@ -105,8 +105,8 @@ class Trainer:
         """Check the arguments. Raises ConfigError if they cannot be combined.
 
         model: a GPT with the architecture in `config.model` and the initial weights.
-        optimizer: built over that model's parameters. The learning rate of each of its groups
-            follows the schedule, multiplied by its initial ratio to `optim.lr`.
+        optimizer: built over that model's parameters. The schedule sets the learning rate of each
+            of its groups, multiplied by the group's initial learning rate / `optim.lr`.
         callbacks: called with every row of metrics; one that returns True stops the run.
         nproc: number of processes to start on this machine.
         explain: whether to print the measurements behind every automatic choice.
@@ -353,7 +353,8 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
 def must_check_after(run: Run, actions: Sequence[Action], step: int) -> bool:
     """Return whether to read losses and compare replicas after this step.
 
-    True before an action, such as a save, at the last step, and every REPLICA_CHECK_STEPS.
+    True at every multiple of REPLICA_CHECK_STEPS, at the last step, and if an action such as a save
+    is due.
     """
     is_last = step == run.step_config.total_steps
     is_action_due = any(action.is_due(step) for action in actions)

@@ -1,7 +1,7 @@
 """Choose kernels and micro-batch by measurement, and compile the model, before the first step.
 
 The choices are saved in machine.json in the run folder: a resumed run is bit-identical only if it
-adds in the same order. Rank 0 chooses for all ranks.
+adds numbers in the same order as before. Rank 0 chooses for all ranks.
 """
 
 import json
@@ -42,10 +42,10 @@ def tune(
 
 
 def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
-    """Switch the state to the chosen kernels and print them.
+    """Switch the state to the kernels of this run, and print them.
 
-    Those that the config leaves to `auto` are the ones that the run started with, or for a new run
-    the fastest.
+    A kernel that the config leaves to `auto` is the fastest one. A resumed run keeps its earlier
+    choice, unless the machine or the settings changed.
     """
     config = plan.config
     attention = config.machine.attention
@@ -106,7 +106,7 @@ def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
 
 
 def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> int:
-    """Return the micro-batch set in the config, or if `auto` the saved one, else the fastest.
+    """Return the micro-batch from the config, or for `auto` the saved or else the fastest one.
 
     All ranks must call it, because they measure together.
     """
