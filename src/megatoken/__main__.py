@@ -15,8 +15,9 @@ STOPPED = 75
 def main() -> int:
     """Run the command.
 
-    If a signal arrives during its imports, `train` exits with the code of a stopped run. With
-    --ending it does not, because its parent, torchrun, would count that code as a failure.
+    A signal that arrives while `train` is still being imported ends it with the exit code of a
+    stopped run. With --ending the signal is not handled, because torchrun, the parent, would count
+    that code as a failure.
     """
     if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:
         for name in STOP_SIGNALS:

@@ -151,7 +151,10 @@ class Console:
         self.print(f"warning: {text}", WARNING)
 
     def table(self, rows: Sequence[Sequence[str]], left: int = 2) -> None:
-        """Print rows in aligned columns. left: number of left-aligned columns before the others."""
+        """Print rows in aligned columns.
+
+        left: how many columns, counted from the first, to align on the left; others on the right.
+        """
         for line in self.align(rows, left):
             self.print(line)
 

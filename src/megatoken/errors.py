@@ -81,6 +81,9 @@ class PeerError(MegatokenError):
 
 
 def error_from_code(code: int, message: str) -> MegatokenError:
-    """Return an error of the class that belongs to another process's exit code."""
+    """Return an error of the subclass with the exit code `code`.
+
+    code: exit code of another process.
+    """
     classes = {error.code: error for error in MegatokenError.__subclasses__()}
     return classes[ExitCode(code)](message)

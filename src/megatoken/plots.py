@@ -99,7 +99,10 @@ def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
 
 
 def choose_time_unit(seconds: float) -> tuple[int, str]:
-    """Choose the unit for a time axis that ends at `seconds`; return its seconds and its name."""
+    """Choose the unit for a time axis that ends at `seconds`.
+
+    Returns the number of seconds in the unit, and its name.
+    """
     return next((divisor, unit) for least, divisor, unit in TIME_UNITS if seconds >= least)
 
 
@@ -118,7 +121,7 @@ def number(value: Any) -> float:
 
 
 def draw_run(run: Path, *, pictures: bool) -> str:
-    """Draw a run's curves, and if `pictures` is set its weights.
+    """Draw a run's curves, and also its weights if `pictures` is True.
 
     Returns a line that names the files or the error.
     """

@@ -224,9 +224,9 @@ def parse_steps(names: Collection[str]) -> list[int]:
 def find_checkpoint(
     source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest]:
-    """Verify a checkpoint, or the newest valid one in a run folder; return it and its manifest.
+    """Verify a checkpoint or, in a run folder, find the newest valid one.
 
-    Raises CheckpointError if there is none.
+    Returns its folder and its manifest. Raises CheckpointError if there is none.
 
     warn: called with a message for each damaged checkpoint. hashes: as in `verify`.
     """
@@ -251,9 +251,9 @@ def find_newest(
 ) -> tuple[Path, CheckpointManifest] | None:
     """Return the newest valid checkpoint under `root` and its manifest, or None.
 
-    Another process may commit and prune checkpoints at the same time. If one disappears while it is
-    being read, the search starts again; the returned one may also disappear before it is loaded.
-    Raises CheckpointError for a checkpoint of another format.
+    Another process may prune checkpoints at the same time. If one disappears while it is being
+    verified, the search starts again. Even the returned one may disappear before the caller loads
+    it. Raises CheckpointError for a checkpoint of another format.
 
     on_damaged: called for each damaged checkpoint that is newer than the returned one.
     hashes: as in `verify`.
@@ -286,8 +286,8 @@ def prune(
 ) -> list[Path]:
     """Remove old checkpoints, and return their former folders, oldest first. Raises StorageError.
 
-    keep_last: how many of the newest valid checkpoints to keep, at least 1. Damaged ones that are
-        newer are kept as well.
+    keep_last: how many of the newest valid checkpoints to keep, at least 1. Damaged checkpoints
+        newer than the oldest of these are kept as well.
     keep_every: keep steps that are multiples of it; 0 disables this.
     keep: other steps to keep.
     verified: entries of files that this process has already hashed, by checkpoint folder. Only

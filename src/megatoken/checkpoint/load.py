@@ -43,8 +43,9 @@ def restore_state(
     model or optimizer. Raises DamagedError if a file is damaged; the state is then invalid until
     another checkpoint is restored.
 
-    share: slice of the list of weight files, and of that of optimizer files, that this rank reads
-        in full and verifies. Of other files it reads only its own slices of tensors.
+    share: which files this rank reads in full and verifies: a slice of the list of weight files,
+        also applied to the list of optimizer files. From other files it reads only the parts that
+        it needs.
     """
     weights = TensorReader(folder, manifest, MODEL)
     saved = TensorReader(folder, manifest, OPTIMIZER)
@@ -138,8 +139,8 @@ def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], fold
 def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
     """Return the optimizer state of this rank's parameters, named `<parameter>/<key>`.
 
-    Raises ConfigError for a value that cannot be saved: one that is not a tensor, or for a sharded
-    model a tensor that is neither a scalar nor of its parameter's shape.
+    Raises ConfigError for a value that cannot be saved. A value must be a tensor. If the model is
+    sharded, it must also be a scalar or have the shape of its parameter.
     """
     tensors = {}
     for name, param in state.sharded.local_params.items():
@@ -158,8 +159,8 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's class and its groups' hyperparameters for `meta` of the manifest.
 
-    Learning rates are left out, because the schedule sets them, and Muon's hyperparameters, because
-    they are in the config. For AdamW, the result is empty.
+    Learning rates are left out, because the schedule sets them. Muon's hyperparameters are left
+    out, because they are in the config. For AdamW, the result is empty.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}

@@ -1,7 +1,8 @@
 """Read, write and verify the manifest of a checkpoint. No torch.
 
-`manifest.json` holds the size and xxh3-128 hash of every file, and a hash of itself. All formats
-compute that hash in the same way, so that damage is not mistaken for another format.
+`manifest.json` holds the size and xxh3-128 hash of every file, and a hash of itself. Every version
+of the format computes that hash in the same way, so that a damaged manifest is not mistaken for one
+of another version.
 """
 
 import json

@@ -111,8 +111,8 @@ def update_mirror(
     """Upload what is missing in a run's mirror, prune the mirror, and return a report for the log.
 
     It uploads small files, the newest checkpoint, the `best` one and multiples of `keep_every`. Old
-    checkpoints are removed as by `checkpoint.commit.prune`. Raises MegatokenError; the next call
-    keeps what was already uploaded.
+    checkpoints are removed by the same rules as in `checkpoint.commit.prune`. If it raises
+    MegatokenError, the next call continues from what was already uploaded.
     """
     start = time.monotonic()
     store = ObjectStore(address)
@@ -191,12 +191,14 @@ def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
 def prune_mirror(
     store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
 ) -> None:
-    """Remove old mirrored checkpoints and older remains of interrupted uploads.
+    """Remove old mirrored checkpoints, and old remains of interrupted uploads.
 
-    Raises StorageError.
+    Remains are old if they belong to an earlier step than the newest checkpoint. Raises
+    StorageError.
 
-    keep_last: how many of the newest checkpoints with all files at full size to keep, at least 1.
-        Others that are newer are kept as well.
+    keep_last: how many of the newest complete checkpoints to keep, at least 1. In a complete one,
+        all files have their full size. Incomplete ones newer than the oldest of these are kept as
+        well.
     keep_every: keep steps that are multiples of it; 0 disables this.
     best: another step to keep.
     """
@@ -215,7 +217,7 @@ def prune_mirror(
 
 
 def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
-    """Remove mirrored checkpoints, the manifest of each first. Raises StorageError."""
+    """Remove mirrored checkpoints, starting in each with its manifest. Raises StorageError."""
     for step in steps:
         store.remove(f"{CHECKPOINTS}/{_step_name(step)}/{MANIFEST}")
         store.remove(f"{CHECKPOINTS}/{_step_name(step)}")

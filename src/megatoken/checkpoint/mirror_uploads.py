@@ -37,7 +37,7 @@ class MirrorUploads:
         self.step: int | None = None  # being uploaded: must not be pruned
 
     def start(self, best: int | None) -> None:
-        """Start uploading the newest checkpoint, at once or when the current upload ends.
+        """Start uploading the newest checkpoint, or do so later if an upload is running.
 
         best: step of another checkpoint to upload and keep, or None.
         """

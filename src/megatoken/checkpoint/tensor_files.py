@@ -1,4 +1,4 @@
-"""Read and write a checkpoint's tensors, stored in full in one file or as slices in one per rank.
+"""Read and write a checkpoint's tensors: full ones in a single file, or slices in a file per rank.
 
 The header of a file of slices holds the rows and columns of each slice (`parts`) and the shapes of
 the full tensors (`sizes`). A reader combines any slice it needs from the stored ones, so a
@@ -50,7 +50,8 @@ def write_tensors(
 ) -> None:
     """Write CPU tensors to a file: full ones, or slices. Raises SafetensorError.
 
-    slices, shapes: by name, which slice each tensor is, and the shape of the full tensor.
+    slices: which slice of the full tensor each tensor is, by name; None for full tensors.
+    shapes: shapes of the full tensors, by name.
     """
     header = None
     if slices is not None and shapes is not None:
@@ -67,7 +68,10 @@ class TensorReader:
     """
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, name: str) -> None:
-        """Open the files of kind `name`, MODEL or OPTIMIZER. Raises CheckpointError without any."""
+        """Open the files of a kind. Raises CheckpointError if there are none.
+
+        name: MODEL or OPTIMIZER.
+        """
         self._folder = folder
         self._manifest = manifest
         self._files: dict[str, Any] = {}
@@ -138,8 +142,8 @@ class TensorReader:
         file is damaged; the targets may then hold damaged values.
 
         slices: by name, which slice a target is; targets without an entry are full tensors.
-        share: slice of the list of files to read in full and verify. Of others, only what the
-            targets need is read.
+        share: which files to read in full and verify, as a slice of their list. From other files,
+            only what the targets need is read.
         """
         wanted = {name: slices.get(name) or TensorSlice.full(self.shapes[name]) for name in targets}
         n_missing = {name: target.numel() for name, target in targets.items()}
@@ -202,7 +206,10 @@ def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorS
 
 @contextmanager
 def malformed(where: Path) -> Iterator[None]:
-    """Convert errors caused by malformed content to CheckpointError; the hash may be valid."""
+    """Convert errors caused by malformed content to CheckpointError.
+
+    Content can be malformed even if its hash is valid.
+    """
     try:
         yield
     except (*MALFORMED, RuntimeError, SafetensorError) as error:

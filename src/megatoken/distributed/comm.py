@@ -1,4 +1,4 @@
-"""Communicate between the processes of a run; with a single process, every call returns at once.
+"""Communicate between the processes of a run; with a single process, no call waits.
 
 Tensors are sent by NCCL on CUDA devices and by gloo otherwise. Flags and Python objects are always
 sent by gloo, so that they never wait for queued GPU work.
@@ -110,7 +110,7 @@ class Comm:
 
 @contextmanager
 def peer_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert torch's errors about a lost process to PeerError, and no other errors."""
+    """Convert torch's errors about a lost process to PeerError; let other errors through."""
     try:
         yield
     except RuntimeError as error:
@@ -159,7 +159,10 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
 
 @contextmanager
 def _join_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert errors in joining to PeerError; end the process after ANSWER_SECONDS of waiting."""
+    """Convert errors in joining to PeerError.
+
+    If joining takes more than ANSWER_SECONDS, prints an error and ends the process.
+    """
     rank = f"rank {dist_env.rank} of {dist_env.world_size}"
     address = f"{dist_env.address}:{dist_env.port}"
     fix = "check that all ranks were started and rank 0 listens at this address"
@@ -185,10 +188,12 @@ def _join_errors(dist_env: DistEnv) -> Iterator[None]:
 def _open_store(dist_env: DistEnv) -> Store:
     """Return an empty store for the next process group. All ranks must call it equally often.
 
-    All groups at an address share one server, which is never closed, and each group has its own key
-    prefix. With a server per group, a rank that joins again could connect to the old server before
-    it closes; without the prefix, it would read the addresses of the old group from the server of
-    torchrun. In both cases it would wait for processes that are gone.
+    All groups at an address share one server, which is never closed. If each group had its own
+    server, a rank that joins again could connect to the old one before it closes.
+
+    Each group has its own key prefix. Without it, a rank that joins again could read the addresses
+    of the old group from torchrun's server, which outlives the group. In both cases, the rank would
+    wait for processes that are gone.
     """
     if dist_env not in _stores:
         url = f"tcp://{dist_env.address}:{dist_env.port}"

@@ -126,8 +126,8 @@ def _read_int(variables: Mapping[str, str], name: str, default: int | None = Non
 def prepare_torchrun() -> None:
     """Set environment variables for torchrun and the processes it starts.
 
-    They give each restart a new store, because with the old one gloo would wait for processes that
-    are gone, and keep `python -m` from importing modules from the current folder.
+    One gives each restart a new store, because with the old one gloo would wait for processes that
+    are gone. The other keeps `python -m` from importing modules from the current folder.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["PYTHONSAFEPATH"] = "1"

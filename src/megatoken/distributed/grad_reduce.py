@@ -20,8 +20,8 @@ GradPair = tuple[Tensor, Tensor]
 class GradBucketReducer:
     """All-reduce gradients in buckets while the backward still runs (Li et al. 2020, DDP).
 
-    Only the backward that follows `begin` communicates, so the gradients of all micro-batches of a
-    step are reduced at once.
+    Only the backward that follows `begin` communicates. It reduces the sums of the gradients of all
+    micro-batches of the step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradBucketReducer:
 def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[GradPair]]:
     """Group parameters into buckets of at least `bucket_bytes`, starting with the last parameter.
 
-    This is about the order in which a backward produces gradients.
+    A backward produces the gradients in approximately this order.
     """
     buckets: list[list[GradPair]] = [[]]
     size = 0
@@ -97,10 +97,11 @@ def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
 
 
 def collect_gradient(trained: Tensor, local: Tensor) -> None:
-    """Add the gradient of `trained` to that of `local`, then clear it.
+    """Move the gradient of `trained` to `local`, adding to the gradient there.
 
-    trained: the low-precision copy or DTensor of the local parameter; nothing happens if both are
-    the same tensor.
+    Does nothing if both are the same tensor.
+
+    trained: the low-precision copy or DTensor of the parameter `local`.
     """
     gradient = trained.grad
     if trained is local or gradient is None:
@@ -118,11 +119,11 @@ def collect_gradient(trained: Tensor, local: Tensor) -> None:
 class PairwiseGradSum:
     """Sum gradients over micro-batches and ranks with the same bits on 1, 2, 4, ... ranks.
 
-    The gradients of all micro-batches are added in a binary tree: an even number is halved, the
-    halves are summed separately, and the two sums are added; an odd number is summed in order. Each
-    rank holds consecutive micro-batches, so a number of ranks that is a power of 2 does not change
-    the tree. It needs memory for a copy of the gradients per level of the tree, and gathers the
-    sums of all ranks on every rank.
+    The gradients of all micro-batches are added in a binary tree. If their number is even, the
+    first and second half are summed separately, in the same way, and the two sums are added. If it
+    is odd, the gradients are added one by one. Each rank holds consecutive micro-batches, so a
+    number of ranks that is a power of 2 does not change the tree. It needs memory for a copy of the
+    gradients per level of the tree, and gathers the sums of all ranks on every rank.
     """
 
     def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
@@ -165,7 +166,7 @@ class PairwiseGradSum:
 
 
 def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
-    """Sum tensors as a binary tree, as far as their number can be halved; then one by one."""
+    """Sum tensors: an even number as the sum of its two halves, an odd number one by one."""
     half, odd = divmod(len(terms), 2)
     if odd:
         return reduce(torch.add, terms)

@@ -35,7 +35,7 @@ class Memory:
     gathered: full copies of sharded weights, and full gradients that are not yet reduced.
     activations: tensors saved for the backward.
     low_precision: copies of the weights in the dtype of matmuls.
-    loss: logits and their gradients, or whatever else is temporary at the peak.
+    loss: temporary memory at the peak, such as logits and their gradients.
     """
 
     parameters: int
@@ -123,7 +123,8 @@ def choose_dims(
     With machine.sharding=auto, it picks the simplest sharding with which the micro-batch fits in
     memory. If the micro-batch is auto as well, weights, gradients and optimizer state may take only
     a share of the memory, to leave room for activations. If nothing fits, it picks zero3. Raises
-    ConfigError if the number of processes or the model's sizes do not divide.
+    ConfigError if the processes do not divide among the axes of the mesh, or the model's sizes
+    among tensor-parallel ranks.
 
     memory_bytes: memory available to one process; 0 if unknown.
     """

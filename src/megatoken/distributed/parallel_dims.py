@@ -116,7 +116,8 @@ def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineCo
     """Return the settings without those that a sharded model does not support.
 
     Master weights are turned off, because FSDP itself casts the weights that it gathers. With
-    tensor parallelism, native and Triton kernels are turned off, because DTensors need torch's.
+    tensor parallelism, native and Triton kernels are turned off, because DTensors work only with
+    torch's kernels.
     """
     if dims.is_unsharded:
         return machine

@@ -32,7 +32,7 @@ class ShardedParams:
 
     trained: parameters that get gradients in the backward; DTensors if sharded.
     local_params: plain tensors that the optimizer updates and checkpoints store.
-    slices: which slice of the full parameter each of local_params is.
+    slices: for each of local_params, its slice of the full parameter.
     full_shapes: shapes of all full parameters.
     n_copies: how many processes hold the same slice.
     tp_partial: parameters whose gradients must be summed over tensor-parallel ranks.
@@ -139,9 +139,9 @@ def parallelize(
 
     The order is fixed:
 
-    1. tensor parallelism, because it replaces the weights that the other two wrap;
-    2. activation checkpointing, which runs the layers of 1 again in the backward;
-    3. FSDP2, whose hooks must gather weights outside of what 2 runs again.
+    1. Tensor parallelism comes first, because it replaces weights that the next two steps wrap.
+    2. Activation checkpointing wraps layers, to run them again in the backward.
+    3. FSDP2 comes last, so that its hooks gather weights outside of what is run again.
 
     An unsharded model is only moved. A model on the meta device gets uninitialized storage.
     """

@@ -85,7 +85,8 @@ def assign_owners(
 
     Owners are assigned from the largest matrix down, each to the rank with the least work so far.
 
-    rows: for each parameter, the numbers of rows of the matrices packed in it.
+    rows: by parameter name, the number of rows of each matrix in it, as from
+    `list_hidden_matrices`.
     """
     matrices = []
     for name, sizes in rows.items():
@@ -103,7 +104,7 @@ def assign_owners(
 
 
 class ReplicatedMatrices:
-    """`Matrices` of a model that every process holds in full; they only divide the work."""
+    """`Matrices` of a model that every process holds in full. Processes only divide the work."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class PhaseTimer:
         return event
 
     def read(self) -> list[float]:
-        """Return the seconds of each timed step and clear them. The steps must be finished."""
+        """Return the seconds of each step since the last call. These steps must be finished."""
         if self.device_type == "cuda":
             seconds = [1e-3 * begin.elapsed_time(end) for begin, end in self._steps]
         else:
