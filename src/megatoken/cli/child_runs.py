@@ -52,7 +52,7 @@ def find_log(folder: Path) -> Path:
 
 
 def read_error(folder: Path) -> str:
-    """Return the last error in the output of a run, or if it has none, where the output is."""
+    """Return the last error in a run's output, or if there is none, a pointer to the output."""
     log = find_log(folder)
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

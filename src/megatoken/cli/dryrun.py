@@ -1,4 +1,4 @@
-"""`megatoken dryrun RECIPE`: estimate the memory and traffic of one GPU of many, without a GPU."""
+"""`megatoken dryrun RECIPE`: estimate memory and traffic per GPU of a large run, without a GPU."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict

@@ -126,7 +126,10 @@ def choose_evaluation(
 def prepare_questions(
     options: Namespace,
 ) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
-    """Read the questions of --chat, and return the function that has a model answer them."""
+    """Read the questions of --chat, and return a function that lets a model answer them.
+
+    The function returns the scores of the answers.
+    """
     from megatoken.data.chat_template import find_template
     from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
     from megatoken.sampling.choose import Sampling
@@ -151,8 +154,8 @@ def prepare_questions(
 def evaluate_models(options: Namespace) -> Result:
     """Load and evaluate each model. Only rank 0 prints results and returns them as data.
 
-    The data is the scores of a single model, or {"models": [...]} with the scores and `parameters`
-    of each of several models.
+    For a single model, the data is its scores. For several, it is {"models": [...]}, with the
+    scores and `parameters` of each.
     """
     from megatoken.convert.hf.load import refuse_missing_path
     from megatoken.convert.load_pretrained import load_pretrained
@@ -194,7 +197,7 @@ def evaluate_models(options: Namespace) -> Result:
 def print_answers(
     names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """Print the scores of all models: on tasks, losses on text, or scores of chat answers.
+    """Print the scores of all models: for tasks, for text, or for answers to questions.
 
     answers: for each model, the data that its evaluation returned.
     """
@@ -247,9 +250,9 @@ def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
 
 
 def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], target: Path) -> Path:
-    """Plot the models' scores on each task, or loss and bits per byte, against their sizes.
+    """Plot the models' scores against their sizes, in a panel per task, and return the path.
 
-    Returns the path of the picture.
+    Without tasks, there are two panels, for loss and bits per byte.
     """
     from megatoken.plots import load_pyplot, save_figure
 

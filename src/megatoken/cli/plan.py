@@ -106,7 +106,7 @@ def plan_gpus(
     modes: Sequence[str],
     console: Console,
 ) -> Result:
-    """Plan for --gpus, for other numbers of GPUs and models, and for a deadline or budget.
+    """Plan for --gpus, for other GPU counts and other models, and if given a deadline or budget.
 
     tokens: training tokens of the run.
     """
@@ -220,8 +220,8 @@ def plan_here(
 def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recipe: bool) -> float:
     """Return the number of training tokens from --tokens or else from the recipe.
 
-    It is the compute-optimal number for `--tokens chinchilla`, and for a preset, which has no
-    length, if --tokens is not given.
+    For `--tokens chinchilla`, it is the compute-optimal number. So it is for a preset without
+    --tokens, because a preset has no length.
 
     text: value of --tokens, or None.
     """
@@ -259,7 +259,8 @@ def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     """Return the (name, value) rows of the printed table.
 
-    They are fit, layout, speed and length, and if the model fits, time, price and energy.
+    The rows tell the GPUs, memory, layout, speed and length, and if the model fits also time, price
+    and energy.
     """
     layout = plan.layout
     usable = USABLE * plan.gpu.memory_bytes

@@ -107,10 +107,10 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
 def load_tokenizer_and_context(
     options: Namespace, console: Console
 ) -> "tuple[Tokenizer, int, str]":
-    """Return the tokenizer, the context length, and a model's name for messages.
+    """Return the tokenizer, the context length, and the name of the model to use in messages.
 
-    They come from --tokenizer, which may name a model, and --context. Without a model, the name is
-    "RUN".
+    --tokenizer names a model or a tokenizer. A model also sets the context length, unless --context
+    is given. Without a model, the name is "RUN".
     """
     from megatoken.data.shard_format import MANIFEST_NAME
     from megatoken.data.tokenizer import load_tokenizer

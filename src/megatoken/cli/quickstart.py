@@ -44,8 +44,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console) -> Result:
     """Run `prepare`, `train`, `eval` and `sample`.
 
-    The result has the exit code of `train`. Its data holds the data of each command by name, and
-    under `compressors` how well gzip and xz compress the text that `eval` uses, in bits per byte.
+    The result has the exit code of `train`. Its data holds the data of each command, by the name of
+    the command. The key `compressors` holds the bits per byte of gzip and xz on the text that
+    `eval` uses.
     """
     from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
@@ -102,7 +103,7 @@ def run_step(words: list[str], parent: Namespace, console: Console, answers: dic
 
 
 def find_prompt(dataset: "Dataset") -> str:
-    """Return up to three words from the start of the held-out text, or of all text if none is.
+    """Return up to three words from the start of the held-out text, or else the training text.
 
     The first word contains a letter. No space follows the last word, because tokens begin with the
     space before a word.

@@ -1,4 +1,4 @@
-"""`megatoken race A B ... --tokens T`: compare the tokens and time that recipes take to a loss.
+"""`megatoken race A B ... --tokens T`: compare the tokens and time to reach a loss.
 
 A contender is a recipe, which may have its own settings: 'quickstart optim.lr=8e-3' (in quotes).
 All contenders train with the same seeds, which set the order of the data, and are validated on all
@@ -197,8 +197,8 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
 def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
     """Return for each seed its runs by contender label, in the order in which they take turns.
 
-    The order rotates from seed to seed. The interval of validations is chosen so that they take
-    about a third of the FLOPs of the longest contender.
+    The order rotates from seed to seed. The interval of validations is chosen so that validation
+    costs about a third of the training FLOPs of the longest contender.
     """
     longest = max(contender.total_tokens for contender in contenders)
     n_val = max(contender.n_val for contender in contenders)
@@ -245,7 +245,8 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
     """Train a run for one turn.
 
-    If the run fails, its error is raised, except that a loss that is not finite just ends the run.
+    Raises the error of a run that fails. If only its loss is not finite, the run ends without an
+    error.
     """
     step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"

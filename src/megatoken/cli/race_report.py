@@ -1,4 +1,4 @@
-"""Report a race: tokens, FLOPs and time that each contender took to a loss, with p-values."""
+"""Report a race: the tokens, FLOPs and time to reach a loss for each contender, with p-values."""
 
 import math
 from argparse import Namespace
@@ -44,8 +44,9 @@ Row = dict[str, Any]
 class Curve:
     """The validations of a run, as three sequences with an entry per validation.
 
-    They hold the training tokens before it, the seconds of the steps before it, and the loss. The
-    last loss is infinite if the run failed because its loss was not finite.
+    tokens, seconds: training tokens, and seconds of training steps, before the validation.
+    losses: losses of the validations. The last one is infinite if the run failed because its loss
+    was not finite.
     """
 
     tokens: np.ndarray
@@ -200,8 +201,8 @@ def summarize(values: Sequence[float]) -> Row | None:
 def compare(row: Row, first: Row) -> None:
     """Add to a contender's row how its tokens and time compare with those of the first contender.
 
-    They are ratios, the first contender's values divided by its own, over the seeds with which both
-    reached the target. p-values are added only if both reached it with all seeds.
+    A ratio is the first contender's value divided by this one's, for a seed with which both reached
+    the target. A p-value is added only if both reached it with all seeds.
     """
     pairs = list(zip(first["runs"], row["runs"], strict=True))
     for key in ("tokens", "seconds"):

@@ -48,7 +48,10 @@ def add_recipe_arguments(parser: ArgumentParser) -> None:
 
 
 def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
-    """Resolve the recipe on the command line; also return its run folder, if it names one."""
+    """Resolve the recipe that the command line names.
+
+    Also returns the run folder if the command line names a run, else None.
+    """
     names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
     if len(names) != 1:
         fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
@@ -153,8 +156,8 @@ def resolve_recipe_or_preset(
 def find_vocabulary(config: Config) -> tuple[int, str]:
     """Return the vocabulary size for a config without model.vocab_size, and where it comes from.
 
-    The first of these that is known counts: the dataset, if it is on this machine, the preset, the
-    tokenizer in the recipe's `prepare` command, and GPT-2.
+    It comes from the first of these that is known: the dataset, if it is on this machine; the
+    preset; the tokenizer in the recipe's `prepare` command; GPT-2.
     """
     tokenizer = read_object(Path(config.data.path) / "manifest.json").get("tokenizer")
     size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None

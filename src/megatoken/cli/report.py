@@ -39,7 +39,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def serve(options: Namespace, console: Console) -> None:
-    """Serve the page to this machine until Ctrl-C, built from the runs at each request."""
+    """Serve the page to this machine until Ctrl-C. Each request rebuilds it from the runs."""
     from megatoken.cli.report_page import build_page
 
     class Handler(BaseHTTPRequestHandler):

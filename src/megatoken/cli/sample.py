@@ -42,7 +42,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def sample(options: Namespace, prompt: str, console: Console) -> Result:
-    """Generate text and print it, a single sequence as it is generated (without --json)."""
+    """Generate text and print it. Without --json, a single sequence is printed as it grows."""
     from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.data.chat_template import find_stop_ids
     from megatoken.sampling.choose import Sampling

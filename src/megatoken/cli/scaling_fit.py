@@ -203,9 +203,9 @@ def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str,
 def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
     """Return N and D on which to spend `flops`, a number or an array.
 
-    If the law depends on both, the split has the lowest loss. If it depends only on N or only on D,
-    the other one is the largest run's. If it depends only on their product, their ratio is the
-    largest run's.
+    If the law depends on N and D separately, the split has the lowest loss. If it depends on only
+    one of them, the other stays that of the largest run. If it depends only on their product, they
+    keep the ratio of the largest run.
     """
     if law.terms.names == ("N", "D"):
         return law.best_split(flops)

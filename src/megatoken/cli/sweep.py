@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    """Search until `options.trials` trials have run, or all combinations of a list of choices."""
+    """Run `options.trials` trials, or all combinations of choices if these are fewer."""
     try:
         import optuna
     except ImportError:
@@ -74,9 +74,9 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
-    """Split settings into those to search, with their distributions, and fixed ones.
+    """Split settings into those to search and those that are fixed.
 
-    Raises ConfigError.
+    Returns the distributions of the former, and a list of the latter. Raises ConfigError.
     """
     ranges = {}
     settings = []

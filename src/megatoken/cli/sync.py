@@ -64,7 +64,8 @@ def run(options: Namespace, console: Console) -> Result:
 class Sink(NamedTuple):
     """A program that shows metrics over steps. Its exceptions end the sync, but not the run.
 
-    log: takes a dict of a row's numbers by name, such as `train/loss`, and the row.
+    log: function of the numbers of a row, in a dict by names such as `train/loss`, and the row
+    itself.
     flush: writes out what was logged, if the program supports it. Raises OSError on a full disk.
     """
 

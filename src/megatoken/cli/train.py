@@ -100,9 +100,11 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def watch_parent(ending: Path | None) -> None:
-    """Ask Linux for a SIGTERM when torchrun, the parent, dies.
+    """Ask Linux to send this process a SIGTERM when torchrun, its parent, dies.
 
-    ending: value of --ending; None if the parent is not torchrun, and nothing is done.
+    Does nothing if torchrun is not the parent.
+
+    ending: value of --ending; None without torchrun.
     """
     request = at_parent_death(signal.SIGTERM)
     if ending and heartbeat_file() is None and request:
@@ -110,9 +112,9 @@ def watch_parent(ending: Path | None) -> None:
 
 
 def convert_stop(code: int, ending: Path | None) -> int:
-    """Return the exit code `code`; under torchrun, replace STOPPED by 0.
+    """Return the exit code `code`, except that STOPPED becomes 0 under torchrun.
 
-    torchrun would count it as a failure, so it is written to the file `ending` instead.
+    torchrun would count STOPPED as a failure, so it is written to the file `ending` instead.
     """
     return write_stop_marker(ending) if code == ExitCode.STOPPED else code
 

@@ -42,11 +42,12 @@ class Heartbeat:
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def beat(self, phase: str, step: int, done: int = 0) -> None:
-        """Report the current phase and step, and with a new value of `done` progress in a phase.
+        """Report the current phase and step, and set the limit of silence until the next report.
 
-        The limit of silence in a phase is a multiple of how long the phase took recently, and
-        infinite until it has been timed. Only a save has a limit from the start, because it reports
-        progress.
+        The limit is a multiple of how long the phase took recently, and infinite until the phase
+        has been timed. Only a save has a limit from the start, because it reports progress.
+
+        done: progress within the phase; each new value counts as a new report.
         """
         if self._file is None or (phase, step, done) == self._now:
             return

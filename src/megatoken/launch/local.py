@@ -42,9 +42,9 @@ PARENT = os.getppid()
 
 
 def not_ignored(names: Sequence[str]) -> list[str]:
-    """Return those signals that exist on this system and that this process does not ignore.
+    """Return the signals among `names` that exist on this system and are not ignored here.
 
-    nohup, for example, makes it ignore SIGHUP.
+    For example, a process that nohup starts ignores SIGHUP.
     """
     return [
         name
@@ -74,8 +74,8 @@ def handle_signals(
 class RepeatedSignal:
     """Tells whether a second SIGTERM or SIGINT is a new request or a copy of the first.
 
-    Some launchers send a signal to both a process and its group. A new request ends the process at
-    once.
+    Some launchers send a signal to both a process and its group. A new request ends the process
+    without waiting for a save.
     """
 
     def __init__(self) -> None:
@@ -111,8 +111,10 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 def write_stop_marker(marker: Path | None) -> ExitCode:
     """Return the exit code for a stopped run.
 
-    marker: under torchrun, a file to which the code is written. 0 is then returned, so that
-    torchrun does not restart the run.
+    Under torchrun, that is 0, so that torchrun does not restart the run; the actual code is written
+    to `marker`.
+
+    marker: file for the code; None if the process was not started by torchrun.
     """
     if marker is None:
         return ExitCode.STOPPED
@@ -139,9 +141,10 @@ def launch(
     processes is killed, hangs or loses a peer, all are ended and restarted. On Linux, if this
     process is killed, they get SIGTERM, save and stop.
 
-    restarts: how many restarts in a row may make no progress.
-    machine: with several machines, the rank of this one. Processes are then not restarted here:
-        the others are ended, 7 is returned, and torchrun or Slurm restarts all machines.
+    restarts: how many times in a row to restart without progress before giving up.
+    machine: with several machines, the rank of this one. If a process is lost, the others here are
+        then ended, but not restarted. The result is 7, after which torchrun or Slurm restarts all
+        machines.
     """
     machine = machine or DistEnv()
     if machine.world_size > 1:
@@ -184,8 +187,9 @@ def launch(
 class LaunchResult:
     """How the ranks of a machine ended.
 
-    code: exit code, or -number for a signal. lost: how a rank was lost; "" if none was, so that a
-    restart would not help. step: the latest step that any rank reported.
+    code: exit code, or -number for a signal.
+    lost: how a rank was killed or hung; "" if none was.
+    step: the latest step that any rank reported.
     """
 
     code: int

@@ -1,9 +1,9 @@
 """Run torchrun and exit with the run's exit code; launch scripts start this module.
 
-torchrun starts `megatoken train --nproc N` once per machine, which starts and watches the ranks
-(local.py). When one machine loses a rank, all machines restart. torchrun exits with 1 after any
-failure, and would count a run that was stopped and saved (75) as a failure. So a stopped run writes
-its code to a marker file and exits with 0 (`megatoken train --ending`).
+On each machine, torchrun starts a single `megatoken train --nproc N`. This process starts and
+watches the ranks (local.py). When one machine loses a rank, all machines restart. torchrun exits
+with 1 after any failure, and would count a run that was stopped and saved (75) as a failure. So a
+stopped run writes its code to a marker file and exits with 0 (`megatoken train --ending`).
 """
 
 import signal
@@ -25,9 +25,9 @@ SAVE_SECONDS = 300  # after a signal, until processes that still run are killed
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun and return the exit code of the run.
 
-    If a stopped run wrote its code to the marker file, that code is returned. Otherwise it is 0 on
-    success, the exit code of the first process that failed, or if a signal killed that process or
-    torchrun, 128 + its number.
+    If a stopped run wrote its code to the marker file, that code is returned. If all processes
+    succeed, it is 0. Otherwise it is the exit code of the first process that failed. If a signal
+    ended that process or torchrun, it is 128 + the signal's number.
     """
     prepare_torchrun()
     script = list(arguments).index("-m") + 2

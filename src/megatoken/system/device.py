@@ -160,10 +160,10 @@ def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
 
 
 def with_peak(device: Device) -> Device:
-    """Return the device with its peak FLOP/s from the data sheet, or else by measurement.
+    """Return the device with its peak FLOP/s, from the data sheet or else measured.
 
-    A peak is measured even if one is cached, because the machine may have been busy then. The
-    higher one is used.
+    A measurement that ran on a busy machine is too low. So even if a measured peak is cached, it is
+    briefly measured again, and the higher value is used.
     """
     if device.peak_flops:
         return device
@@ -212,9 +212,10 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
 def measure_peak(
     device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS
 ) -> float:
-    """Return the FLOP/s of the fastest matmul of square matrices, over sizes and libraries.
+    """Return the highest FLOP/s of square matmuls, over several sizes and all libraries.
 
-    It stops before a matmul that would exceed `seconds` in total or does not fit in memory.
+    It stops at a size that does not fit in memory. It also stops before a matmul after which it
+    would have run for more than `seconds`.
     """
     best = 0.0
     deadline = time.perf_counter() + seconds
@@ -251,7 +252,7 @@ def _random_square(device: Device, size: int) -> torch.Tensor:
 
 @contextmanager
 def memory_errors(where: str, fix: str) -> Iterator[None]:
-    """Convert out-of-memory errors to ConfigError, and no other errors."""
+    """Convert out-of-memory errors to ConfigError; let other errors through."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

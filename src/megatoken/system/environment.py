@@ -74,10 +74,11 @@ def python_command(program: str) -> list[str]:
 def prepare_process() -> None:
     """Set variables that torch and numpy read when they are imported, unless the user has set them.
 
-    Two of them limit how long idle threads spin. In GNU's OpenMP runtime, a waiting thread spins
-    for milliseconds, which costs a time slice per parallel region if another program wants its
-    core. Spinning too briefly, on the other hand, costs a quarter of the speed on an idle machine.
-    OpenBLAS, which numpy uses, spins for 2^26 cycles by default.
+    Two of them limit how long an idle thread spins, that is, keeps its core busy while it waits. By
+    default, threads of GNU's OpenMP runtime spin for milliseconds. If another program needs the
+    core, this costs a time slice per parallel region. Spinning too briefly, on the other hand,
+    costs a quarter of the speed on an idle machine. By default, threads of OpenBLAS, which numpy
+    uses, spin for 2^26 cycles.
     """
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # log2 of cycles

@@ -68,7 +68,8 @@ def format_now() -> str:
 def _locked_error(folder: Path, what: str) -> LockedError:
     """Return an error that names the lock's owner.
 
-    It waits up to OWNER_SECONDS if the name in the file is still that of a dead process.
+    A new owner may not have written its name yet. So while the file still names a dead process,
+    this waits, for up to OWNER_SECONDS.
     """
     owner_text = "it has just started"
     deadline = time.monotonic() + OWNER_SECONDS

@@ -19,7 +19,8 @@ class Gpu:
 
     driver: the name that its driver reports, as in PEAK_FLOPS.
     memory_bytes: as torch reports it, which is less than the nominal size.
-    link_rate: between GPUs in one machine. network_rate: its share of the machine's network.
+    link_rate: rate between GPUs in one machine.
+    network_rate: a GPU's share of the rate between machines.
     price: 0 if unknown.
     """
 

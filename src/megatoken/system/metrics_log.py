@@ -106,7 +106,7 @@ class MetricsLogger:
         self._clock_start = time.monotonic()
 
     def rewind(self, step: int, elapsed_seconds: float = 0.0) -> None:
-        """Remove unreadable lines, and rows after `step` other than events, from the log.
+        """Remove unreadable lines from the log, and all rows after `step` except events.
 
         The clock goes back to `elapsed_seconds`, which the checkpoint holds, or to the time of the
         last remaining row if that is later. Raises StorageError if the file cannot be rewritten.
@@ -219,8 +219,8 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl in order, without an incomplete last line.
 
-    The strings "nan", "inf" and "-inf" in train, val and eval rows become floats. Other lines that
-    are not rows are skipped. Raises DataError if there is no log.
+    The strings "nan", "inf" and "-inf" in train, val and eval rows become floats. Lines that are
+    not rows are skipped. Raises DataError if there is no log.
 
     warn: called with one message if lines were skipped.
     """

@@ -106,7 +106,10 @@ class ObjectStore:
     """
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError if the address contains credentials or its protocol is unknown."""
+        """Open a store; nothing is read yet.
+
+        Raises ConfigError if the address contains credentials or its protocol is unknown.
+        """
         import fsspec
 
         if redact(address) != address:

@@ -1,8 +1,9 @@
 """Peak FLOP/s of matmuls, without sparsity, from vendor data sheets (peak_flops.toml).
 
 PEAK_FLOPS[device name][precision]. Device names must match exactly. Devices that are not in the
-table are measured (device.py). It leaves out laptop GPUs, whose speed depends on a power limit,
-vGPU and MIG slices, Apple's chips, and names that different devices share.
+table are measured (device.py). The table leaves out vGPU and MIG slices, Apple's chips, and names
+that different devices share. It also leaves out laptop GPUs, because their speed depends on a power
+limit.
 """
 
 import tomllib

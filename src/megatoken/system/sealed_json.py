@@ -1,4 +1,4 @@
-"""Add to a JSON object a hash of itself: its last key, `xxh3`, is the hash of all bytes before it.
+"""Seal and check JSON objects: their last key, `xxh3`, holds the hash of all bytes before it.
 
 Dataset manifests use 64 bits, and checkpoint manifests 128. xxh3 detects accidental damage, but not
 deliberate changes.

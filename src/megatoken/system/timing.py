@@ -80,8 +80,8 @@ def time_calls(
 
     A function that takes less than MIN_SECONDS is called several times per measurement.
 
-    repeats, longest, fewest: number of rounds; fewer if they would take more than `longest`
-        seconds, but at least `fewest`.
+    repeats, longest, fewest: there are `repeats` rounds. If these would take more than `longest`
+        seconds, there are fewer, but at least `fewest`.
     is_warm: whether each function was called before, so that its first call may be a measurement.
     before: called with the function's name before each measurement. synchronize: waits for the
         device.
