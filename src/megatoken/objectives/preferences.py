@@ -95,7 +95,7 @@ class PairBatches:
             if rows:
                 batch = self._build(self._held_out, rows, self._reference_N2.get("val"))
                 for name, value in self._sums(model, batch).items():
-                    totals[name] += value.double().item()
+                    totals[name] += value.item()
         model.train(was_training)
         parts = comm.gather(dict(totals))
         names = max(parts, key=len)
