@@ -1,7 +1,7 @@
 """`bench knob`: time the training step with each value of a machine setting.
 
-Rounds with each value alternate with rounds with the first value. The benchmarks against other
-programs also use `open_step` and `describe_step`.
+Rounds alternate between the first value and each other one, as in A B A C A B A C. The benchmarks
+against other programs also use `open_step` and `describe_step`.
 """
 
 import argparse

@@ -184,7 +184,7 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
 
 
 def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None:
-    """Print the groups as a Markdown table, then the speed."""
+    """Print the seconds of each group of operations as a Markdown table, then tokens/s."""
     step_seconds = answer["step_seconds"]["median"]
     remainder = "idle" if device.type == "cuda" else "step without profiler - parts"
     totals = {

@@ -86,10 +86,11 @@ class MixedOrder:
         return out
 
     def _count_below(self, count: int, end: int) -> int:
-        """Return how many of the points of the first `count` entries are below `end`.
+        """Return how many of the first `count` entries have a point below `end`.
 
-        end: in units of 2**-64. An integer x counts if x mod 2**64 < end, which is the case if
-        floor(x / 2**64) - floor((x - end) / 2**64) is 1; otherwise, the difference is 0.
+        Points and `end` are integers in units of 2**-64. The point of an entry is x mod 2**64 for
+        x = i * GOLDEN + key. It is below `end` if and only if
+        floor(x / 2**64) - floor((x - end) / 2**64) is 1 rather than 0, so the differences are summed.
         """
         above = floor_sum(count, _ONE, GOLDEN, self._key + _ONE - end)
         return floor_sum(count, _ONE, GOLDEN, self._key) - above + count

@@ -116,8 +116,8 @@ def evaluate_loss(
 ) -> dict[str, Any]:
     """Return `loss_metrics` over windows of shards or text, plus `split` and `data`.
 
-    Windows have the length of the model's context. Without a limit, every token but the first is a
-    target; with one, at most `limit` tokens are, in full windows spread evenly over the data.
+    Windows have the length of the model's context. If `limit` is 0, every token but the first is a
+    target. Otherwise at most `limit` tokens are targets, in full windows spread evenly over the data.
     bits_per_byte is None if the targets hold no text. All ranks share the work and return the same
     result. Raises the errors of `open_tokens`, DataError for too few tokens, and NumericsError for
     a loss that is not finite.

@@ -142,9 +142,9 @@ def launch(
     process is killed, they get SIGTERM, save and stop.
 
     restarts: how many times in a row to restart without progress before giving up.
-    machine: with several machines, the rank of this one. If a process is lost, the others here are
-        then ended, but not restarted. The result is 7, after which torchrun or Slurm restarts all
-        machines.
+    machine: this machine's rank among several. If one of its processes is lost, all of its
+        processes are ended and not restarted. The result is then 7, after which torchrun or Slurm
+        restarts all machines.
     """
     machine = machine or DistEnv()
     if machine.world_size > 1:

@@ -179,9 +179,9 @@ def _open_marks(config: Config, dataset: Mixture) -> Marks | None:
 def _find_document_start(dataset: Mixture) -> int:
     """Return the id of the end-of-text token, which separates documents.
 
-    Raises ConfigError if the training split is a single document. The number of documents is
-    unknown for shards written by other programs, which may also separate documents by another
-    token. In such shards, this token is searched for.
+    Raises ConfigError if the training split is a single document. Shards written by other programs
+    do not record their number of documents and may separate them by another token, so their first
+    tokens must include an end-of-text token.
     """
     eot = dataset.tokenizer.eot
     counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]

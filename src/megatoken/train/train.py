@@ -232,7 +232,7 @@ class Trainer:
         step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
-        # Tuning measures steps with the cross-entropy, which an objective of None keeps (step.py).
+        # Not before tuning, which measures steps with the cross-entropy, the default objective.
         state.objective = build_objective(plan.config.objective, step_config.loss_chunk)
         batches, validation = open_batches(plan, state, log, self.reward)
         return Run(
@@ -293,7 +293,7 @@ def train(run: Run) -> ExitCode:
     step_log = StepLog(run, recovery)
     run.log_file.start_clock()
     try:
-        # Errors of set-up are converted around _fit; here, before `record_failure` logs them.
+        # fit() converts the errors of set-up; here they are converted before they are logged.
         with (
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
@@ -328,7 +328,7 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                     break
                 saver.commit_if_written()
                 step_log.begin_step()
-                with step_log.stragglers.data:
+                with step_log.stragglers.data:  # state.batch: the step plus skipped batches
                     batch = run.batches.get(state.batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
                 step_log.add(pending, run.batches.metrics)
@@ -338,14 +338,14 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                     step_log.read()  # undoes a bad step, so that state.step falls again
                 if must_check:
                     recovery.check_replicas()  # may rewind to a checkpoint
-        saver.try_save()  # starts the last checkpoint, written while the last actions compute
+        saver.try_save()  # in the background, while the last actions compute
         call_actions(run, [action for action in actions if action.at_end])
     except StopRequested:
         code = ExitCode.STOPPED
         step_log.read()
         recovery.check_replicas()
     run.log.begin("finish")
-    saver.save_last()  # commits it, or saves if there is none of this step
+    saver.save_last()  # commits what try_save wrote; after a stop it saves
     saver.finish_mirror()
     return code
 
@@ -366,7 +366,7 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     code = int(error.code) if isinstance(error, MegatokenError) else 1
     run.log_file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
     run.log.write("event", what="failed", message=str(error))
-    # All ranks get here after a bad step, but perhaps only this one after other errors.
+    # All ranks raise NumericsError together; of other errors, this may be the only rank.
     if run.comm.is_single_process or isinstance(error, NumericsError):
         saver.try_commit()
         saver.finish_mirror()
