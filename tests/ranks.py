@@ -19,7 +19,10 @@ FORKS.set_forkserver_preload(
     [
         "pytest",
         "tests.tiny_run",
+        "filelock",
         "megatoken.distributed.parallelize",
+        "numpy.random",
+        "torch._dynamo",  # which the first step of an optimizer imports
         "torch._inductor",  # of use_deterministic_algorithms
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",

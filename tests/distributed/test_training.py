@@ -1,5 +1,6 @@
 """Training on several processes: the same curve for any number, signals, lost ranks, errors."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from megatoken.checkpoint.commit import list_steps
+from megatoken.cli.main import main
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import launch
 from tests.processes import children, read_variable
-from tests.ranks import train_on_ranks
+from tests.ranks import run_ranks, train_on_ranks
 from tests.tiny_run import TINY, newest_step, read_column, read_losses, read_rows, train
 
 RATE = "optim.lr=1e-3"  # AdamW amplifies rounding at higher ones
@@ -42,11 +44,6 @@ def command(shards: Path, out: Path, nproc: int, *settings: str) -> list[str]:
     return [*start, *" ".join(settings).split()]
 
 
-def run(shards: Path, out: Path, nproc: int, *settings: str) -> subprocess.CompletedProcess[str]:
-    words = command(shards, out, nproc, *settings)
-    return subprocess.run(words, capture_output=True, text=True, timeout=240)
-
-
 @pytest.fixture(scope="module")
 def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
@@ -54,20 +51,26 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def train_by_command(rank: int, shards: str, out: Path) -> None:
+    """Run `megatoken train --json` as a launcher's rank does."""
+    words = ["train", str(TINY), "--out", str(out), "--json", f"data.path={shards}", RATE]
+    with out.with_name(f"{rank}.json").open("w") as file, contextlib.redirect_stdout(file):
+        assert main(words) == ExitCode.DONE
+
+
 @pytest.mark.fault(40)
 def test_the_curve_of_three_processes_is_that_of_one(
     shards: Path, alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    done = run(shards, out, 3, RATE, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 12  # only rank 0 prints
+    run_ranks(train_by_command, str(shards), out, nprocs=3)
+    printed = [out.with_name(f"{rank}.json").read_text() for rank in range(3)]
+    assert (json.loads(printed[0])["steps"], printed[1:]) == (12, ["", ""])
     for kind in ("train", "val"):
         assert read_losses(out, kind) == pytest.approx(read_losses(alone, kind), rel=1e-6)
     counts = [read_column(folder, "target_tokens", "val") for folder in (alone, out)]
     assert counts[0] == counts[1]
-    facts = json.loads((out / "provenance.json").read_text())
-    assert (facts["processes"], facts["command"][:2]) == (3, ["megatoken", "train"])
+    assert json.loads((out / "provenance.json").read_text())["processes"] == 3
 
 
 def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path) -> None:
@@ -104,12 +107,14 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
 ENDLESS = "machine.micro_batch=2 budget.steps=100000 machine.sharding=zero1"
 
 
-@pytest.mark.fault(6)
+@pytest.mark.fault(6, 13)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
-def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_a_signal_to_one_stops_all_at_the_same_step(
+    shards: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    settings = f"{ENDLESS} save.every=2"
-    running = subprocess.Popen(command(shards, out, 2, settings), stderr=subprocess.PIPE)
+    words = command(shards, out, 2, ENDLESS)
+    running = subprocess.Popen([*words, "save.every=2"], stderr=subprocess.PIPE)
     while running.poll() is None and len(list_steps(out / "checkpoints")) < 2:
         time.sleep(0.02)  # then the next one is on its way
     os.kill(find_rank(running.pid, 1), signal.SIGKILL)
@@ -117,30 +122,15 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, tmp_pat
     assert running.returncode == ExitCode.PEER
     assert b"error: rank 1 was killed by SIGKILL" in errors
     assert b"Traceback" not in errors
-    step = newest_step(out)
-    assert step >= 4
-    train_on_ranks(2, out, f"data.path={shards} {settings}", stop=step + 1)
-    assert newest_step(out) == step + 1
-
-
-@pytest.mark.fault(13)
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = command(shards, out, 2, ENDLESS, "save.every=0")
-    with subprocess.Popen(words, stderr=subprocess.PIPE) as running:
-        wait_for_training(out, running)
-        os.kill(find_rank(running.pid, 1), signal.SIGTERM)
-        _, errors = running.communicate(timeout=180)
-    assert (running.returncode, errors) == (ExitCode.STOPPED, b"")
-    assert list_steps(out / "checkpoints") == [max(read_column(out, "loss"))]
-
-
-def wait_for_training(out: Path, running: "subprocess.Popen[bytes]") -> None:
-    """Before its first step a rank has nothing to save and ends at once."""
-    log = out / "metrics.jsonl"
-    while running.poll() is None and not (log.is_file() and '"train"' in log.read_text()):
+    assert newest_step(out) >= 4
+    last = max(read_column(out, "loss"))
+    running = subprocess.Popen([*words, "save.every=0"], stderr=subprocess.PIPE)
+    while running.poll() is None and max(read_column(out, "loss")) <= last:
         time.sleep(0.02)
+    os.kill(find_rank(running.pid, 1), signal.SIGTERM)
+    _, errors = running.communicate(timeout=250)
+    assert (running.returncode, errors) == (ExitCode.STOPPED, b"")
+    assert newest_step(out) == max(read_column(out, "loss")) > last
 
 
 def find_rank(pid: int, rank: int) -> int:
@@ -155,7 +145,10 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
     out = tmp_path / "run"
     words = command(shards, out, 2, ENDLESS, "save.every=0")
     running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-    wait_for_training(out, running)
+    while running.poll() is None and not (out / "metrics.jsonl").is_file():
+        time.sleep(0.02)
+    while running.poll() is None and not read_rows(out, "train"):
+        time.sleep(0.02)
     running.kill()
     running.wait()
 
@@ -186,7 +179,8 @@ def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path
     with (data / f"train_{index:06d}.bin").open("r+b") as file:
         file.seek(1030)
         file.write(b"\xee")
-    done = run(data, tmp_path / "run", 2, "machine.micro_batch=6 seed=3")
+    words = command(data, tmp_path / "run", 2, "machine.micro_batch=6 seed=3")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == ExitCode.DATA, done.stderr
     name = rf"train_{index:06d}\.bin"
     assert re.search(rf"^\[rank 1\] error: .*block 0 .*{name}", done.stderr, re.MULTILINE)

@@ -202,14 +202,15 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
 def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path) -> None:
     """Its reference is lost: it is made again, of the model that the hash of the weights names."""
     killed, once = tmp_path / "killed", tmp_path / "once"
+    settings = "evaluate.every=6"
     with pytest.raises(ProcessException):
-        run_ranks(train_as_rank, base, "grpo", "", {killed: "zero3"}, 5, nprocs=2)
+        run_ranks(train_as_rank, base, "grpo", settings, {killed: "zero3"}, 5, nprocs=2)
     assert 0 < newest_step(killed) < 5
     reference = killed / "reference" / "reference.safetensors"
     content = reference.read_bytes()
     reference.unlink()
     outs = {killed: "zero3", once: "zero3"}
-    run_ranks(train_as_rank, base, "grpo", "", outs, nprocs=2)
+    run_ranks(train_as_rank, base, "grpo", settings, outs, nprocs=2)
     assert reference.read_bytes() == content
     assert_equal_runs(killed, once)
 

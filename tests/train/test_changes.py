@@ -7,13 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
-from megatoken.checkpoint.commit import commit
 from megatoken.cli.train import describe_fields
 from megatoken.config.fields import ConfigField, Duration
-from megatoken.config.load import list_changes, render
+from megatoken.config.load import list_changes
 from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class
 from megatoken.errors import ConfigError, DataError
-from megatoken.train.run_folder import find_changes
+from megatoken.train.run_folder import check_changes
 from tests.tiny_run import TEXT, read_column, read_events, train, write_shards
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
@@ -53,15 +52,6 @@ def with_value(config: Config, key: str, value: Any) -> Config:
     )
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one checkpoint of OLD."""
-    out = tmp_path_factory.mktemp("run")
-    text = render(OLD, dict.fromkeys(FIELDS, "default"))
-    commit(out / "checkpoints", 5, {"config.yaml": lambda path: path.write_text(text)}, meta={})
-    return out
-
-
 def test_every_field_has_the_class_that_fits_it() -> None:
     classes: Mapping[str, Resume] = {key: resume_class(key) for key in FIELDS}
     assert set(classes.values()) == set(get_args(Resume))
@@ -73,7 +63,7 @@ def test_every_field_has_the_class_that_fits_it() -> None:
 
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("key", FIELDS)
-def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, key: str) -> None:
+def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path, key: str) -> None:
     old = flatten(OLD)[key]
     new = with_value(OLD, key, another(FIELDS[key], old))
     (change,) = list_changes(OLD, new)
@@ -84,10 +74,10 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, 
     resume = "free" if by_content else resume_class(key)
     for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
         if not refused:
-            assert find_changes(run_folder, new, allow_changes=allow) == [change]
+            check_changes([change], tmp_path, allow_changes=allow, allowed=())
             continue
         with pytest.raises(ConfigError) as error:
-            find_changes(run_folder, new, allow_changes=allow)
+            check_changes([change], tmp_path, allow_changes=allow, allowed=())
         assert str(change) in str(error.value)
         assert ("--allow-changes" in str(error.value)) == (resume == "guarded")
 

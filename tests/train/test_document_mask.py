@@ -18,6 +18,7 @@ from megatoken.model.gpt import set_attention
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
 from tests.eval.test_val_loss import SINGLE
+from tests.ranks import train_on_ranks
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state, tiny_step_config
 from tests.tiny_run import assert_equal_tensors, read_losses, train
 
@@ -173,15 +174,8 @@ def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path
     assert_equal_tensors(tmp_path / "run", masked)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "micro_batch"), [("none", 2), pytest.param("zero3", 4, marks=pytest.mark.slow)]
-)
-def test_two_processes_train_as_one(
-    settings: str, masked: Path, tmp_path: Path, sharding: str, micro_batch: int
-) -> None:
-    """Started by the Trainer itself."""
-    split = f"machine.micro_batch={micro_batch} machine.sharding={sharding}"
-    train(tmp_path / "run", settings, split, nproc=2)
+def test_two_processes_train_as_one(settings: str, masked: Path, tmp_path: Path) -> None:
+    train_on_ranks(2, tmp_path / "run", settings, "machine.micro_batch=2")
     for kind in ("train", "val"):
         losses = read_losses(masked, kind)
         assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=1e-5)

@@ -107,14 +107,6 @@ def test_a_slow_rank_is_named(runs: Path) -> None:
     assert (row["step"], row["rank"]) == (16, 1)
 
 
-def test_two_processes_fit_twice_at_one_address_three_times(data: str, tmp_path: Path) -> None:
-    settings = "save.every=0 budget.steps=4"
-    jobs = [Job(name=f"again-{n}", settings=settings, stop=2) for n in range(3)]
-    assert run_jobs(jobs, data, tmp_path, 2) == {job.name: GOOD for job in jobs}
-    first, *others = [final_bits(tmp_path / job.name) for job in jobs]
-    assert all(bits == first for bits in others)
-
-
 @pytest.mark.fault(45)
 def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path) -> None:
     settings = "budget.steps=68 optim.warmup=0 optim.lr=1e-3 machine.micro_batch=12 save.every=0"
