@@ -41,12 +41,16 @@ test-fast: $(VENV)/.dev
 faults: $(VENV)/.dev
 	$(BIN)pytest -n 2 --dist loadfile -m "fault and not slow"
 
+KILLS = "SIGKILL to all;SIGKILL to all at a save;SIGKILL to all during a start" --faults 150 --pause 1
+
 # The slow tests, then kills, faults and damage: hours.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
-	for soak in commit kill chaos flip guard launch terminal sweep prepare; do \
+	for soak in commit chaos flip guard launch terminal sweep prepare; do \
 		$(BIN)python -m tests.soak.$${soak}_soak || exit 1; \
 	done
+	$(BIN)python -m tests.soak.chaos_soak --layouts "1 none;2 none;4 none" --only $(KILLS)
+	$(BIN)python -m tests.soak.chaos_soak --layouts "3 zero3" --only $(KILLS)
 	$(BIN)python -m tests.soak.prepare_soak --what calls
 
 check: $(VENV)/.dev

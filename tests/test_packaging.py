@@ -173,11 +173,3 @@ def test_dockerfile_copies_and_installs_what_exists() -> None:
         if step == "RUN":
             subprocess.run(["sh", "-n", "-c", words], check=True)
     assert ["USER", "1000"] in steps
-
-
-def test_the_build_of_kernels_takes_no_unknown_option_for_a_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "megatoken.native.build", "--everything"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unrecognized arguments: --everything" in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -21,6 +21,7 @@ from megatoken.checkpoint.manifest import CheckpointManifest, VerifiedFile, veri
 from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import OptimConfig
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.distributed.comm import Comm
@@ -161,9 +162,10 @@ def test_a_save_tells_whether_it_still_writes(
 
 
 def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
-    """A state with AdamW as built, or with another optimizer whose state is created in the first step."""
-    state = tiny_state(seed=seed)
-    if optimizer:
+    """Return a state with AdamW or Muon as built, or with an optimizer whose first step creates its state."""
+    name: Any = "muon" if optimizer == "muon" else "adamw"
+    state = tiny_state(seed=seed, optim=OptimConfig(name=name))
+    if optimizer in OPTIMIZERS:
         state.optimizer = OPTIMIZERS[optimizer](state.sharded.local_params.values())  # type: ignore[assignment]
     return state
 
@@ -175,7 +177,7 @@ def trained(steps: int, optimizer: str = "") -> TrainState:
     return state
 
 
-@pytest.mark.parametrize("optimizer", ["", *OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", ["", "muon", *OPTIMIZERS])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path) -> None:
     state = trained(steps, optimizer)

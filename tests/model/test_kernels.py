@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, TreeMask, set_attention
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, masked_attention, register_attention
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, register_attention
 from megatoken.model.kernels.attention import (
     Dropout,
     explicit_attention,
@@ -85,27 +84,6 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_neighbouring_queries_share_a_key(name: str) -> None:
-    """Heads 0 and 1 the first, heads 2 and 3 the second: the order of released weights."""
-    q, k, v = random(1, 4, 20, 8), *random(2, 1, 2, 20, 8, seed=1)
-    alone = torch.cat(
-        [causal(name, q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None]) for h in range(4)], 1
-    )
-    torch.testing.assert_close(causal(name, q, k, v), alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_no_query_sees_a_later_key(name: str) -> None:
-    q, k, v = random(3, 1, 2, 90, 8)
-    before = causal(name, q, k, v)
-    k[:, :, 70:] += 100
-    v[:, :, 70:] += 100
-    after = causal(name, q, k, v)
-    torch.testing.assert_close(after[:, :, :70], before[:, :, :70], rtol=0, atol=0)
-    assert not torch.allclose(after[:, :, 70:], before[:, :, 70:])
-
-
-@pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_is_applied_to_the_weights(name: str) -> None:
     q, k, v = random(3, 1, 2, 32, 8)
 
@@ -118,25 +96,6 @@ def test_dropout_is_applied_to_the_weights(name: str) -> None:
     torch.testing.assert_close(
         causal(name, q, k, v, drop_odd_keys), expected @ v, rtol=1e-5, atol=1e-6
     )
-
-
-@pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(
-    family: ModelConfig,
-) -> None:
-    gradients = []
-    for name in ("flash", "blocked", "explicit"):
-        model = GPT(replace(family, seq_len=80), seed=3)
-        set_attention(model, name)
-        attention = model.blocks[0].attention
-        assert attention.attention_fn is ATTENTION[name]
-        assert attention.masked_attention_fn is masked_attention(name)
-        ids = torch.arange(160).view(2, 80) % 97
-        (160 * model.loss(ids, ids.roll(-1, 1))).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for other in gradients[1:]:
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-4)
 
 
 def alibi(
@@ -214,24 +173,3 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(
         for _ in range(8):
             sampled.append(int(model.logits(torch.tensor([sampled]))[0, -1].argmax()))
     assert generate_ids(model, [5], Sampling(max_new_tokens=8, temperature=0)) == [sampled[1:]]
-
-
-@pytest.mark.usefixtures("_registry_restored")
-def test_a_custom_attention_without_masks_trains_and_is_refused_elsewhere() -> None:
-    register_attention(
-        "custom",
-        lambda q, k, v, **options: flash_attention(3 * q, k, v, **options),
-        supports_mask=False,
-    )
-    model, ids = GPT(TINY_GPT), torch.arange(16)[None]
-    set_attention(model, "custom")
-    model.loss(ids, ids.roll(-1, 1)).backward()
-    refused = r"attention 'custom' supports neither a mask nor a cache — sampling or scoring"
-    with pytest.raises(ConfigError, match=refused):
-        generate_ids(model, [1, 2], Sampling(max_new_tokens=3))
-    mask = TreeMask(
-        positions_BT=torch.arange(16)[None],
-        attn_mask_BTT=torch.ones(1, 16, 16, dtype=torch.bool).tril(),
-    )
-    with pytest.raises(ConfigError, match=refused):
-        model(ids, tree_mask=mask)

@@ -157,22 +157,6 @@ def test_inverse_frequencies_are_those_of_transformers(name: str) -> None:
     assert float(inv_freq[0]) == 1.0
 
 
-def test_only_the_distance_of_two_positions_matters() -> None:
-    q, k = torch.randn(
-        2, 1, 1, 1, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)
-    ).double()
-
-    def score(one: int, other: int) -> float:
-        cos_sin = [rotary_cos_sin(TINY_GPT, torch.tensor([position])) for position in (one, other)]
-        assert cos_sin[0] is not None
-        assert cos_sin[1] is not None
-        return float((apply_rotary(q, cos_sin[0]) * apply_rotary(k, cos_sin[1])).sum())
-
-    assert score(9, 4) == pytest.approx(score(55, 50), rel=1e-5)
-    assert score(9, 4) != pytest.approx(score(9, 5), rel=1e-2)
-    assert rotary_cos_sin(replace(TINY_GPT, pos_emb="learned"), torch.arange(3)) is None
-
-
 def test_low_precision_is_rotated_in_fp32_by_exact_angles() -> None:
     """A cosine in bf16 is wrong by up to 1/256, and a position in bf16 by whole tokens."""
     x = torch.randn(

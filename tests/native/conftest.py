@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from megatoken.native.build import compile_library, library_name, runnable_instruction_sets
+from megatoken.native import attention, int8, ops, products
+from megatoken.native.build import (
+    INSTRUCTION_SETS,
+    compile_library,
+    library_name,
+    runnable_instruction_sets,
+)
 from megatoken.native.library import Library, find_library
 from megatoken.system.machine import find_compiler
 
@@ -38,3 +44,16 @@ def native_library() -> Callable[[str], Library]:
         return library
 
     return load
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(
+    request: pytest.FixtureRequest,
+    native_library: Callable[[str], Library],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Library:
+    """Compute with this instruction set."""
+    loaded = native_library(request.param)
+    for module in (attention, int8, ops, products):
+        monkeypatch.setattr(module, "loaded_library", lambda: loaded)
+    return loaded

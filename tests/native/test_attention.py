@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatoken.model.kernels.attention import explicit_attention, native_attention
 from megatoken.native import attention as native
-from megatoken.native.build import INSTRUCTION_SETS
-from megatoken.native.library import Library
+from tests.native.twins import assert_same_on_threads
 
 # B, H, K, T, D: blocks that are full and that are not, one token, groups of heads, widths of every kind.
 SHAPES = [
@@ -22,14 +21,8 @@ SHAPES = [
     (1, 1, 1, 191, 34),
     (1, 2, 2, 65, 256),
 ]
+pytestmark = pytest.mark.usefixtures("library")
 BF16 = 2.0**-8  # the distance of neighbours around 1, halved
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def kernels(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> None:
-    """Attention computes with this instruction set."""
-    loaded = native_library(request.param)
-    request.getfixturevalue("monkeypatch").setattr(native, "loaded_library", lambda: loaded)
 
 
 def packed_heads(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -54,7 +47,6 @@ def compute(
     return y.detach(), packed.grad
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -76,28 +68,6 @@ def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: to
         )
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("shape", [(1, 1, 1, 300, 32), (2, 4, 2, 140, 64)])
-def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
-    B, H, _, T, D = shape
-    packed, dy = (
-        packed_heads(shape, torch.bfloat16),
-        packed_heads((B, H, 0, T, D), torch.bfloat16).transpose(1, 2),
-    )
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            results.append(compute(native_attention, packed, shape, dy))
-    finally:
-        torch.set_num_threads(threads)
-    for y, grad in results[1:]:
-        assert torch.equal(y, results[0][0])
-        assert torch.equal(grad, results[0][1])
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
     shape = (1, 2, 2, 200, 32)
@@ -118,7 +88,6 @@ def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: int) -> None:
@@ -133,7 +102,6 @@ def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: in
     assert not grad[0, 70].isfinite().all()
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 333), (5, 40)])
 def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:
@@ -152,7 +120,6 @@ def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.usefixtures("kernels")
 def test_any_strides() -> None:
     shape = (2, 2, 2, 70, 32)
     packed = packed_heads(shape, torch.float32)
@@ -164,3 +131,11 @@ def test_any_strides() -> None:
         y, grad = compute(native_attention, each, shape, torch.ones(1).expand(2, 2, 70, 32))
         assert torch.equal(y, contiguous[0])
         assert torch.equal(grad, contiguous[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 300, 32), (2, 4, 2, 140, 64)])
+def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
+    B, H, _, T, D = shape
+    packed = packed_heads(shape, torch.bfloat16)
+    dy = packed_heads((B, H, 0, T, D), torch.bfloat16).transpose(1, 2)
+    assert_same_on_threads(lambda: compute(native_attention, packed, shape, dy))

@@ -1,16 +1,14 @@
 """Products with weights of 8 bits beside those with the weights that they stand for, for every instruction set."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.native import int8
-from megatoken.native.build import INSTRUCTION_SETS
-from megatoken.native.library import Library
+from tests.native.twins import assert_same_on_threads
 
+pytestmark = pytest.mark.usefixtures("library")
 # Rows, width, outputs.
 SIZES = [
     (1, 1, 1),
@@ -22,13 +20,6 @@ SIZES = [
     (1, 5000, 3),
     (20, 48, 9),
 ]
-
-
-@pytest.fixture(autouse=True, params=INSTRUCTION_SETS)
-def library(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> None:
-    """Products are computed with this instruction set."""
-    loaded = native_library(request.param)
-    request.getfixturevalue("monkeypatch").setattr(int8, "loaded_library", lambda: loaded)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -77,17 +68,5 @@ def test_no_value_moves_by_more_than_half_a_step() -> None:
 
 
 def test_same_bits_with_any_number_of_threads() -> None:
-    x, weight, threads = (
-        draw(1, 300).bfloat16(),
-        int8.round_to_int8(draw(101, 300, seed=1)),
-        torch.get_num_threads(),
-    )
-    try:
-        results = []
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            results.append(int8.linear(x, weight, None))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    x, weight = draw(1, 300).bfloat16(), int8.round_to_int8(draw(101, 300, seed=1))
+    assert_same_on_threads(lambda: [int8.linear(x, weight, None)])

@@ -1,7 +1,5 @@
 """Norms, activations, loss and AdamW of the compiled kernels beside torch's, for every instruction set at hand."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +8,9 @@ from torch import Tensor
 from megatoken.model.kernels.block import torch_norm, torch_swiglu
 from megatoken.model.kernels.cross_entropy import softmax_cross_entropy
 from megatoken.native import ops as native
-from megatoken.native.build import INSTRUCTION_SETS
 from megatoken.native.library import DTYPES, Library
 from megatoken.optim.adamw import AdamW
-from tests.native.twins import assert_same
+from tests.native.twins import assert_same, assert_same_on_threads
 
 EPS = {
     torch.float32: 2e-6,
@@ -21,14 +18,6 @@ EPS = {
 }  # of a result near 1: a few roundings; one to bf16
 LARGEST = {dtype: 2 * eps for dtype, eps in EPS.items()}
 SIZES = [(1, 1), (3, 17), (64, 32), (65, 48), (130, 771)]
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def library(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> Library:
-    """The operations compute with this instruction set."""
-    loaded = native_library(request.param)
-    request.getfixturevalue("monkeypatch").setattr(native, "loaded_library", lambda: loaded)
-    return loaded
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -132,17 +121,15 @@ def test_adamw(library: Library) -> None:
 
 
 def test_sums_do_not_depend_on_the_threads(library: Library) -> None:
-    x, C = draw(1000, 64), 64
-    weight, bias = draw(C, seed=1), draw(C, seed=2)
-    results = []
-    threads = torch.get_num_threads()
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
+    x, weight, bias = draw(1000, 64), draw(64, seed=1), draw(64, seed=2)
+
+    def compute() -> list[Tensor]:
         inputs = [each.clone().requires_grad_() for each in (x, weight, bias)]
         native.norm(*inputs, 1e-5).square().sum().backward()
         squares = library.call("sum_of_squares", DTYPES[x.dtype], x, x.numel())
-        results.append([squares, *(each.grad for each in inputs)])
-    torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert other[0] == results[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(other[1:], results[0][1:], strict=True))
+        return [
+            torch.tensor(squares, dtype=torch.float64),
+            *(each.grad for each in inputs if each.grad is not None),
+        ]
+
+    assert_same_on_threads(compute)

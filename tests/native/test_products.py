@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.native import products
-from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
+from megatoken.native.build import runnable_instruction_sets
 from megatoken.native.library import Library
-from tests.native.twins import assert_same
+from tests.native.twins import assert_same, assert_same_on_threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 LARGEST = {
@@ -20,14 +20,6 @@ LARGEST = {
 }  # errors of sums that cancel, relative to typical ones
 TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.004}
 SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def library(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> Library:
-    """Products are computed with this instruction set."""
-    loaded = native_library(request.param)
-    request.getfixturevalue("monkeypatch").setattr(products, "loaded_library", lambda: loaded)
-    return loaded
 
 
 @pytest.fixture
@@ -123,28 +115,6 @@ def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: boo
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_with_any_number_of_threads(library: Library, dtype: torch.dtype) -> None:
-    rng, threads = random.Random(5), torch.get_num_threads()
-    cases = [
-        (draw(M, K, dtype, rng), draw(K, N, dtype, rng))
-        for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]
-    ]
-    results = []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            sums = [torch.empty(len(a)) for a, _ in cases]
-            results.append(
-                [products.matmul(a, b, row_sums_M=s) for (a, b), s in zip(cases, sums, strict=True)]
-                + sums
-            )
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_reaches_its_row_and_column_only(
@@ -156,3 +126,17 @@ def test_what_is_not_finite_reaches_its_row_and_column_only(
     expected = torch.ones(50, 45, dtype=torch.bool)
     expected[17, :] = expected[:, 21] = False
     assert finite.equal(expected)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_with_any_number_of_threads(dtype: torch.dtype) -> None:
+    rng = random.Random(5)
+    for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]:
+        a, b = draw(M, K, dtype, rng), draw(K, N, dtype, rng)
+
+        def multiply(a: Tensor = a, b: Tensor = b) -> list[Tensor]:
+            sums = torch.empty(len(a))
+            return [products.matmul(a, b, row_sums_M=sums), sums]
+
+        assert_same_on_threads(multiply)

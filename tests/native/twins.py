@@ -1,6 +1,6 @@
-"""An operation beside its twin in PyTorch: values and gradients."""
+"""Compare an operation with its twin in PyTorch, and with itself on other numbers of threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,3 +39,17 @@ def assert_same(
         assert relative.max() < largest[y.dtype], (tuple(got.shape), float(relative.max()))
         if typical is not None:
             assert error.square().mean().sqrt() < typical[y.dtype] * size
+
+
+def assert_same_on_threads(call: Callable[[], Sequence[Tensor]]) -> None:
+    """Compare the results of a call on one, two and three threads bit for bit."""
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

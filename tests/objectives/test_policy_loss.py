@@ -83,12 +83,6 @@ def test_gae_is_the_weighted_sum_of_temporal_differences():
     assert returns[mask == 0].abs().max() == 0
 
 
-def test_with_lambda_1_returns_are_the_discounted_rewards():
-    rewards = torch.tensor([[0.0, 0.0, 1.0]])
-    _, returns = gae(rewards, draw(1, 3).float(), torch.ones(1, 3), gamma=0.5, lam=1.0)
-    assert returns[0].tolist() == pytest.approx([0.25, 0.5, 1.0])
-
-
 def test_whitening_does_not_depend_on_the_split():
     values, mask = draw(4, 6).float(), (draw(4, 6, seed=1) > 0).float()
     whole = whiten(values, mask, moments(values, mask))

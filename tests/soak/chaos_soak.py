@@ -1,11 +1,13 @@
 """Faults at random for an hour; the same command is started again after each. Linux.
 
     python -m tests.soak.chaos_soak --minutes 60
+    python -m tests.soak.chaos_soak --layouts "1 none;2 none;4 none" --faults 300 --only "SIGKILL to all"
 
-A job of two processes trains until the time is over, then it is stopped by SIGTERM. Between faults
-it has to commit a checkpoint. Every kind of fault comes before one comes again. At the end weights,
-moments and logged rows must equal those of an undisturbed run of one process that stops at the same
-step, bit for bit; only rows of the moments when the disk was full may be missing. Every exit code
+A job trains until the time is over, then it is stopped by SIGTERM. Each start draws its processes
+and their sharding from --layouts; sharded ones must be the same. Between faults it has to commit a
+checkpoint. Every kind of fault comes before one comes again. At the end weights, moments and logged
+rows must equal those of an undisturbed run (of one process, if nothing is sharded) that stops at
+the same step, bit for bit; only rows of the moments when the disk was full may be missing. Every exit code
 must be one that the fault may cause, every failure one line that names what, where and the fix;
 nothing may print a traceback, and no process may be left.
 
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,7 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.errors import ExitCode
 from megatoken.system.metrics_log import read_metrics
 from tests.processes import children, group_members
+from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     Layout,
@@ -45,7 +48,7 @@ from tests.soak.tiny_job import (
     wait_for,
     write_recipe,
 )
-from tests.tiny_run import fingerprint, newest_step, train
+from tests.tiny_run import fingerprint, newest_step
 
 WORDS = "budget.steps=1000000 save.every=20 log.every=5 evaluate.every=100 sample.every=200"
 DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10
@@ -63,10 +66,15 @@ class Chaos:
     """The job, what was done to it, and how its starts ended."""
 
     def __init__(
-        self, work: Path, layout: Layout, seed: int, words: str = WORDS, disk: bool = True
+        self,
+        work: Path,
+        layouts: Sequence[Layout],
+        seed: int,
+        words: str = WORDS,
+        disk: bool = True,
     ) -> None:
-        """words: settings of the command. disk: whether to mount one for the run folder."""
-        self.work, self.layout, self.words = work, layout, words.split()
+        """layouts: each start draws one. words: settings. disk: mount one for the run folder."""
+        self.work, self.layouts, self.words = work, layouts, words.split()
         self.disk = work / "disk"
         self.out = self.disk / "run"
         self.faults: Counter[str] = Counter()
@@ -83,8 +91,9 @@ class Chaos:
         self.log: Path | None = None
 
     def start(self) -> None:
-        """Start the command, the same one every time."""
+        """Start the command with one of the layouts."""
         self.check_end()
+        self.layout = self.rng.choice(self.layouts)
         self.log = self.work / f"start-{self.exits.total():04d}.log"
         self.process = start(self.recipe, self.out, self.layout, self.log, self.words)
 
@@ -151,10 +160,11 @@ class Chaos:
         self.check_end()
 
     def compare(self) -> dict[str, Any]:
-        """Train undisturbed to the same step in one process; return what differs."""
-        last, clean = newest_step(self.out), self.work / "clean"
-        layout = Layout(1, "none", self.layout.micro_batch)
-        train(clean, *self.words, *layout.words, recipe=self.recipe, stop=last)
+        """Train undisturbed to the same step; return what differs."""
+        last, clean, layout = newest_step(self.out), self.work / "clean", self.layouts[0]
+        nproc = 1 if layout.sharding == "none" else layout.nproc
+        settings = (*self.words, *layout.words)
+        train_on_ranks(nproc, clean, *settings, recipe=self.recipe, stop=last)
         results = [fingerprint(out) for out in (self.out, clean)]
         found, expected = (
             {(r["kind"], r["step"]): r for r in result["rows"] if is_compared(r, last)}
@@ -198,6 +208,13 @@ def wait_for_save(chaos: Chaos) -> None:
 
 def kill_in_save(chaos: Chaos) -> None:
     wait_for_save(chaos)
+    chaos.kill()
+
+
+def kill_at_start(chaos: Chaos) -> None:
+    chaos.kill()
+    chaos.start()
+    time.sleep(chaos.rng.uniform(0, 5))
     chaos.kill()
 
 
@@ -365,6 +382,7 @@ STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
 FAULTS: dict[str, Fault] = {
     "SIGKILL to all": kill_all,
     "SIGKILL to all at a save": kill_in_save,
+    "SIGKILL to all during a start": kill_at_start,
     **STOPS,
     "SIGTERM twice": stop_twice,
     "SIGTERM to the process group": stop_group,
@@ -393,11 +411,14 @@ FAULTS |= OF_RANKS | OF_DISKS
 
 def main() -> int:
     options = parse_options(
-        __doc__, minutes=60.0, faults=10_000, pause=15.0, nproc=2, only="", seed=0
+        __doc__, minutes=60.0, faults=10_000, pause=15.0, layouts="2 none", only="", seed=0
     )
     work = Path(tempfile.mkdtemp(prefix="megatoken-chaos-"))
-    chaos = Chaos(work, Layout(options.nproc, "none"), options.seed)
-    left_out = {*(OF_RANKS if options.nproc == 1 else ()), *(() if chaos.has_disk else OF_DISKS)}
+    words = [layout.split() for layout in options.layouts.split(";")]
+    layouts = [Layout(int(nproc), sharding) for nproc, sharding in words]
+    chaos = Chaos(work, layouts, options.seed)
+    is_alone = any(layout.nproc == 1 for layout in layouts)
+    left_out = {*(OF_RANKS if is_alone else ()), *(() if chaos.has_disk else OF_DISKS)}
     names = options.only.split(";") if options.only else [*(FAULTS.keys() - left_out)]
     problem, answer = "", dict[str, Any]()
     try:
@@ -415,7 +436,7 @@ def main() -> int:
     elif not problem:
         problem = f"see {work}"
     answer |= {"faults": chaos.faults, "exit_codes": chaos.exits, "seconds": chaos.seconds}
-    return report("chaos", is_good, nproc=options.nproc, problem=problem, **answer)
+    return report("chaos", is_good, layouts=options.layouts, problem=problem, **answer)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@
 A subprocess runs one operation under strace, which kills it at the n-th call of one kind, or fails
 that call with ENOSPC or EIO, or that call and all later ones of its kind ("+"). Afterwards every
 checkpoint must be complete and of one step, the newest must be the old or the new one, and
-repeating the operation must succeed. In `ranks`, two processes write into one draft, as those of a
-sharded model do; each is disturbed at each of its calls. The log of an undisturbed save shows the
+repeating the operation must succeed. The log of an undisturbed save shows the
 order that survives a power loss: files and folders synced before the rename, the parent after it.
 
 Prints one JSON line; exits 1 if anything was lost. Needs Linux with strace and ptrace.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -32,22 +29,14 @@ import numpy
 from safetensors.numpy import save_file
 
 from megatoken.checkpoint import commit as protocol
-from megatoken.checkpoint.manifest import FileEntry, verify
-from megatoken.errors import ExitCode, MegatokenError, PeerError, error_from_code
+from megatoken.checkpoint.manifest import verify
+from megatoken.errors import ExitCode, MegatokenError
 from tests.soak.options import parse_options, report
-from tests.soak.strace import (
-    ENVIRONMENT,
-    format_injection,
-    list_calls,
-    run_traced,
-    strace_words,
-    try_points,
-)
+from tests.soak.strace import format_injection, list_calls, run_traced, try_points
 
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN = "/soak-begins"
 END = "/soak-ends"
-RANK1 = "SOAK_RANK1"  # variable with the words before rank 1's command
 protocol.RETRY_SECONDS = (0.0, 0.0)
 
 
@@ -65,16 +54,14 @@ SCENARIOS = {
     "save": Scenario((10, 20), (), (10, 20, 30), (20, 30)),
     "replace": Scenario((10, 20, 30), (30,), (10, 20, 30), (20, 30)),
     "prune": Scenario((10, 15, 20, 30, 40, 50, 60), (40, 60), (20, 30, 40, 50, 60), (50, 50)),
-    "ranks": Scenario((10, 20), (), (10, 20, 30), (20, 30)),
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """A fault ("kill", or an error) at the n-th call of one kind in a rank's process."""
+    """A fault ("kill", or an error) at the n-th call of one kind."""
 
     scenario: str
-    rank: int
     call: str
     number: int
     fault: str
@@ -112,63 +99,14 @@ def apply_operation(scenario: str, root: Path) -> None:
 
 def run_operation(scenario: str, root: Path) -> None:
     """Run one operation between two marks in the log of system calls, and print its outcome."""
-    call: Callable[[], object] = partial(apply_operation, scenario, root)
-    if scenario == "ranks":
-        words = [*json.loads(os.environ[RANK1]), *operate("rank 1", root)]
-        rank1 = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        call = partial(commit_on_ranks, root, rank1)
-    elif scenario == "rank 1":
-        draft = sys.stdin.readline().strip()
-        if not draft:
-            return  # rank 0 has died
-        call = partial(write_part, Path(draft), 1)
     outcome: dict[str, object] = {"code": 0, "message": ""}
     mark(BEGIN)
     try:
-        outcome["entries"] = call()
+        apply_operation(scenario, root)
     except MegatokenError as error:
         outcome |= {"code": int(error.code), "message": str(error)}
     mark(END)
     os.writev(1, [json.dumps(outcome).encode()])  # `write` may be the call that fails
-
-
-def commit_on_ranks(root: Path, rank1: "subprocess.Popen[bytes]") -> None:
-    """Commit as rank 0 of two, while the other writes its files into the same draft."""
-    draft = protocol.open_draft(root, 30, 20_000)
-    assert draft is not None
-    assert rank1.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # rank 1 has died
-        os.writev(rank1.stdin.fileno(), [f"{draft}\n".encode()])
-    error: MegatokenError | None = None
-    files: dict[str, FileEntry] = {}
-    try:
-        files = {name: FileEntry(*entry) for name, entry in write_part(draft, 0).items()}
-    except MegatokenError as rank0_error:
-        error = rank0_error
-    answer = rank1.communicate()[0]
-    if not answer:
-        raise PeerError("rank 1 is lost", root)  # rank 0 ends without a commit
-    try:
-        written = json.loads(answer)
-        if error is not None:
-            raise error
-        if written["code"]:
-            raise error_from_code(written["code"], written["message"])
-        files |= {name: FileEntry(*entry) for name, entry in written["entries"].items()}
-        protocol.publish(draft, 30, files, meta={"tokens": 30_000})
-    finally:
-        protocol.discard(draft)
-
-
-def write_part(draft: Path, rank: int) -> dict[str, tuple[object, ...]]:
-    """Write a rank's files into a draft: the tensors are rank 1's, the others rank 0's."""
-    files = {
-        name: writer
-        for name, writer in list_writers(30).items()
-        if name.endswith(".safetensors") == bool(rank)
-    }
-    entries = protocol.write_files(draft, 30, files, 20_000)
-    return {name: dataclasses.astuple(entry) for name, entry in entries.items()}
 
 
 def operate(scenario: str, root: Path) -> list[str]:
@@ -192,17 +130,6 @@ def prepare(scenario: str, root: Path) -> None:
         path.write_bytes(data)
 
 
-def trace(
-    scenario: str, rank: int, root: Path, log: Path, injection: str = ""
-) -> "subprocess.CompletedProcess[str]":
-    """Run an operation with one rank under strace. The ranks share stderr, so this waits for both."""
-    if rank == 0:
-        return run_traced(operate(scenario, root), log, injection, {RANK1: "[]"})
-    environment = {**os.environ, **ENVIRONMENT, RANK1: json.dumps(strace_words(log, injection))}
-    words = operate(scenario, root)
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-
-
 def list_operation_calls(log: Path) -> list[tuple[str, int, str]]:
     """Return the calls between the marks: name, number among calls of that name, line."""
     calls = []
@@ -210,24 +137,22 @@ def list_operation_calls(log: Path) -> list[tuple[str, int, str]]:
     for name, number, line in list_calls(log):
         if BEGIN in line or END in line:
             is_inside = BEGIN in line
-        elif is_inside and "<pipe:" not in line:
+        elif is_inside:
             calls.append((name, number, line))
     return calls
 
 
-def find_points(
-    scenario: str, rank: int, template: Path, work: Path
-) -> tuple[list[Point], list[str]]:
+def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point], list[str]]:
     """Return every point of an undisturbed run, and the lines of its calls."""
-    root = work / f"{scenario}-{rank}-plain"
+    root = work / f"{scenario}-plain"
     log = root.with_suffix(".log")
     shutil.copytree(template, root)
-    done = trace(scenario, rank, root, log)
+    done = run_traced(operate(scenario, root), log)
     assert done.returncode == 0, done.stderr
     assert tuple(protocol.list_steps(root)) == SCENARIOS[scenario].after
     calls = list_operation_calls(log)
     points = [
-        Point(scenario, rank, call, number, fault)
+        Point(scenario, call, number, fault)
         for call, number, _ in calls
         for fault in ("kill", "ENOSPC", "EIO", "EIO+" if "sync" in call else "ENOSPC+")
     ]
@@ -237,11 +162,11 @@ def find_points(
 def try_point(point: Point, template: Path, work: Path) -> str:
     """Disturb one run at one point and return its outcome. Raises AssertionError."""
     scenario = SCENARIOS[point.scenario]
-    root = work / f"{point.scenario}-{point.rank}-{point.call}-{point.number}-{point.fault}"
+    root = work / f"{point.scenario}-{point.call}-{point.number}-{point.fault}"
     log = root.with_suffix(".log")
     shutil.copytree(template, root)
     injection = format_injection(point.call, point.number, point.fault)
-    done = trace(point.scenario, point.rank, root, log, injection)
+    done = run_traced(operate(point.scenario, root), log, injection)
     text = log.read_text(errors="replace")
     assert BEGIN in text, "hit before the operation"
     assert (END in text) == (point.fault != "kill"), "not hit inside the operation"
@@ -343,11 +268,8 @@ def soak(sample: int, seed: int, jobs: int) -> dict[str, object]:
         logs = {}
         for scenario in SCENARIOS:
             prepare(scenario, templates / scenario)
-            for rank in (0, 1) if scenario == "ranks" else (0,):
-                found, logs[scenario, rank] = find_points(
-                    scenario, rank, templates / scenario, work
-                )
-                points += found
+            found, logs[scenario] = find_points(scenario, templates / scenario, work)
+            points += found
 
         def attempt(point: Point) -> str:
             outcome = try_point(point, templates / point.scenario, work)
@@ -356,8 +278,8 @@ def soak(sample: int, seed: int, jobs: int) -> dict[str, object]:
         result = try_points(points, attempt, sample=sample, seed=seed, jobs=jobs)
         return {
             **result,
-            "points_by_operation": Counter(f"{p.scenario} rank {p.rank}" for p in points),
-            "power_loss": read_power_loss(logs["save", 0], str(work / "save-0-plain")),
+            "points_by_operation": Counter(point.scenario for point in points),
+            "power_loss": read_power_loss(logs["save"], str(work / "save-plain")),
         }
 
 

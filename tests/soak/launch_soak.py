@@ -1,6 +1,6 @@
-"""Stop signals, killed and hung ranks, slow steps and crash loops of a job that a launcher watches.
+"""Killed and hung ranks, slow steps and crash loops of a job that a launcher watches.
 
-    python -m tests.soak.launch_soak --signals 100 --kills 40 --hangs 100 --slow 1000 --loops 10
+    python -m tests.soak.launch_soak --kills 40 --hangs 100 --slow 1000 --loops 10
 
 Prints one JSON line at the end. A callback of rank 1 does what a file asks for, in the middle of
 training; times are seconds from there to the line that names the rank, and to the next step that is
@@ -8,7 +8,6 @@ trained.
 """
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 from megatoken.errors import ExitCode
 from tests.processes import find_processes
 from tests.soak.options import parse_options, report
-from tests.tiny_run import newest_step, read_column, write_shards
+from tests.tiny_run import read_column, write_shards
 
 # A rank of a run. `out.order`, read by rank 1 after a step, names a fault; `out.at` is when it began.
 RANK = r"""
@@ -65,7 +64,6 @@ sys.exit(train(Path(out), *words, callbacks=[act]).code)
 LAUNCH = "import sys; from megatoken.launch.local import launch; "
 LAUNCH += "sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), 3))"
 HANGS = "sleep", "stop", "regex", "collective", "read"
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 
 
 class Run:
@@ -109,21 +107,6 @@ class Run:
         code = self.process.wait()
         self._reader.join()
         return code
-
-
-def run_signals(folder: Path, data: str, count: int, rng: random.Random) -> dict[str, Any]:
-    """Stop one run at random moments by each signal in turn, and resume it."""
-    out, seconds, no_step_lost = folder / "signals", [], 0
-    for index in range(count):
-        size = (out / "metrics.jsonl").stat().st_size if newest_step(out) else 0
-        run = Run(out, data, 2, "budget.steps=1000000 save.every=25")
-        run.wait(lambda run=run, size=size: run.is_training(size))  # type: ignore[misc]
-        time.sleep(rng.uniform(0, 1.0))
-        start = time.monotonic()
-        code = run.end(SIGNALS[index % len(SIGNALS)])
-        seconds.append(time.monotonic() - start)
-        no_step_lost += code == ExitCode.STOPPED and newest_step(out) == run.steps()[-1]
-    return {"signals": count, "no_step_lost": no_step_lost, "seconds": spread(seconds)}
 
 
 def run_faults(
@@ -199,14 +182,12 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    counts = {"signals": 100, "kills": 40, "hangs": 100, "slow": 1000, "loops": 10}
-    options = parse_options(__doc__, **counts, parallel=4, seed=0)
+    counts = {"kills": 40, "hangs": 100, "slow": 1000, "loops": 10}
+    options = parse_options(__doc__, **counts, parallel=4)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_shards(folder / "data")
-        rng = random.Random(options.seed)
         answer = {
-            "signals": run_signals(folder, data, options.signals, rng),
             "kills": run_faults(folder, data, options.kills, ("kill",), 2),
             "hangs": run_faults(folder, data, options.hangs, HANGS, 3),
             "slow": run_slow(folder, data, options.slow, options.parallel),
@@ -214,8 +195,7 @@ def main() -> int:
             "orphans": len(find_processes(name)),
         }
     is_good = (
-        answer["signals"]["no_step_lost"] == options.signals
-        and answer["kills"]["right_rank_and_phase"] == options.kills
+        answer["kills"]["right_rank_and_phase"] == options.kills
         and answer["hangs"]["right_rank_and_phase"] == options.hangs
         and not answer["slow"]["false_kills"]
         and answer["loops"]["ended"] == options.loops

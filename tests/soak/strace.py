@@ -26,23 +26,17 @@ ENVIRONMENT = {
 }
 
 
-def strace_words(log: Path, injection: str = "") -> list[str]:
-    """Return the words that trace the main thread of the command after them.
-
-    injection: such as "write:error=EIO:when=3".
-    """
-    words = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}"]
-    words += ["-e", "signal=none"]
-    return [*words, "-e", f"inject={injection}"] if injection else words
-
-
 def run_traced(
-    words: Sequence[str], log: Path, injection: str = "", environment: dict[str, str] | None = None
+    words: Sequence[str], log: Path, injection: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command under strace and return its output."""
+    """Run a command with its main thread under strace; injection: such as "write:error=EIO:when=3"."""
+    trace = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}"]
+    trace += ["-e", "signal=none"]
+    if injection:
+        trace += ["-e", f"inject={injection}"]
     return subprocess.run(
-        [*strace_words(log, injection), *words],
-        env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        [*trace, *words],
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=120,

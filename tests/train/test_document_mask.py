@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.data.dataloader import Batch, DataLoader, Prefetcher, separate_documents
-from megatoken.data.dataset import load_dataset
+from megatoken.data.dataloader import Batch, separate_documents
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError
 from megatoken.eval.val_loss import to_batch, validation_loss
@@ -127,27 +126,6 @@ def settings(shards: Path) -> str:
         f"data.path={shards} model.seq_len=32 budget.batch_tokens=256 machine.loss_chunk=32 "
         "data.document_mask=true"
     )
-
-
-def test_batches_are_the_same_for_any_layout(shards: Path) -> None:
-    tokens = load_dataset(shards).train
-
-    def starts(dp_size: int, step: int) -> torch.Tensor:
-        about: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "seed": 1, "document_start": 256}
-        loaders = [
-            DataLoader(tokens, dp_rank=rank, dp_size=dp_size, **about) for rank in range(dp_size)
-        ]
-        batches = [loader.full_batch(step) for loader in loaders]
-        prefetchers = [Prefetcher(loader, torch.device("cpu")) for loader in loaders]
-        for batch, prefetcher in zip(batches, prefetchers, strict=True):
-            assert batch.starts_BT is not None
-            assert torch.equal(batch.starts_BT, prefetcher.get(step).starts_BT)
-            prefetcher.close()
-        return torch.cat([batch.starts_BT for batch in batches if batch.starts_BT is not None])
-
-    assert starts(1, 0).any()
-    for dp_size in (2, 4):
-        assert all(torch.equal(starts(1, step), starts(dp_size, step)) for step in (0, 7, 3))
 
 
 @pytest.fixture(scope="module")

@@ -162,24 +162,6 @@ def test_cached_timings_decide(tmp_path: Path) -> None:
     assert tune(2).kernels.attention == "blocked"
 
 
-def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
-    """Explicit attention, an AdamW that goes tensor by tensor and whole logits are the reference."""
-    losses = {}
-    for kernels in (Kernels(attention="explicit"), Kernels(attention="blocked"), Kernels()):
-        state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
-        apply_choice(state, KernelChoice(kernels=kernels, master_weights=False), CPU)
-        step_config = tiny_step_config(
-            8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5
-        )
-        losses[str(kernels)] = [
-            train_step(state, step_config, CPU, tiny_batch()).loss for _ in range(20)
-        ]
-    reference, *others = losses.values()
-    assert reference[-1] < reference[0]
-    for other in others:
-        assert other == pytest.approx(reference, rel=1e-4)
-
-
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> None:
     states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)

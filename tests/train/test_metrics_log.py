@@ -8,7 +8,6 @@ import tempfile
 import time
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -176,25 +175,6 @@ def test_progress_is_written_about_once_a_second(
     assert (
         seen == [("running", 0, None)] * 2 + [("running", 3, 7.0)] * 3 + [("running", 6, "inf")] * 2
     )
-
-
-def test_status_is_replaced_atomically(tmp_path: Path) -> None:
-    def read() -> dict[str, Any]:
-        return dict(json.loads((tmp_path / "status.json").read_text()))
-
-    with MetricsLogger.open(tmp_path) as log:
-        log.status(step=3)
-        assert {key: read()[key] for key in ("state", "exit_code", "step", "message", "pid")} == {
-            "state": "running",
-            "exit_code": None,
-            "step": 3,
-            "message": "",
-            "pid": os.getpid(),
-        }
-        log.status(state="failed", exit_code=ExitCode.STORAGE, message="disk full")
-        assert (read()["state"], read()["exit_code"], read()["step"]) == ("failed", 5, 3)
-        with pytest.raises(AssertionError):
-            log.write("tired", 1, 1)
 
 
 @pytest.mark.fault(22)

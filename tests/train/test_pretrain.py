@@ -213,16 +213,6 @@ def test_time_limit_saves_and_stops(out: Path, train: Train) -> None:
     assert newest_step(out) == summary.steps < 100000  # on a slow machine perhaps 0
 
 
-def test_init_from_the_weights_of_a_run(clean: Path, tmp_path: Path, train: Train) -> None:
-    train(tmp_path / "run", f"model.init={clean} budget.steps=1")
-    first, last = read_losses(tmp_path / "run", "val")[0], read_losses(clean, "val")[-1]
-    assert first == pytest.approx(last, rel=1e-6)
-    with pytest.raises(MegatokenError) as error:
-        train(tmp_path / "other", f"model.init={clean} model.n_layer=3")
-    assert error.value.code == ExitCode.CONFIG
-    assert [path.name for path in (tmp_path / "other").iterdir()] == [".lock"]
-
-
 def test_a_llama_trains_resumes_and_grows_its_context(tmp_path: Path, train: Train) -> None:
     out, longer = tmp_path / "run", tmp_path / "longer"
     train(out, LLAMA)

@@ -17,7 +17,7 @@ from megatoken.convert.hf.families import choose_family
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import open_rows
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
-from megatoken.data.dataloader import DataLoader, make_batch
+from megatoken.data.dataloader import make_batch
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
@@ -125,25 +125,6 @@ def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> 
     for kind in ("train", "val"):
         losses = read_losses(tuned, kind)
         assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=2e-5)
-
-
-def test_batches_do_not_depend_on_the_processes(base: Path) -> None:
-    dataset = load_dataset(base / "chats")
-    rows = open_rows(dataset, "train")
-    about: dict[str, Any] = {"seq_len": CONTEXT, "seed": 1, "marks": rows.marks}
-
-    def batch(dp_size: int, step: int) -> torch.Tensor:
-        about["batch_size"] = 8
-        about["dp_size"] = dp_size
-        loaders = [DataLoader(dataset.train, dp_rank=rank, **about) for rank in range(dp_size)]
-        return torch.cat([loader.full_batch(step).targets_BT for loader in loaders])
-
-    for step in (0, 7, 3):
-        for dp_size in (2, 4):
-            assert torch.equal(batch(1, step), batch(dp_size, step))
-    loader = DataLoader(dataset.train, **{**about, "batch_size": 1, "dp_size": 1})
-    seen = [int(row) for step in range(len(rows)) for row in loader.windows(step)]
-    assert sorted(seen) == list(range(len(rows)))
 
 
 def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:

@@ -18,16 +18,13 @@ from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
-from megatoken.train import checkpoint_saver, compilation, preemption, setup
+from megatoken.train import checkpoint_saver, compilation, preemption
 from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
-from tests.tiny_model import tiny_config
 from tests.tiny_run import assert_equal_tensors, read_losses, read_rows, stop_at, tiny_run
 
 
@@ -114,18 +111,6 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
     fit(replace(config, machine=machine, sample=sample), tmp_path / "run")
     assert compiled
     assert all(compiled)
-
-
-@pytest.mark.parametrize("sharding", ["none", "zero3"])
-def test_settings_that_a_split_model_cannot_use_are_named(
-    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(machine__deterministic=True, machine__master_weights="on")
-    dims = build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2))
-    machine = setup._disable_unsupported(config, dims, Console())
-    output = capsys.readouterr().out
-    assert machine.master_weights == ("on" if sharding == "none" else "off")
-    assert ("machine.deterministic" in output) == (sharding == "zero3")
 
 
 def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
