@@ -14,7 +14,7 @@ from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.system.device import Device
-from megatoken.train.step import forward_backward, train_step
+from megatoken.train.step import forward_backward
 from megatoken.train.train import Trainer
 from tests.tiny_model import CPU, tiny_batch, tiny_state, tiny_step_config
 from tests.tiny_run import assert_equal_tensors, read_losses, stop_at, write_shards
@@ -55,17 +55,6 @@ def test_gradients_are_those_of_fp32(device: Device) -> None:
     )
     assert error < RELATIVE[device.precision]
     assert (error > 0) == (device.precision == "bf16")
-
-
-def test_a_step_does_not_depend_on_the_micro_batch(device: Device) -> None:
-    reports = [
-        train_step(tiny_state(), tiny_step_config(size), device, tiny_batch()) for size in (1, 2, 8)
-    ]
-    for report in reports[1:]:
-        assert report.loss == pytest.approx(reports[0].loss, rel=RELATIVE[device.precision] / 10)
-        assert report.grad_norm == pytest.approx(
-            reports[0].grad_norm, rel=RELATIVE[device.precision]
-        )
 
 
 def test_a_run_learns_and_resumes_bit_identical(

@@ -69,3 +69,16 @@ def tiny_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tiny_batch(seed: int = 0) -> Batch:
     return Batch(*tiny_rows(seed))
+
+
+def learn(model: GPT, ids: torch.Tensor, steps: int = 3) -> list[float]:
+    """Train on one batch with torch's AdamW; return the losses before each step and at the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for _ in range(steps + 1):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses

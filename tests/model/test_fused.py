@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.model.gpt import GPT
 from megatoken.model.kernels import LOSS
 from megatoken.model.kernels import cross_entropy as softmax
-from megatoken.model.loss import cross_entropy
-from tests.tiny_model import TINY_GPT
 
 pytestmark = pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,31 +58,3 @@ def test_loss_without_overwrite_leaves_the_logits() -> None:
     before = logits.clone()
     LOSS["triton"](logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), 33, overwrite=False)
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
-def test_a_model_with_the_fused_loss_has_the_plain_losses_and_gradients(precision: str) -> None:
-    losses, gradients = [], []
-    for name in ("torch", "triton"):
-        model = GPT(TINY_GPT, seed=3).to(
-            DEVICE, torch.bfloat16 if precision == "bf16" else torch.float32
-        )
-        ids = (torch.arange(2 * TINY_GPT.seq_len, device=DEVICE) * 5 % 97).view(2, -1)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "autocast"):
-            hidden, weight = model(ids), model.lm_head_weight
-            total, count = cross_entropy(
-                hidden,
-                weight,
-                ids.roll(-1, 1),
-                vocab_size=97,
-                chunk=24,
-                softmax_cross_entropy=LOSS[name],
-            )
-        (total / count).backward()
-        losses.append(float(total.detach() / count))
-        gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
-    low = precision != "fp32"
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if low else 1e-6)
-    for name, gradient in gradients[0].items():
-        error = (gradients[1][name] - gradient).norm() / gradient.norm()
-        assert error < (0.03 if low else 1e-5), (name, error)

@@ -13,23 +13,11 @@ from megatoken.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
 from megatoken.model.gpt import GPT, TreeMask, set_attention
 from megatoken.train.step import train_step
-from tests.tiny_model import CPU, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import CPU, TINY_MODERN, learn, tiny_batch, tiny_state, tiny_step_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(7))
-
-
-def learn(model: GPT, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    losses = []
-    for _ in range(steps + 1):
-        loss = model.loss(IDS[:, :-1], IDS[:, 1:])
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses
 
 
 def scramble(model: GPT) -> GPT:
@@ -43,11 +31,11 @@ def scramble(model: GPT) -> GPT:
 
 def test_golden_losses() -> None:
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
-    assert learn(GPT(TINY_MODERN, seed=1337)) == pytest.approx(
+    assert learn(GPT(TINY_MODERN, seed=1337), IDS) == pytest.approx(
         [4.583349, 4.179964, 3.853915, 3.557496], abs=1e-5
     )
     model = GPT(replace(TINY_MODERN, zero_init=True), seed=1337)
-    assert learn(model) == pytest.approx([4.574711, 4.34221, 3.992499, 3.633748], abs=1e-5)
+    assert learn(model, IDS) == pytest.approx([4.574711, 4.34221, 3.992499, 3.633748], abs=1e-5)
 
 
 def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_third_step() -> None:
@@ -62,7 +50,7 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
         *(f"{layer}attention.out.weight" for layer in layers),
         *(f"{layer}mlp.down.weight" for layer in layers),
     }
-    assert learn(model, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
+    assert learn(model, IDS, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
     assert [
         name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
     ] == []

@@ -1,6 +1,6 @@
-"""Killed and hung ranks, slow steps and crash loops of a job that a launcher watches.
+"""Killed and hung ranks and slow steps of a job that a launcher watches.
 
-    python -m tests.soak.launch_soak --kills 40 --hangs 100 --slow 1000 --loops 10
+    python -m tests.soak.launch_soak --kills 40 --hangs 100 --slow 1000
 
 Prints one JSON line at the end. A callback of rank 1 does what a file asks for, in the middle of
 training; times are seconds from there to the line that names the rank, and to the next step that is
@@ -44,7 +44,6 @@ faults = {
     "collective": lambda: torch.distributed.barrier(),
     "read": lambda: open(out + ".fifo").read(),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "abort": os.abort,
 }
 
 def act(row):
@@ -54,8 +53,7 @@ def act(row):
         slow()
     if os.path.exists(out + ".order"):
         fault = Path(out + ".order").read_text()
-        if fault != "abort":
-            os.rename(out + ".order", out + ".taken")
+        os.rename(out + ".order", out + ".taken")
         Path(out + ".at").write_text(str(time.monotonic()))
         faults[fault]()
 
@@ -158,20 +156,6 @@ def run_slow(folder: Path, data: str, count: int, parallel: int) -> dict[str, An
     return {"slow_steps": slow * parallel, "false_kills": kills}
 
 
-def run_loops(folder: Path, data: str, count: int) -> dict[str, Any]:
-    """Abort runs after their first step, every time they are started."""
-    ended, starts = 0, set()
-    for index in range(count):
-        out = folder / f"loop-{index}"
-        Path(f"{out}.order").write_text("abort")
-        run = Run(out, data, 2, "budget.steps=100 save.every=0")
-        code = run.end()
-        lines = [line for _, line in run.lines if " was killed by SIGABRT " in line]
-        starts.add(len(lines))
-        ended += code == ExitCode.PEER and lines[-1].startswith("error: rank 1 ")
-    return {"loops": count, "ended": ended, "starts": sorted(starts)}
-
-
 def spread(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     return (
@@ -182,7 +166,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    counts = {"kills": 40, "hangs": 100, "slow": 1000, "loops": 10}
+    counts = {"kills": 40, "hangs": 100, "slow": 1000}
     options = parse_options(__doc__, **counts, parallel=4)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -191,14 +175,12 @@ def main() -> int:
             "kills": run_faults(folder, data, options.kills, ("kill",), 2),
             "hangs": run_faults(folder, data, options.hangs, HANGS, 3),
             "slow": run_slow(folder, data, options.slow, options.parallel),
-            "loops": run_loops(folder, data, options.loops),
             "orphans": len(find_processes(name)),
         }
     is_good = (
         answer["kills"]["right_rank_and_phase"] == options.kills
         and answer["hangs"]["right_rank_and_phase"] == options.hangs
         and not answer["slow"]["false_kills"]
-        and answer["loops"]["ended"] == options.loops
         and not answer["orphans"]
     )
     return report("launch", is_good, **answer)

@@ -1,6 +1,5 @@
-"""No duration, order or number comes from the date, and the clock of a run continues at a resume."""
+"""The clock of a run leaves out pauses and lost steps, and continues at a resume."""
 
-import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,44 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps
 from megatoken.checkpoint.manifest import read_manifest
 from megatoken.system import metrics_log
 from megatoken.system.metrics_log import MetricsLogger, read_metrics
-from tests.tiny_run import fingerprint, read_column, train
-
-DAY = 86400.0
-
-
-@pytest.mark.fault(52)
-@pytest.mark.skipif(not hasattr(time, "tzset"), reason="Windows has no time zone of a process")
-def test_a_jumping_clock_changes_nothing(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = f"{data} budget.steps=4 save.every=1 save.keep_last=2 save.time_limit=1h"
-    train(tmp_path / "steady", settings)
-    real, strftime, jumps = time.time, time.strftime, itertools.cycle((DAY, -DAY))
-    zones = itertools.cycle(("Asia/Tokyo", "America/New_York"))
-
-    def jumping_time() -> float:
-        return real() + next(jumps)
-
-    def jumping_date(form: str, *_: object) -> str:
-        monkeypatch.setenv("TZ", next(zones))
-        time.tzset()
-        return strftime(form, time.localtime(jumping_time()))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", jumping_time)
-        patch.setattr(time, "strftime", jumping_date)
-        train(tmp_path / "jumped", settings)
-    monkeypatch.undo()
-    time.tzset()
-    assert fingerprint(tmp_path / "jumped") == fingerprint(tmp_path / "steady")
-    for kind in ("train", "save"):
-        seconds = read_column(tmp_path / "jumped", "seconds", kind).values()
-        assert all(0 <= value < 60 for value in seconds)
-    assert list_steps(tmp_path / "jumped" / "checkpoints") == [3, 4]
+from tests.tiny_run import read_column, train
 
 
 def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(

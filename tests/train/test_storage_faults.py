@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -207,14 +206,3 @@ def test_what_only_rank_0_meets_is_the_same_error_on_all(
     assert [Path(f"{out}.{rank}.code").read_text() for rank in (0, 1)] == 2 * [str(int(code))]
     first, second = (Path(f"{out}.{rank}").read_text().splitlines() for rank in (0, 1))
     assert second == [f"[rank 1] {first[-1]}"]
-
-
-def test_a_folder_that_is_no_folder_is_refused_before_torch_is_loaded(
-    settings: str, tmp_path: Path
-) -> None:
-    (tmp_path / "notes.txt").touch()
-    program = "import sys; from megatoken.cli.main import main; code = main(sys.argv[1:]); "
-    program += "sys.exit(99 if 'torch' in sys.modules else code)"
-    for out, code in ((tmp_path, ExitCode.CONFIG), (tmp_path / "notes.txt", ExitCode.STORAGE)):
-        command = ["train", str(TINY), *settings.split(), "--out", str(out)]
-        assert subprocess.run([sys.executable, "-c", program, *command]).returncode == code

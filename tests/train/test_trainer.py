@@ -117,15 +117,6 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-def test_config_from_python_is_recorded_with_its_origin(config: Config, tmp_path: Path) -> None:
-    summary = fit(config, tmp_path / "run")
-    assert (summary.code, summary.steps, summary.tokens) == (ExitCode.DONE, 12, 12 * 192)
-    assert summary.loss == read_losses(tmp_path / "run")[-1]
-    lines = (tmp_path / "run" / "config.yaml").read_text().splitlines()
-    assert any(line.split() == ["lr:", "0.01", "#", "Python"] for line in lines)
-    assert any(line.split() == ["beta1:", "0.9", "#", "default"] for line in lines)
-
-
 def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path) -> None:
     rows: list[tuple[str, int]] = []
 
