@@ -9,6 +9,7 @@ import torch
 
 from megatoken.checkpoint.mirror import list_mirrored
 from megatoken.cli.main import main
+from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ExitCode, StorageError
 from megatoken.system.object_store import ObjectStore
@@ -82,3 +83,15 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path) -> None:
     assert main(["verify", f"file://{copy}"]) == ExitCode.CHECKPOINT
     shutil.rmtree(out / "tokenizer")
     assert main(["verify", str(out)]) != ExitCode.DONE  # a run folder needs its own
+
+
+def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
+    shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status is not copied; its machine.json, with the micro-batch, is of another machine."""
+    settings = f"data.path=file://{shard} {SAVING}{tmp_path / 'copy'} machine.micro_batch=auto"
+    train(tmp_path / "run", settings, console=Console())
+    assert "micro-batch" in capsys.readouterr().out
+    (tmp_path / "copy" / "machine.json").unlink()
+    assert train(tmp_path / "elsewhere", settings, console=Console()).steps == 12
+    assert "micro-batch" not in capsys.readouterr().out
