@@ -156,7 +156,7 @@ def check(found: list[str]) -> None:
     assert not found, "\n" + "\n".join(sorted(set(found)))
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     """A package imports itself and earlier layers only."""
     layers, found = megatoken.LAYERS, []
     for file in FILES.keys() - TOP:
@@ -174,12 +174,12 @@ def test_imports_go_one_way() -> None:
     check(found)
 
 
-def test_the_map_names_every_package() -> None:
+def test_the_map_names_every_package():
     chart = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
     check([layer for layer in megatoken.LAYERS if not re.search(rf"^{layer}\b", chart, re.M)])
 
 
-def test_no_import_cycles() -> None:
+def test_no_import_cycles():
     below = {module: needed - {"megatoken"} for module, needed in graph(in_functions=True).items()}
     below.pop("megatoken")  # its names are imported when they are asked for
     try:
@@ -188,7 +188,7 @@ def test_no_import_cycles() -> None:
         raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
 
 
-def test_imports_inside_functions_are_listed() -> None:
+def test_imports_inside_functions_are_listed():
     found = []
     for file in FILES:
         for module, _, in_function in imports_of(file):
@@ -198,7 +198,7 @@ def test_imports_inside_functions_are_listed() -> None:
     check(found)
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short():
     found = []
     for file in FILES:
         for node in ast.walk(parse(file)):
@@ -209,28 +209,28 @@ def test_functions_are_short() -> None:
     check(found)
 
 
-def test_only_named_modules_read_the_environment() -> None:
+def test_only_named_modules_read_the_environment():
     reads = re.compile(r"os\.(environ|getenv)|from os import .*(environ|getenv)")
     check(
         [file for file in FILES.keys() - READ_ENVIRONMENT if reads.search(FILES[file].read_text())]
     )
 
 
-def test_processes_are_started_and_folders_locked_in_one_place() -> None:
+def test_processes_are_started_and_folders_locked_in_one_place():
     for words, owner in (("subprocess", "system/process.py"), ("filelock", "system/file_lock.py")):
         imports = re.compile(rf"^\s*(import|from) {words}", re.MULTILINE)
         others = FILES.keys() - {owner}
         check([file for file in others if imports.search(FILES[file].read_text())])
 
 
-def test_processes_are_started_without_the_current_folder() -> None:
+def test_processes_are_started_without_the_current_folder():
     """Python is started by system/environment.py's python_command only."""
     others = FILES.keys() - {"system/environment.py"}
     check([file for file in others if "sys.executable" in FILES[file].read_text()])
 
 
 @pytest.mark.fault(52)
-def test_the_date_is_only_written() -> None:
+def test_the_date_is_only_written():
     """Durations are those of monotonic clocks: the date may jump."""
     dates = re.compile(r"time\.time\(|from time import|datetime\.(now|utcnow)|\.today\(")
     writers = {"bench/report.py", "serving/protocol.py"}
@@ -260,7 +260,7 @@ def list_code_paths(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_no_file_is_unpickled_or_run() -> None:
+def test_no_file_is_unpickled_or_run():
     """Workers and ranks exchange pickles with the processes that started them: over pipes, and torch's collectives."""
     pipes = {"data/encode_workers.py"}
     found = [f"{file}: {it}" for file in FILES for it in list_code_paths(parse(file))]
@@ -306,21 +306,21 @@ t.extractall(x, filter='data')
 subprocess.run(x)"""
 
 
-def test_code_paths_are_seen() -> None:
+def test_code_paths_are_seen():
     missed = [line for line in CODE_PATHS.splitlines() if not list_code_paths(ast.parse(line))]
     assert (missed, list_code_paths(ast.parse(SAFE_CODE))) == ([], [])
 
 
-def test_names_explain_something() -> None:
+def test_names_explain_something():
     parts = {file: set(Path(file).with_suffix("").parts) for file in FILES}
     check([file for file, names in parts.items() if names & EMPTY_NAMES])
 
 
-def test_modules_have_docstrings() -> None:
+def test_modules_have_docstrings():
     check([file for file in FILES if not ast.get_docstring(parse(file))])
 
 
-def test_every_config_field_has_a_reader() -> None:
+def test_every_config_field_has_a_reader():
     """A field is read as `.name` outside config/, or in a method of one of its dataclasses."""
     trees: list[ast.AST] = [parse(file) for file in FILES if not file.startswith("config/")]
     for file in ("config/schema.py", "config/model_config.py"):
@@ -334,7 +334,7 @@ def test_every_config_field_has_a_reader() -> None:
     assert [key for key in FIELDS if key.rpartition(".")[2] not in read] == []
 
 
-def test_torch_is_not_imported_where_it_is_not_needed() -> None:
+def test_torch_is_not_imported_where_it_is_not_needed():
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
     code += " if 'torch' in sys.modules: sys.exit(name)\n"
     # A process alone splits no model.

@@ -55,7 +55,7 @@ def last_line(received: list[str]) -> str:
     return ESCAPE.sub("", received[0]).replace("\r", "\n").strip("\n").rpartition("\n")[2]
 
 
-def test_a_step_begins_with_progress_and_time_left() -> None:
+def test_a_step_begins_with_progress_and_time_left():
     assert LINE == (
         " 34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
         "1.25 GiB | 98 ms/step"
@@ -68,7 +68,7 @@ def test_a_step_begins_with_progress_and_time_left() -> None:
     )
 
 
-def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0() -> None:
+def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
     answers = {**ROW, "loss": 0.0, "reward": 0.0, "stopped": 1.0}
     line = format_step({**answers, "groups_without_difference": 1.0}, 1200, 0, 0.0)
     assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tok/s" in line
@@ -89,7 +89,7 @@ def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0() -> None:
 )
 def test_the_live_line_fits_the_terminal_and_keeps_the_time_left(
     width: int, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     with terminal(monkeypatch, width) as received:
         console = Console()
         console.step(LINE, share=410 / 1200)
@@ -99,7 +99,7 @@ def test_the_live_line_fits_the_terminal_and_keeps_the_time_left(
 
 
 @LINUX
-def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch):
     bars = {}
     for name, variables in {
         "color": {},
@@ -123,7 +123,7 @@ def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @LINUX
-def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch):
     with terminal(monkeypatch, 80) as received, PrepareBar(Console()) as bar:
         bar.update(
             Progress(
@@ -137,7 +137,7 @@ def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPat
 
 def test_lines_in_a_pipe_are_whole_and_plain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setenv("COLUMNS", "40")
     console = Console()
     console.step(LINE, share=0.3)
@@ -161,7 +161,7 @@ def test_lines_in_a_pipe_are_whole_and_plain(
 
 def test_colors_that_are_forced_leave_a_file_without_a_live_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with (tmp_path / "log").open("w") as log, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", log)
@@ -171,7 +171,7 @@ def test_colors_that_are_forced_leave_a_file_without_a_live_line(
     assert (tmp_path / "log").read_text() == LINE + "\n"
 
 
-def test_controls_are_spelled_out() -> None:
+def test_controls_are_spelled_out():
     assert (
         spell_controls("a\tb\n\x1b]0;title\x07é\r\x9b1m") == "a\tb\n\\x1b]0;title\\x07é\\r\\x9b1m"
     )
@@ -199,7 +199,7 @@ class Failing(io.StringIO):
 )
 def test_a_stream_that_fails_silences_the_console(
     error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(sys, "stdout", Failing(error))
     console = Console()
     console.warn("lost")

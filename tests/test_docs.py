@@ -70,13 +70,13 @@ def run_program(program: str, folder: Path) -> None:
             raise
 
 
-def test_python_page(tmp_path: Path) -> None:
+def test_python_page(tmp_path: Path):
     output = run(read_python(ROOT / "docs" / "python.md"), tmp_path)
     assert "20 " in output  # the summary's steps
     assert (tmp_path / "run-sgd" / "metrics.jsonl").is_file()
 
 
-def test_hacking_page(tmp_path: Path) -> None:
+def test_hacking_page(tmp_path: Path):
     program = read_python(ROOT / "docs" / "hacking.md") + "\nprint(config.optim.name)\n"
     assert run(program, tmp_path).splitlines()[-1] == "signum"
 
@@ -84,7 +84,7 @@ def test_hacking_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem
 )
-def test_notebook(notebook: Path, tmp_path: Path) -> None:
+def test_notebook(notebook: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     run(read_notebook(notebook), tmp_path)
 
@@ -105,7 +105,7 @@ def read_commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_commands_parse(page: Path) -> None:
+def test_commands_parse(page: Path):
     """A command in a sentence may leave out required arguments."""
     for words in read_commands(page):
         if "--help" in words:
@@ -118,7 +118,7 @@ def test_commands_parse(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path):
     text = page.read_text()
     broken = []
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.M):
@@ -136,7 +136,7 @@ def read_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]):
     page = (ROOT / "docs" / "scaling-up.md").read_text()
     shown = re.search(r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", page, re.M)
     assert shown is not None
@@ -145,7 +145,7 @@ def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]
     assert re.findall(r"\d[\d.,]*", capsys.readouterr().out)[: len(numbers)] == numbers
 
 
-def test_public_names_are_those_that_a_type_checker_sees() -> None:
+def test_public_names_are_those_that_a_type_checker_sees():
     source = (PACKAGE / "__init__.py").read_text()
     typed = source.split("if TYPE_CHECKING:")[1].split("_MODULES")[0]
     imports = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", typed)

@@ -18,7 +18,7 @@ def marked_faults() -> set[int]:
     return numbers
 
 
-def test_every_fault_has_a_test() -> None:
+def test_every_fault_has_a_test():
     rows = [int(number) for number in re.findall(r"^(\d+)\. ", FAULTS.read_text(), re.MULTILINE)]
     assert rows == list(range(1, 57))
     assert marked_faults() == set(rows)

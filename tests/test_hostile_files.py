@@ -317,13 +317,13 @@ PLACES: dict[str, tuple[int | None, Spoil]] = {
 
 @pytest.mark.fault(28, 29)
 @pytest.mark.parametrize("name", PLACES)
-def test_no_file_runs_code(tmp_path: Path, place: Path, name: str) -> None:
+def test_no_file_runs_code(tmp_path: Path, place: Path, name: str):
     code, spoil = PLACES[name]
     for payload in list_payloads(tmp_path / "outside" / "canary").values():
         attack(tmp_path, {code}, spoil(place, payload))
 
 
-def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path) -> None:
+def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path):
     payloads = list_payloads(tmp_path / "outside" / "canary")
     for name in ("system", "touch", "inst", "stack global"):
         with pytest.raises(AssertionError):
@@ -466,7 +466,7 @@ FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_hostile_value_is_at_most_one_error(tmp_path: Path, place: Path, name: str) -> None:
+def test_a_hostile_value_is_at_most_one_error(tmp_path: Path, place: Path, name: str):
     n_reads = 0
     for read in FORMATS[name](place, random.Random(name)):
         attack(tmp_path, ANY, read)
@@ -492,7 +492,7 @@ YAMLS = (
 
 @pytest.mark.fault(28, 29)
 @pytest.mark.parametrize("text", YAMLS)
-def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str) -> None:
+def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str):
     text = text.replace("CANARY", f"{tmp_path}/outside/canary")
     path = place / "recipe.yaml"
     for content in (f"model: {text}\n", text + "\n", f"{text}: 1\n", f"include: {text}\n"):
@@ -505,7 +505,7 @@ def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str) -> None:
 
 
 @pytest.mark.fault(29)
-def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path) -> None:
+def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
     folder = checkpoint_of(place)
     data = place / "data" / "manifest.json"
     rows = data.read_bytes().rpartition(b',\n"xxh3"')[0]
@@ -527,7 +527,7 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path) ->
 
 
 @pytest.mark.fault(29)
-def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path) -> None:
+def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path):
     targets = {"config.yaml": "secret", "tokenizer": ".", "link": "secret"}
     for name, target in (*targets.items(), ("model.safetensors", "secret")):
         folder = Path(shutil.copytree(checkpoint_of(place), place / f"linked-{name}"))
@@ -540,7 +540,7 @@ def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path)
 
 
 @pytest.mark.fault(29)
-def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path) -> None:
+def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path):
     """An endless line, NULs, one long text many times, a compressed pickle, a sparse manifest."""
     spaces = b" " * (1 << 20)
     nul = bytes(1 << 20)
@@ -565,7 +565,7 @@ def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path) -> Non
 
 
 @pytest.mark.fault(28, 29)
-def test_tensors_of_a_pickle_take_no_more_memory_than_its_file(tmp_path: Path, place: Path) -> None:
+def test_tensors_of_a_pickle_take_no_more_memory_than_its_file(tmp_path: Path, place: Path):
     sizes = dict(n_layer=1, n_head=1, n_embd=8, vocab_size=10, block_size=8, bias=True)
     wide = torch.zeros(1).expand(1 << 40)
     for state in ({"lm_head.weight": wide}, {"x": torch.zeros(2, device="meta")}):
@@ -585,7 +585,7 @@ CONTAINED = ("~", "$HOME", "[/red]", "a\nb", "\x1b[2J", "caf\u00e9\u202e", "-x",
 @pytest.mark.fault(55)
 def test_hostile_names_and_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", f"{tmp_path}/home")
@@ -607,7 +607,7 @@ def test_hostile_names_and_paths(
 
 @pytest.mark.fault(55)
 @pytest.mark.parametrize("name", ["...yaml", "a\nb.yaml", "\x1b[2J.yaml"])
-def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, name: str):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     (tmp_path / name).write_text("version: 1\n")

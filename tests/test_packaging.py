@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", tmp_path_factory.mktemp("wheel"))
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
     libraries = {f"megatoken/native/{library_name(name)}" for name in INSTRUCTION_SETS}
     has_kernels = (
         platform.machine() == "x86_64" and sys.platform == "linux" and find_compiler() != ""
@@ -82,7 +82,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.syspath_prepend(str(ROOT))
     hook_module: Any = import_module("hatch_build")
 
@@ -104,7 +104,7 @@ def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(
         )
 
 
-def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
@@ -132,7 +132,7 @@ def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
 
 
-def test_sdist_holds_tests_and_docs(tmp_path: Path) -> None:
+def test_sdist_holds_tests_and_docs(tmp_path: Path):
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
@@ -149,7 +149,7 @@ def test_sdist_holds_tests_and_docs(tmp_path: Path) -> None:
     } <= names
 
 
-def test_dockerfile_copies_and_installs_what_exists() -> None:
+def test_dockerfile_copies_and_installs_what_exists():
     """Its lines are read, not built, which takes Docker; the RUN lines are shell."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     steps = [

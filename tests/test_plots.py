@@ -34,7 +34,7 @@ def read_texts(picture: Path) -> set[str]:
     return set(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
 
-def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path) -> None:
+def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
     runs = [write_rows(tmp_path / name / "run", steps=8, seconds=60.0) for name in ("a", "b")]
     runs.append(write_rows(tmp_path / "other", steps=8, seconds=900.0, mfu=None))
     values = {"3.5000 train", "3.2500 val", "0.0006", "0.75", "123,456", "25.0%", "62.5% acc"}
@@ -52,9 +52,7 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path) -> None:
     assert "MFU (full attention)" not in read_texts(draw_curves(runs[2:], tmp_path / "other.svg"))
 
 
-def test_values_and_steps_may_be_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_and_steps_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
     with (run / "metrics.jsonl").open("a") as log:
         log.write('{"kind": "train", "step": 3, "tokens": 30, "loss": 1e99, "lr": "nan"}\n')
@@ -72,7 +70,7 @@ def test_values_and_steps_may_be_missing(
 
 def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     write_llmc(tmp_path / "tiny.bin", draw_model(), "fp32")
     byte_tokenizer().save(tmp_path)
     folder = tmp_path / "model"

@@ -41,7 +41,7 @@ def config(tmp_path: Path, precision: str) -> Config:
     )
 
 
-def test_gradients_are_those_of_fp32(device: Device) -> None:
+def test_gradients_are_those_of_fp32(device: Device):
     gradients = []
     for each in (CPU, device):
         state = tiny_state()
@@ -57,9 +57,7 @@ def test_gradients_are_those_of_fp32(device: Device) -> None:
     assert (error > 0) == (device.precision == "bf16")
 
 
-def test_a_run_learns_and_resumes_bit_identical(
-    config: Config, precision: str, tmp_path: Path
-) -> None:
+def test_a_run_learns_and_resumes_bit_identical(config: Config, precision: str, tmp_path: Path):
     def fit(out: Path, *callbacks: Callable[[dict[str, Any]], bool]) -> int:
         return Trainer(config, out, console=Console(quiet=True), callbacks=callbacks).fit().code
 

@@ -33,7 +33,7 @@ def measure(workload: Workload, largest: int) -> tuple[list[dict[str, Any]], str
     return batch.measure(workload, PEAKED, largest, 2, Console(quiet=True))
 
 
-def test_rows_of_training_steps() -> None:
+def test_rows_of_training_steps():
     rows, ended = measure(build(), 5)
     assert [row["micro_batch"] for row in rows] == [1, 2, 4]
     assert "5" in ended
@@ -50,19 +50,19 @@ def test_rows_of_training_steps() -> None:
         assert row["peak_memory_bytes"] > 1e6
 
 
-def test_mfu_needs_a_peak_and_counts_devices() -> None:
+def test_mfu_needs_a_peak_and_counts_devices():
     assert describe_mfu(1.0, TINY_GPT, CPU) == {"mfu": None, "mfu_causal": None}
     mfu = describe_mfu(1.0, TINY_GPT, PEAKED, n_peaks=2)["mfu"]
     assert mfu == pytest.approx(flops_per_token(TINY_GPT, causal=False) / 2e15)
 
 
-def test_resized_workload_takes_the_same_step() -> None:
+def test_resized_workload_takes_the_same_step():
     workload = build(1).resize(4)
     assert workload.step_config.micro_batch == 4
     assert workload.step() == build(4).step()
 
 
-def test_initial_loss_is_uniform_without_vocabulary_padding() -> None:
+def test_initial_loss_is_uniform_without_vocabulary_padding():
     config = replace(TINY_LLAMA, tie_embeddings=False, vocab_multiple=1)
     workload = build_workload(config, MACHINE, batch_seqs=2, micro_batch=2)
     model = workload.state.model
@@ -70,7 +70,7 @@ def test_initial_loss_is_uniform_without_vocabulary_padding() -> None:
     assert workload.step().loss == pytest.approx(math.log(97), abs=0.1)
 
 
-def test_sizes_that_would_swap_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_would_swap_are_not_run(monkeypatch: pytest.MonkeyPatch):
     allowed = estimate_step_bytes(TINY_GPT, 2 * TINY_GPT.seq_len)
     monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: allowed)
     rows, ended = measure(build(), 8)
@@ -78,7 +78,7 @@ def test_sizes_that_would_swap_are_not_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert "micro-batch 4" in ended
 
 
-def test_out_of_memory_ends_the_benchmark_without_gradients() -> None:
+def test_out_of_memory_ends_the_benchmark_without_gradients():
     workload = build()
     forward = workload.state.forward
 
@@ -98,7 +98,7 @@ def test_out_of_memory_ends_the_benchmark_without_gradients() -> None:
 
 def test_command_writes_its_answer_as_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
-) -> None:
+):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     words = "bench batch --preset tiny --largest 2 --repeats 2 --seq-len 8 --device cpu --out"
     answer = ask(f"{words} {tmp_path}")

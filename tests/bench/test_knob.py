@@ -50,7 +50,7 @@ def build_summing(spec: WorkerSpec, stack: ExitStack) -> Training:
     return make_training(spec, lambda batch: float(batch.targets_BT.sum()))
 
 
-def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "_ADDED_VARIABLES", {"ADDED"})
     monkeypatch.setenv("ADDED", "123")
     names = ("build_failing", "build_exiting", "build_summing", "build_summing")
@@ -69,7 +69,7 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     assert not any(worker.processes for worker in workers)
 
 
-def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(runner, "SPAWN", multiprocessing.get_context("spawn"))  # as in use
         worker = Worker(spec=SPEC)
@@ -85,7 +85,7 @@ def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None
     assert not process.is_alive()
 
 
-def test_undisturbed_rounds_are_those_with_fast_probes() -> None:
+def test_undisturbed_rounds_are_those_with_fast_probes():
     worker = Worker(spec=SPEC, seconds=[0.5, 0.25, 0.5], loss=4.0, steps=5)
     assert worker.select_undisturbed([1, 2, 3]) == (1, 2, 3)
     worker.probes = [100.0, 84.0, 86.0]
@@ -100,7 +100,7 @@ def test_undisturbed_rounds_are_those_with_fast_probes() -> None:
     assert (row["tokens_per_second"], row["best"], row["skipped"]) == (None, None, "died")
 
 
-def test_training_starts_at_the_uniform_loss_and_learns() -> None:
+def test_training_starts_at_the_uniform_loss_and_learns():
     spec = replace(SPEC, micro_batch=4)  # a measured one may differ, and so the last bits
     first = build_training(spec, ExitStack())
     losses = [first.run(steps)["loss"] for steps in (1, 9)]
@@ -118,7 +118,7 @@ def run_knob(words: str, tmp_path: Path, ask: Ask) -> list[dict[str, Any]]:
     return answer["rows"]
 
 
-def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, ask: Ask) -> None:
+def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, ask: Ask):
     rows = run_knob("activation_checkpointing --repeats 2", tmp_path, ask)
     assert len(rows) >= 3
     assert len({row["loss"] for row in rows}) == 1
@@ -130,7 +130,7 @@ def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, a
     assert rows[1]["tokens_per_second"]["repeats"] == 2
 
 
-def test_values_are_parsed_and_applied() -> None:
+def test_values_are_parsed_and_applied():
     assert read_values("machine.micro_batch", "1,auto") == ("micro_batch", {"1": 1, "auto": "auto"})
     setting, values = read_values("attention", "")
     assert "flash" in values
@@ -142,6 +142,6 @@ def test_values_are_parsed_and_applied() -> None:
 @pytest.mark.parametrize(
     ("setting", "values"), [("nope", ""), ("sharding", ""), ("micro_batch", ""), ("compile", "so")]
 )
-def test_unknown_settings_and_values_are_errors(setting: str, values: str) -> None:
+def test_unknown_settings_and_values_are_errors(setting: str, values: str):
     with pytest.raises(ConfigError):
         read_values(setting, values)

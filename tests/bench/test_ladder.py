@@ -35,7 +35,7 @@ FIRST = WorkerSpec(
 )
 
 
-def test_rungs_add_switches_and_keep_the_loss() -> None:
+def test_rungs_add_switches_and_keep_the_loss():
     rungs = select_rungs(list_rungs(CPU, TINY_GPT, 2), "2,4,7,12")
     rows = list(measure_rungs(FIRST, rungs, CPU, 2, QUIET))
     assert [row["name"] for row in rows] == [rung.name for rung in rungs]
@@ -56,7 +56,7 @@ def test_rungs_add_switches_and_keep_the_loss() -> None:
         assert row["speedup"] == row["tokens_per_second"] / measured[0]["tokens_per_second"]
 
 
-def test_switches_change_what_they_are_named_after() -> None:
+def test_switches_change_what_they_are_named_after():
     spec = FIRST
     for rung in list_rungs(CPU, TINY_GPT, 2)[:12]:
         spec = rung.apply(spec)
@@ -80,7 +80,7 @@ def make_worker(seconds: list[float]) -> Worker:
 @pytest.mark.parametrize(
     ("ratios", "kept"), [([1.2, 1.1, 1.3], True), ([0.99], True), ([0.5, 0.9, 0.7], False)]
 )
-def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool) -> None:
+def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool):
     row = describe_rung(Rung(name="x"), make_worker([2.0, 4.0, 3.0]), ratios, 200.0, CPU)
     assert row["kept"] is kept
     assert row["speedup"] == pytest.approx(8 / 3)
@@ -88,7 +88,7 @@ def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool) -> None:
     assert (row["peak_memory_bytes"], row["loss"], row["mfu"]) == (5, 1.5, None)
 
 
-def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch):
     rungs = list_rungs(CPU, TINY_GPT, 1)
     missing = {rung.name for rung in rungs if rung.missing} - {"compile", "native kernels"}
     assert missing == {"TF32 products", "bf16 products", "largest micro-batch"}
@@ -100,13 +100,13 @@ def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     assert (row["speedup"], row["kept"], row["skipped"]) == (None, False, "alone")
 
 
-def test_processes_double_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_double_up_to_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
     rungs = list_rungs(CPU, TINY_GPT, 2)[12:]
     assert [(rung.fields["nproc"], rung.fields["batch_seqs"]) for rung in rungs] == [(2, 4), (4, 8)]
 
 
-def test_two_processes_match_one_on_the_same_batch() -> None:
+def test_two_processes_match_one_on_the_same_batch():
     losses = []
     for nproc in (1, 2):
         worker = Worker(spec=replace(FIRST, batch_seqs=4, nproc=nproc))
@@ -117,7 +117,7 @@ def test_two_processes_match_one_on_the_same_batch() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_rungs_are_selected_by_number() -> None:
+def test_rungs_are_selected_by_number():
     rungs = list_rungs(CPU, TINY_GPT, 1)
     names = [rung.name for rung in select_rungs(rungs, "4, 6")]
     assert names == [rungs[0].name, rungs[3].name, rungs[5].name]
@@ -125,7 +125,7 @@ def test_rungs_are_selected_by_number() -> None:
         select_rungs(rungs, "99")
 
 
-def test_a_failing_rung_is_skipped_unless_it_is_the_reference() -> None:
+def test_a_failing_rung_is_skipped_unless_it_is_the_reference():
     first = list_rungs(CPU, TINY_GPT, 2)[0]
     broken = Rung(name="broken", machine={"attention": "nothing"})
     rows = list(measure_rungs(FIRST, [first, broken, first], CPU, 1, QUIET))
@@ -136,7 +136,7 @@ def test_a_failing_rung_is_skipped_unless_it_is_the_reference() -> None:
         list(measure_rungs(broken.apply(FIRST), [first], CPU, 1, QUIET))
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     sizes = "--preset tiny --rungs 4 --repeats 1 --device cpu"
     words = f"bench ladder {sizes} --out {tmp_path} --name new --batch-tokens"

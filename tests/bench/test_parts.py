@@ -42,9 +42,7 @@ def groups_by_name(workload: Workload) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("master_weights", ["off", "on"])
-def test_operations_of_a_real_step(
-    model_config: ModelConfig, master_weights: str, precision: str
-) -> None:
+def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: str, precision: str):
     if (precision, master_weights) == ("fp32", "on"):
         pytest.skip("master weights are for low precision")
     fixed = TORCH | {"master_weights": master_weights}
@@ -82,12 +80,12 @@ def test_operations_of_a_real_step(
         ({"loss_chunk": 0}, "aten::_log_softmax_backward_data", "loss"),
     ],
 )
-def test_operations_of_other_kernels(machine: dict[str, Any], name: str, group: str) -> None:
+def test_operations_of_other_kernels(machine: dict[str, Any], name: str, group: str):
     assert groups_by_name(build(**TORCH | machine))[name] == {group}
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
-def test_native_kernels_count_for_what_they_compute() -> None:
+def test_native_kernels_count_for_what_they_compute():
     machine = {"attention": "native", "gemm_backend": "native", "fused": "on", "adamw": "native"}
     groups = groups_by_name(build(precision="bf16", **machine))
     expected = {
@@ -116,7 +114,7 @@ class Event:
         self.self_device_time_total = 2e6
 
 
-def test_operations_count_for_themselves_or_for_what_calls_them() -> None:
+def test_operations_count_for_themselves_or_for_what_calls_them():
     step = Event("step")
     norm = Event("aten::layer_norm", step)
     loss = Event("_ChunkedCrossEntropy", step)
@@ -149,7 +147,7 @@ def test_operations_count_for_themselves_or_for_what_calls_them() -> None:
     assert sum(sum_groups(events, on_cuda=True).values()) == 2 * len(events)
 
 
-def test_sums_are_sums(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sums_are_sums(capsys: pytest.CaptureFixture[str]):
     answer = measure(build(), PEAKED, 3, Console())
     parts = {part["name"]: part for part in answer["parts"]}
     step = answer["step_seconds"]["median"]
@@ -178,7 +176,7 @@ def test_sums_are_sums(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     sizes = "--preset tiny --repeats 1 --seq-len 8 --device cpu"
     words = f"bench parts {sizes} --trace --out {tmp_path} --batch-tokens"

@@ -32,11 +32,11 @@ def figure(median: float, low: float, high: float, repeats: int = 5) -> dict[str
         ("mfu", None, ""),
     ],
 )
-def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str) -> None:
+def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str):
     assert format_cell(key, value) == cell
 
 
-def test_record_has_answer_commit_and_hardware(tmp_path: Path) -> None:
+def test_record_has_answer_commit_and_hardware(tmp_path: Path):
     command = ["megatoken", "bench", "ladder"]
     path = write_record(tmp_path, "some", {"x": figure(2, 1, 3)}, "a cpu", command)
     record = json.loads(path.read_text())

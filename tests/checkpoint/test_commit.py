@@ -51,7 +51,7 @@ def newest_step(root: Path) -> tuple[int | None, list[str]]:
     return (found[1].step if found else None), errors
 
 
-def test_commit_writes_every_file_and_its_hash(tmp_path: Path) -> None:
+def test_commit_writes_every_file_and_its_hash(tmp_path: Path):
     folder = commit_small(tmp_path / "run" / "checkpoints", 7)
     assert folder == tmp_path / "run" / "checkpoints" / "step-00000007"
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000007"]
@@ -70,7 +70,7 @@ def test_commit_writes_every_file_and_its_hash(tmp_path: Path) -> None:
     assert newest_step(folder.parent) == (7, [])
 
 
-def test_list_steps_ignores_other_names(tmp_path: Path) -> None:
+def test_list_steps_ignores_other_names(tmp_path: Path):
     assert list_steps(tmp_path / "nothing") == []
     for step in (30, 5, 123456789):
         commit_small(tmp_path, step)
@@ -87,7 +87,7 @@ def test_list_steps_ignores_other_names(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [5, 30, 123456789]
 
 
-def test_commit_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+def test_commit_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Path):
     folder = commit_small(tmp_path, 3)
     inode = folder.stat().st_ino
     assert commit_small(tmp_path, 3) == folder
@@ -103,7 +103,7 @@ def test_commit_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Pa
     assert verify(folder).step == 3
 
 
-def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path):
     for step in (5, 10, 15, 20, 25, 30):
         commit_small(tmp_path, step)
     removed = prune(tmp_path, keep_last=2, keep_every=20)
@@ -120,7 +120,7 @@ def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(4)
-def test_prune_counts_valid_checkpoints_only(tmp_path: Path) -> None:
+def test_prune_counts_valid_checkpoints_only(tmp_path: Path):
     for step in (1, 2, 3, 4, 5):
         commit_small(tmp_path, step)
     flip_bit(tmp_path / "step-00000005" / "weights.bin", 3)
@@ -137,7 +137,7 @@ def test_prune_counts_valid_checkpoints_only(tmp_path: Path) -> None:
 
 def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_was_written(
     tmp_path: Path,
-) -> None:
+):
     folders = [commit_small(tmp_path, step) for step in (1, 2, 3)]
     verified = {folder: verify(folder).files for folder in folders}
     for change in (
@@ -152,7 +152,7 @@ def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_wa
         assert newest_step(tmp_path)[0] == 2
 
 
-def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path) -> None:
+def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path):
     commit_small(tmp_path, 1)
     (tmp_path / ".tmp-step-00000002-ab" / "tokenizer").mkdir(parents=True)
     (tmp_path / ".tmp-step-00000002-ab" / "tokenizer" / "x").write_text("x")
@@ -169,7 +169,7 @@ def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path) -> N
     remove_leftovers(tmp_path / "nothing")
 
 
-def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
+def test_missing_space_is_found_before_writing(tmp_path: Path):
     with pytest.raises(StorageError):
         commit_small(tmp_path, 9, needed_bytes=2**50)
     assert list_names(tmp_path) == []
@@ -182,9 +182,7 @@ def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_failing_writer_leaves_only_earlier_checkpoints(
-    tmp_path: Path, failure: Exception
-) -> None:
+def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failure: Exception):
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
         raise failure
@@ -200,7 +198,7 @@ def test_a_failing_writer_leaves_only_earlier_checkpoints(
 @pytest.mark.fault(20)
 def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     fsync, good = (
         os.fsync,
         [7],
@@ -228,7 +226,7 @@ def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
 @pytest.mark.parametrize("failing", ["write", "fsync", "read"])
 def test_a_file_is_written_again_when_its_error_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, failing: str
-) -> None:
+):
     written, errors = [], [OSError(number, os.strerror(number)) for _ in range(2)]
 
     def write(path: Path) -> None:
@@ -249,7 +247,7 @@ def test_a_file_is_written_again_when_its_error_passes(
 
 
 @pytest.mark.fault(23)
-def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path: Path) -> None:
+def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path: Path):
     root = tmp_path / "checkpoints"
 
     def remove_all(path: Path) -> None:
@@ -268,7 +266,7 @@ def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path:
 
 
 @pytest.mark.fault(54)
-def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path) -> None:
+def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path):
     commit_small(tmp_path, 1)
     ended, written, reads, last = threading.Event(), [1], 0, 0
 
@@ -315,13 +313,13 @@ def soaked() -> dict[str, Any]:
 
 
 @pytest.mark.fault(3, 4)
-def test_kills_and_errors_at_system_calls_lose_nothing(soaked: dict[str, Any]) -> None:
+def test_kills_and_errors_at_system_calls_lose_nothing(soaked: dict[str, Any]):
     assert soaked["failures"] == []
     assert soaked["tried"] == 18
     assert soaked["points"] > 600
 
 
-def test_a_power_cut_would_lose_nothing(soaked: dict[str, Any]) -> None:
+def test_a_power_cut_would_lose_nothing(soaked: dict[str, Any]):
     power_loss = soaked["power_loss"]
     assert (power_loss.pop("files"), power_loss.pop("folders")) == (4, 2)
     assert all(power_loss.values())

@@ -88,7 +88,7 @@ def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
 @pytest.mark.fault(54)
 def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     load_tokenizer("bytes").save(tmp_path / "tokenizer")
     (tmp_path / "config.yaml").touch()
     states = [
@@ -117,9 +117,7 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
 
 
 @pytest.mark.fault(47)
-def test_a_save_tells_whether_it_still_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.yaml").touch()
     (tmp_path / "tokenizer").mkdir()
     hangs, goes_on = threading.Event(), threading.Event()
@@ -179,7 +177,7 @@ def trained(steps: int, optimizer: str = "") -> TrainState:
 
 @pytest.mark.parametrize("optimizer", ["", "muon", *OPTIMIZERS])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path) -> None:
+def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path):
     state = trained(steps, optimizer)
     saved, manifest = save(state, tmp_path)
     resumed = new_state(optimizer, seed=99)
@@ -197,7 +195,7 @@ def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path
 
 def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     saved, manifest = save(trained(2, "sgd"), tmp_path)
     monkeypatch.setattr("megatoken.checkpoint.manifest.hash_file", pytest.fail)
     path = saved / "optimizer.safetensors"
@@ -217,7 +215,7 @@ def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
     assert all(entry.mtime_ns == (saved / name).stat().st_mtime_ns for name, entry in files.items())
 
 
-def test_the_files_hold_the_state_of_the_optimizer(tmp_path: Path) -> None:
+def test_the_files_hold_the_state_of_the_optimizer(tmp_path: Path):
     names = set(tiny_state().sharded.full_shapes)
     for optimizer, keys in (
         ("", {"exp_avg", "exp_avg_sq", "step"}),
@@ -239,7 +237,7 @@ def test_the_files_hold_the_state_of_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(27)
-def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path):
     saved, manifest = save(trained(1), tmp_path)
     sgd, other = new_state("sgd"), new_state()
     before = {name: tensor.clone() for name, tensor in sgd.model.state_dict().items()}
@@ -258,7 +256,7 @@ def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) ->
         restore_state(saved, manifest, other)
 
 
-def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path):
     state = trained(1, "sgd")
     state.optimizer.state[state.sharded.local_params["norm.weight"]]["count"] = 3
     with pytest.raises(ConfigError):
@@ -321,7 +319,7 @@ def check_equal(whole: TrainState, shard: Shard) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_state_is_resharded_like_its_parameters(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     whole = new_state(optimizer)
     for step in range(2):
         step_elementwise(whole, step)
@@ -364,7 +362,7 @@ def test_optimizer_state_is_resharded_like_its_parameters(
 @pytest.mark.parametrize(
     "model_config", [TINY_GPT, replace(TINY_LLAMA, tie_embeddings=False, rope_factor=2.0)]
 )
-def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path) -> None:
+def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path):
     state = tiny_state(model_config=model_config)
     model = load_checkpoint_model(*save(state, tmp_path))
     assert model.config == model_config
@@ -372,7 +370,7 @@ def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path) -> Non
     assert torch.equal(model(inputs), state.model(inputs))
 
 
-def test_the_manifest_has_these_field_names(tmp_path: Path) -> None:
+def test_the_manifest_has_these_field_names(tmp_path: Path):
     saved, manifest = save(tiny_state(model_config=TINY_LLAMA), tmp_path)
     assert manifest.meta["shape"] == {
         "n_layer": 2, "n_head": 2, "n_kv_head": 1, "d_model": 32, "d_ff": 96, "vocab_size": 97, "seq_len": 16,
@@ -385,7 +383,7 @@ def test_the_manifest_has_these_field_names(tmp_path: Path) -> None:
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
 
 
-def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
+def test_the_loss_scale_is_restored(tmp_path: Path):
     state = trained(1)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     state.scaler.scale(torch.ones(()))  # the scale exists from its first use on
@@ -397,7 +395,7 @@ def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
     assert resumed.scaler.state_dict() == state.scaler.state_dict()
 
 
-def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
+def test_fp16_resumes_what_another_precision_saved(tmp_path: Path):
     state = trained(2)
     assert state.scaler.state_dict() == {}
     saved, manifest = save(state, tmp_path)
@@ -413,9 +411,7 @@ def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("change", [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}])
-def test_another_model_is_refused_before_a_weight_changes(
-    tmp_path: Path, change: dict[str, int]
-) -> None:
+def test_another_model_is_refused_before_a_weight_changes(tmp_path: Path, change: dict[str, int]):
     saved, manifest = save(trained(1), tmp_path)
     model = GPT(replace(TINY_GPT, **change), seed=1)
     other = build_state(model, tiny_config(), CPU)
@@ -425,7 +421,7 @@ def test_another_model_is_refused_before_a_weight_changes(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> None:
+def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path):
     runs = [save(tiny_state(seed=seed), tmp_path / str(seed))[0] for seed in (1, 2)]
     weights = [load_file(run / "model.safetensors")["tokens.weight"] for run in runs]
     merged = consolidate(runs[0], tmp_path / "out", pytest.fail)
@@ -439,7 +435,7 @@ def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> No
     assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
 
 
-def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
+def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved():
     state = tiny_state()
     # The scaled loss overflows fp32.
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)

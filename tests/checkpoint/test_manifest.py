@@ -28,7 +28,7 @@ def forge_manifest(folder: Path, change: dict[str, object]) -> None:
 
 
 @pytest.mark.fault(24)
-def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: Path) -> None:
+def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: Path):
     """A hundredth of `make soak`."""
     answer = soak(tmp_path, flips=90, clean=9, seed=1)
     assert answer["clean"] == {"loads": 9, "false_alarms": 0}
@@ -36,7 +36,7 @@ def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: 
 
 
 @pytest.mark.fault(25)
-def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path: Path) -> None:
+def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path: Path):
     for root in write_runs(tmp_path).values():
         newest, older = step_folder(root, 2), step_folder(root, 1)
         names = [*verify(newest).files, MANIFEST]
@@ -66,7 +66,7 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
         assert newest_step(root) == (2, [])
 
 
-def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path) -> None:
+def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path):
     good = commit_small(tmp_path / "good", 20)
     other = commit_small(tmp_path / "good", 21)
     bad = tmp_path / "bad" / good.name
@@ -92,7 +92,7 @@ def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path) -
     assert_damaged(tmp_path / "nowhere")
 
 
-def test_a_manifest_that_names_files_outside_is_damaged(tmp_path: Path) -> None:
+def test_a_manifest_that_names_files_outside_is_damaged(tmp_path: Path):
     folder = commit_small(tmp_path, 1)
     (tmp_path / "outside").write_bytes(b"x")
     for name in ("../outside", str(tmp_path / "outside"), "manifest.json", "", "a\0b"):
@@ -102,7 +102,7 @@ def test_a_manifest_that_names_files_outside_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(26)
-def test_another_format_is_refused_and_never_overwritten(tmp_path: Path) -> None:
+def test_another_format_is_refused_and_never_overwritten(tmp_path: Path):
     commit_small(tmp_path, 10)
     folder = commit_small(tmp_path, 20)
     forge_manifest(folder, {"format": 2})
@@ -131,7 +131,7 @@ def test_another_format_is_refused_and_never_overwritten(tmp_path: Path) -> None
         {"files": {"weights.bin": {"bytes": -1, "xxh3_128": ""}}},
     ],
 )
-def test_malformed_manifests_are_damaged(change: dict[str, object], tmp_path: Path) -> None:
+def test_malformed_manifests_are_damaged(change: dict[str, object], tmp_path: Path):
     folder = commit_small(tmp_path, 1)
     forge_manifest(folder, change)
     assert_damaged(folder)

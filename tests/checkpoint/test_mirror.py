@@ -79,7 +79,7 @@ def no_warning(line: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["memory", "s3"], indirect=True)
-def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
+def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
     run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
     assert fetch_run(run, address, no_warning) is None
     save(run, 10)
@@ -104,7 +104,7 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
 
 def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
     for step in (10, 20):
         save(tmp_path / "run", step)
@@ -119,7 +119,7 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     refuse_missing_path(address)
 
 
-def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path) -> None:
+def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path):
     """As one that is extended from before the decay: later checkpoints go when the newest here is there."""
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20, 30):
@@ -133,7 +133,7 @@ def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path)
     assert "rewound" not in (run / IDENTITY).read_text()
 
 
-def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Path) -> None:
+def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Path):
     run, store, rules = tmp_path / "run", ObjectStore(address), {"keep_last": 2, "keep_every": 40}
     for step in range(10, 130, 10):
         save(run, step)
@@ -146,7 +146,7 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
     assert folders == {f"step-{step:08d}" for step in (20, 40, 80, 110, 120)}
 
 
-def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path) -> None:
+def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20):
         save(run, step)
@@ -160,7 +160,7 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
     assert list_mirrored(store) == [30]
 
 
-def test_the_step_being_uploaded_is_not_removed(tmp_path: Path) -> None:
+def test_the_step_being_uploaded_is_not_removed(tmp_path: Path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     prune(tmp_path / "checkpoints", keep_last=1, keep_every=0, keep=[10])
@@ -179,7 +179,7 @@ def test_the_step_being_uploaded_is_not_removed(tmp_path: Path) -> None:
 )
 def test_damage_there_is_named_and_the_one_before_is_used(
     damage: Callable[[ObjectStore, str], None], address: str, tmp_path: Path
-) -> None:
+):
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20):
         save(run, step)
@@ -203,7 +203,7 @@ class Killed(BaseException):
 
 def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Every change of the store is the last one in turn, and is made to the half."""
     run, call, moments = tmp_path / "run", ObjectStore._call, 0
     monkeypatch.setattr(object_store, "THREADS", 1)
@@ -249,7 +249,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     )  # small files, files of the checkpoint, its mark, removals of the one before
 
 
-def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path):
     """SIGKILL by itself after the files and before the mark."""
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
     save(run, 10)
@@ -285,9 +285,7 @@ mirror_uploads.main([{str(run)!r}, {address!r}, {json.dumps(KEEP)!r}])
     assert list_mirrored(store) == [20]
 
 
-def test_failures_of_an_upload_are_told(
-    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch):
     run = tmp_path / "run"
     uploads = MirrorUploads(run, "s3://no-such-bucket/run", **KEEP)
     uploads.start(None)
@@ -306,7 +304,7 @@ def test_failures_of_an_upload_are_told(
 
 def test_what_a_store_changes_is_noticed(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     run = tmp_path / "run"
     save(run, 10)
     call = ObjectStore._call
@@ -328,7 +326,7 @@ def test_what_a_store_changes_is_noticed(
     assert list_mirrored(ObjectStore(address)) == [10]
 
 
-def test_one_copy_is_of_one_run(address: str, tmp_path: Path) -> None:
+def test_one_copy_is_of_one_run(address: str, tmp_path: Path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     check_owner(one, ObjectStore(address))

@@ -57,7 +57,7 @@ def greedy(model: GPT, messages: list[Message], tokens: int) -> list[int]:
     )[0]
 
 
-def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]):
     line = f"chat {folder} -p Hi --system 'Be brief.' --tokens 6 --temperature 0"
     words = shlex.split(line)
     assert main(words) == ExitCode.DONE
@@ -81,7 +81,7 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFix
 )
 def test_wrong_input(
     words: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write_hf(tmp_path, draw_model(), byte_tokenizer(), "fp32")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     names = {"FOLDER": folder, "PLAIN": str(tmp_path)}
@@ -130,7 +130,7 @@ class Terminal:
 
 
 @LINUX
-def test_a_conversation_in_a_terminal(folder: str) -> None:
+def test_a_conversation_in_a_terminal(folder: str):
     pytest.importorskip("readline")
     words = f"chat {folder} --tokens 4000 --temperature 0"
     with Terminal([*COMMAND, *words.split()]) as terminal:

@@ -35,7 +35,7 @@ def test_a_tab_at_the_terminal(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash on this machine")
@@ -51,7 +51,7 @@ def test_a_tab_at_the_terminal(
         terminal.read(f"{completed}#", seconds=20)
 
 
-def test_zsh_script_names_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_script_names_recipes_and_settings(capsys: pytest.CaptureFixture[str]):
     assert main(["completion", "zsh"]) == ExitCode.DONE
     script = capsys.readouterr().out
     assert "gpt3-175b" in script

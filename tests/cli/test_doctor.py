@@ -13,7 +13,7 @@ from megatoken.errors import ExitCode
 HERE = Path()
 
 
-def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", f"{tmp_path}/not/there", "--json"]) == ExitCode.DONE
     printed = capsys.readouterr()
     findings = {finding["name"]: finding for finding in json.loads(printed.out)["findings"]}
@@ -37,7 +37,7 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_failed_check_is_bad_and_sets_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setattr(
         doctor, "PROGRAM", r"import sys; sys.stderr.write('no route to host\n'); sys.exit(1)"
     )
@@ -48,13 +48,13 @@ def test_a_failed_check_is_bad_and_sets_the_exit_code(
     assert main(["doctor", str(tmp_path)]) == ExitCode.CONFIG
 
 
-def test_processes_that_do_not_answer_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_answer_are_bad(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "MEET_SECONDS", 0.4)
     assert doctor.check_collective(HERE)[:2] == ("bad", "two processes did not meet in 0 s")
 
 
-def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(doctor, "find_compiler", lambda: "")
     monkeypatch.setattr(doctor, "MIN_DISK", 1e30)
     for check in (doctor.check_compiler, doctor.check_disk):
@@ -65,7 +65,7 @@ def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert doctor.check_versions(HERE).state == "bad"
 
 
-def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch):
     """Rank 1 connects to rank 0, which has exited."""
     program = doctor.PROGRAM.replace("JOIN_SECONDS = 30", "JOIN_SECONDS = 1")
     monkeypatch.setattr(
@@ -80,14 +80,14 @@ def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not hold root")
-def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path):
     tmp_path.chmod(0o500)
     assert doctor.check_disk(tmp_path)[0] == "bad"
 
 
 def test_missing_native_kernels_and_our_own_errors_have_their_remedies(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr("megatoken.native.library.find_library", lambda: None)
     assert doctor.check_native(HERE)[0] == "lacking"
     monkeypatch.undo()

@@ -74,9 +74,7 @@ def run(data: Path) -> Path:
     return data / "run"
 
 
-def test_tasks_score_the_same_during_training_and_afterwards(
-    run: Path, data: Path, ask: Ask
-) -> None:
+def test_tasks_score_the_same_during_training_and_afterwards(run: Path, data: Path, ask: Ask):
     rows = read_rows(run, "eval")
     assert [(row["step"], row["task"], row["n"]) for row in rows] == [
         (step, task, 30) for step in (0, 10, 20) for task in ("hellaswag", "lambada")
@@ -91,7 +89,7 @@ def test_tasks_score_the_same_during_training_and_afterwards(
 
 def test_several_models_in_one_table(
     run: Path, data: Path, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """One of them has a context that no choice fits into."""
     short = tmp_path / "short"
     short.mkdir()
@@ -123,7 +121,7 @@ def test_several_models_in_one_table(
     assert "<!-- bits per byte -->" in picture.read_text()
 
 
-def test_predictions_are_in_file_order_and_give_the_scores(run: Path, data: Path, ask: Ask) -> None:
+def test_predictions_are_in_file_order_and_give_the_scores(run: Path, data: Path, ask: Ask):
     line = f"eval {run} --tasks hellaswag --data {data}/tasks/hellaswag.jsonl --examples"
     metrics = ask(line)["tasks"]["hellaswag"]
     examples = metrics["examples"]
@@ -145,9 +143,7 @@ def eval_on_rank(rank: int, lines: list[str], answers: Path) -> None:
             (answers / str(number)).write_text(output.getvalue())
 
 
-def test_two_processes_give_the_result_of_one(
-    run: Path, data: Path, tmp_path: Path, ask: Ask
-) -> None:
+def test_two_processes_give_the_result_of_one(run: Path, data: Path, tmp_path: Path, ask: Ask):
     tasks = f"eval {run} --tasks hellaswag --data {data}/tasks --examples"
     text = f"eval {run} --data {data}/text.txt"
     run_ranks(eval_on_rank, [tasks, text], tmp_path, nprocs=2)
@@ -161,9 +157,7 @@ def test_two_processes_give_the_result_of_one(
     assert two == single
 
 
-def test_loss_on_shards_equals_the_validation_loss_of_the_run(
-    run: Path, data: Path, ask: Ask
-) -> None:
+def test_loss_on_shards_equals_the_validation_loss_of_the_run(run: Path, data: Path, ask: Ask):
     line = f"eval {run} --data {data}/shards"
     result = ask(f"{line} --limit 100000")
     last = read_rows(run, "val")[-1]
@@ -178,7 +172,7 @@ def test_loss_on_shards_equals_the_validation_loss_of_the_run(
 
 def test_data_left_out_are_what_the_runs_trained_on(
     run: Path, data: Path, tmp_path: Path, ask: Ask
-) -> None:
+):
     expected = ask(f"eval {run} --data {data}/shards")
     assert ask(f"eval {run}") == expected
     shutil.copytree(run, tmp_path / "copy")
@@ -186,7 +180,7 @@ def test_data_left_out_are_what_the_runs_trained_on(
     assert [model["loss"] for model in several] == [expected["loss"]] * 2
 
 
-def test_loss_on_text_covers_all_of_it(run: Path, data: Path, ask: Ask) -> None:
+def test_loss_on_text_covers_all_of_it(run: Path, data: Path, ask: Ask):
     result = ask(f"eval {run} --data {data}/text.txt")
     text = sum(len(line) for line in LINES)
     assert result["text_bytes"] == text - 1  # the first byte is no target
@@ -205,7 +199,7 @@ def test_loss_on_text_covers_all_of_it(run: Path, data: Path, ask: Ask) -> None:
 )
 def test_text_without_a_known_character_is_no_nan(
     unk: str | None, text_bytes: int, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     vocabulary = {"</s>": 0, "<unk>": 1, "x": 2}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unk))
     inner.add_special_tokens(["</s>", "<unk>"])
@@ -220,7 +214,7 @@ def test_text_without_a_known_character_is_no_nan(
     assert (" - " in capsys.readouterr().out) == (unk is None)
 
 
-def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
+def test_a_model_that_diverged_has_no_scores(data: Path):
     tokenizer, model = load_tokenizer("bytes"), draw_model()
     examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
     assert evaluate(model, tokenizer, tasks=examples)["tasks"]["own"]["n"] == 1
@@ -234,7 +228,7 @@ def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
         evaluate(model, tokenizer, data=data / "text.txt")
 
 
-def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None:
+def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path):
     for stop in (10, 0):
         train_with_tasks(data, tmp_path / "run", stop=stop)
     for kind in ("eval", "val"):
@@ -268,7 +262,7 @@ def test_wrong_input_is_a_one_line_error(
     row: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
     (data / "else" / "checkpoints").mkdir(parents=True, exist_ok=True)
     (data / "else" / "config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
@@ -277,7 +271,7 @@ def test_wrong_input_is_a_one_line_error(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path) -> None:
+def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path):
     write_task(tmp_path, "lambada", [{"text": "fine line"}, {"text": 3}])
     for setting, error in (
         ("evaluate.tasks=lambda", ConfigError),

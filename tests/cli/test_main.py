@@ -50,18 +50,18 @@ def corpus(tmp_path: Path) -> Path:
         ("llama3.2-1b", 1_235_814_400, 58_954_088_448),
     ],
 )
-def test_describe(name: str, parameters: int, full: int, ask: Ask) -> None:
+def test_describe(name: str, parameters: int, full: int, ask: Ask):
     answer = ask(f"describe {name}")
     assert (answer["parameters"], answer["flops_per_token_full"]) == (parameters, full)
 
 
-def test_describe_follows_settings(ask: Ask) -> None:
+def test_describe_follows_settings(ask: Ask):
     answer = ask("describe gpt2-124m model.d_model=384 model.n_layer=2")
     assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)
     assert (answer["positions"], answer["tied"]) == ("learned", True)  # keys of --json
 
 
-def test_describe_takes_the_vocabulary_of_the_data_or_the_preset(tmp_path: Path, ask: Ask) -> None:
+def test_describe_takes_the_vocabulary_of_the_data_or_the_preset(tmp_path: Path, ask: Ask):
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
     for words, vocab_size in (
         ("llama-110m model.vocab_size=0", 32_000),
@@ -71,13 +71,13 @@ def test_describe_takes_the_vocabulary_of_the_data_or_the_preset(tmp_path: Path,
         assert ask(f"describe {words}")["vocab_size"] == vocab_size
 
 
-def test_config_has_origins(ask: Ask) -> None:
+def test_config_has_origins(ask: Ask):
     answer = ask("config quickstart optim.lr=1e-3")
     assert answer["origins"]["optim.lr"] == "command line"
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
-def test_overview_lists_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_lists_every_command(words: list[str], capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(*words, capsys=capsys)
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert code == 0
@@ -88,7 +88,7 @@ def test_overview_lists_every_command(words: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_has_an_example_that_parses(
     name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with pytest.raises(SystemExit, match=r"^0$"):
         main([name, "--help"])
     example = load_command(name).EXAMPLE
@@ -154,7 +154,7 @@ ERRORS = f"""
 @pytest.mark.parametrize("row", ERRORS.strip().splitlines())
 def test_errors_are_one_line_and_an_exit_code(
     row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     code, *words = shlex.split(row)
     exit_code, out, err = run(*words, capsys=capsys)
@@ -164,7 +164,7 @@ def test_errors_are_one_line_and_an_exit_code(
     assert not list(tmp_path.iterdir()), "an error leaves no files"
 
 
-def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
+def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path):
     program = (
         "import sys; from megatoken.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit(str({'torch', 'numpy'} & {*sys.modules}) if 'numpy' in sys.modules else code)"
@@ -183,12 +183,12 @@ def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere[/v2]", "[red]x"])
-def test_words_of_users_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_of_users_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]):
     for words in (["train", name], ["sample", name, name], ["verify", name], ["describe", name]):
         assert name in run(*words, capsys=capsys)[2]
 
 
-def test_closed_streams_are_no_failure(corpus: Path, tmp_path: Path) -> None:
+def test_closed_streams_are_no_failure(corpus: Path, tmp_path: Path):
     words = [*COMMAND, "prepare", str(corpus), "--tokenizer", "bytes", "--out"]
     for redirection in ("| true", ">&-", "<&-", "2>&-"):
         line = f"{shlex.join([*words, str(tmp_path / redirection)])} {redirection}"
@@ -197,14 +197,14 @@ def test_closed_streams_are_no_failure(corpus: Path, tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_stdout_cannot_encode_is_replaced() -> None:
+def test_what_stdout_cannot_encode_is_replaced():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     words = ["launch", "slurm", "quickstart", "--nproc", "2", "data.path=naïve"]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr, "data.path=na?ve" in done.stdout) == (0, "", True)
 
 
-def test_no_file_of_the_current_folder_is_imported(tmp_path: Path) -> None:
+def test_no_file_of_the_current_folder_is_imported(tmp_path: Path):
     names = "json torch numpy re xxhash tokenizers yaml argparse pickle signal"
     for name in names.split():
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\n")
@@ -225,7 +225,7 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_dataset_or_text_is_no_model(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_or_text_is_no_model(corpus: Path, capsys: pytest.CaptureFixture[str]):
     data = str(corpus.parent / "my [data]")
     words = ["prepare", str(corpus), "--out", data, "--tokenizer", "bytes"]
     code, out, err = run(*words, capsys=capsys)
@@ -241,7 +241,7 @@ def test_prepare_train_sample_verify_plot(
     ask: Ask,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     data, out = f"{tmp_path}/data", f"{tmp_path}/run"
     prepared = ask(f"prepare {corpus} --out {data} --tokenizer bpe:300 --workers 1")
     assert (prepared["documents"], prepared["shards"]) == (20, 2)
@@ -271,7 +271,7 @@ def test_prepare_train_sample_verify_plot(
     assert (code, shard.name in text) == (ExitCode.DATA, True)
 
 
-def test_settings_and_options_mix_with_positional_words() -> None:
+def test_settings_and_options_mix_with_positional_words():
     options = parse(shlex.split("train optim.lr=1 --out o quickstart save.every=2 --init a.b=c"))
     assert (options.recipe, options.init) == ("quickstart", "a.b=c")
     assert options.overrides == ["optim.lr=1", "save.every=2"]
@@ -283,9 +283,7 @@ def test_settings_and_options_mix_with_positional_words() -> None:
     assert (options.contenders, options.overrides) == (["a", "b c.d=e"], ["f.g=h"])
 
 
-def test_home_is_expanded_after_an_equals_sign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_is_expanded_after_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))

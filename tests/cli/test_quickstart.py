@@ -22,7 +22,7 @@ SHORT = """budget.steps=2 model.n_layer=1 model.d_model=32 machine.micro_batch=2
     evaluate.tokens=512"""
 
 
-def test_recipes_name_the_command_that_makes_their_dataset() -> None:
+def test_recipes_name_the_command_that_makes_their_dataset():
     of_users = {"finetune", "sft", "dpo", "reward", "grpo", "ppo"}
     for recipe in {*list_recipes()} - of_users:
         data = resolve(recipe).config.data.path
@@ -34,7 +34,7 @@ def test_recipes_name_the_command_that_makes_their_dataset() -> None:
 
 def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     part = {"stdlib": Path(asyncio.__file__).parent}
     monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_paths=lambda: part))
@@ -65,7 +65,7 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
         ("...", "..."),
     ],
 )
-def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path) -> None:
+def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text(text)
     megatoken.prepare(f"{tmp_path}/a.txt", f"{tmp_path}/data", tokenizer="bytes", val_fraction=0)
     assert find_prompt(load_dataset(f"{tmp_path}/data")) == prompt
@@ -73,7 +73,7 @@ def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path
 
 def test_quickstart_on_own_text_is_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     lines = [f"Day {day}: we sailed {day * 7} miles, then {day % 5} more.\n" for day in range(3000)]
     Path("ship log.txt").write_text("".join(lines))

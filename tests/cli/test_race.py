@@ -24,7 +24,7 @@ from tests.tiny_model import TINY_GPT
 from tests.tiny_run import read_losses, read_rows
 
 
-def test_p_values() -> None:
+def test_p_values():
     """Critical values of Student's distribution, and t = 2 / (1 / sqrt 3) of three pairs."""
     table = {(12.7062, 1): 0.05, (9.92484, 2): 0.01, (-3.18245, 3): 0.05, (2.22814, 10): 0.05}
     assert [two_sided(*key) for key in table] == pytest.approx([*table.values()], rel=1e-4)
@@ -39,14 +39,14 @@ def make_curve(losses: list[float], seconds: float = 1.0) -> Curve:
     return Curve(100 * steps, seconds * steps, np.array(losses))
 
 
-def test_the_crossing_lies_on_the_line_between_two_validations() -> None:
+def test_the_crossing_lies_on_the_line_between_two_validations():
     curve = make_curve([5.0, 4.0, 3.0, 3.5, 2.0])  # crosses 3.25 twice
     crossings = {3.25: pytest.approx(175.0), 4.0: 100.0, 2.0: 400.0, 1.9: None}
     assert {target: curve.find_crossing(target) for target in crossings} == crossings
     assert make_curve([5.0, math.inf, 3.0]).find_crossing(4.0) == 200.0
 
 
-def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(race_report, "read_model", lambda folder: (TINY_GPT, {}))
 
     def make_row(seconds: float, *losses: list[float]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     assert (late["reached"], late["tokens_p"], late["tokens_ratio"]["repeats"]) == (2, None, 2)
 
 
-def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_path: Path) -> None:
+def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_path: Path):
     rows: list[dict[str, Any]] = [{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}]
     for step, seconds in enumerate((60.0, 2.0, 2.0, 2.0), start=1):
         rows.append({"kind": "train", "step": step, "tokens": 10 * step, "seconds": seconds})
@@ -88,7 +88,7 @@ def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_pa
 @pytest.mark.usefixtures("forked_runs")
 def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     recipe: str, tmp_path: Path, ask: Ask
-) -> None:
+):
     out = tmp_path / "out"
     line = f"race {recipe} '{recipe} optim.lr=3e-2' --out {out} --tokens"
     alone = ask(f"{line} 5120 --seeds 1")
@@ -124,7 +124,7 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
 
 
 @pytest.mark.slow
-def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask) -> None:
+def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask):
     line = f"race {recipe} '{recipe} optim.lr=3e-3' --tokens 24576 --seeds 1 evaluate.every=8192tok"
     turns = f"{line} --turn 1s --out {tmp_path}/turns"
     process = subprocess.Popen([*COMMAND, *shlex.split(turns)], stdout=subprocess.DEVNULL)
@@ -142,7 +142,7 @@ def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask) 
 @pytest.mark.usefixtures("forked_runs")
 def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
     recipe: str, tmp_path: Path, ask: Ask
-) -> None:
+):
     prepare_text(tmp_path / "data", TEXT, tokenizer="bpe:300")
     other = f"'{recipe} data.path={tmp_path}/data'"
     answer = ask(f"race {recipe} {other} --tokens 1024 --seeds 1 --out {tmp_path}/out")
@@ -163,7 +163,7 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, row: str) -> None:
+def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, row: str):
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
     row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
     code, *words = shlex.split(row)

@@ -79,7 +79,7 @@ def rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path) -> None:
+def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path):
     run = write_run(tmp_path / "run")
 
     def slow_down(row: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path)
     assert {"12.5%", "1m20s x 2", "1.00e+13"} <= {*cells}
 
 
-def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path) -> None:
+def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path):
     page = build_page([write_run(tmp_path / "a<b>")], price=3.6, ladder=None)
     elements = Elements(page)
     tags = [tag for tag, _ in elements.found]
@@ -120,7 +120,7 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert run["val"] == {"step": [40], "tokens": [20480], "elapsed_seconds": [20], "loss": [4.125]}
 
 
-def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
+def test_rewards_have_curves_and_a_column(tmp_path: Path):
     run = write_run(tmp_path / "grpo", steps=4)
 
     def reward(row: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
     )
 
 
-def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path) -> None:
+def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path):
     """By the price list where the device is in it; GPU-hours of two processes."""
     run = write_run(tmp_path / "a", steps=40)
     facts = {"device": "NVIDIA H100 80GB HBM3", "processes": 2}
@@ -167,7 +167,7 @@ def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path) -> None:
     assert "RunPod" not in page
 
 
-def test_long_runs_are_means_with_their_lowest_and_highest() -> None:
+def test_long_runs_are_means_with_their_lowest_and_highest():
     steps = 10 * MAX_POINTS
     rows = [
         {"kind": "train", "step": s, "tokens": s, "elapsed_seconds": s, "loss": float(s % 10)}
@@ -181,7 +181,7 @@ def test_long_runs_are_means_with_their_lowest_and_highest() -> None:
     assert train["step"][:2] == [4.5, 14.5]
 
 
-def test_bad_input_is_refused(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path):
     run = str(write_run(tmp_path / "a"))
     (tmp_path / "no.json").write_text("{}")
     for words, code in (
@@ -207,7 +207,7 @@ def serve_run(run: Path) -> str:
     return lines.get(timeout=60).split()[0]
 
 
-def test_the_server_shows_the_run_as_it_is_now_to_this_machine_alone(tmp_path: Path) -> None:
+def test_the_server_shows_the_run_as_it_is_now_to_this_machine_alone(tmp_path: Path):
     run = write_run(tmp_path / "a")
     address = serve_run(run)
     with urllib.request.urlopen(address) as answer:
@@ -234,7 +234,7 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser) -> None:
+def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser):
     page = tmp_path / "report.html"
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
     page.write_text(build_page(runs, price=None, ladder=None))
@@ -252,9 +252,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser) -> None:
     assert browser.evaluate(heads)[0] == "loss (nats per token), dashed: validation"
 
 
-def test_a_live_page_gets_new_samples_and_keeps_what_is_open(
-    tmp_path: Path, browser: Browser
-) -> None:
+def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, browser: Browser):
     run = write_run(tmp_path / "run", text="early")
     browser.open(serve_run(run))
     samples = "[...document.querySelectorAll('details')].map(each => [each.innerText.split('\\n').pop(), each.open])"

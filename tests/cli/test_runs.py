@@ -36,9 +36,7 @@ def list_runs(ask: Ask, words: object) -> dict[str, dict[str, Any]]:
     return {Path(row["run"]).name: row for row in ask(f"runs {words}")["runs"]}
 
 
-def test_states_progress_and_losses(
-    tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_progress_and_losses(tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]):
     write_run(tmp_path / "a" / "finished")
     write_run(tmp_path / "live", state="running", step=40, eta_seconds=61.0, phase="validate")
     write_run(tmp_path / "dead", state="running", pid=GONE)
@@ -70,7 +68,7 @@ def test_states_progress_and_losses(
     assert row in [line[:7] for line in lines]
 
 
-def test_logs_may_be_missing_torn_or_long(tmp_path: Path, ask: Ask) -> None:
+def test_logs_may_be_missing_torn_or_long(tmp_path: Path, ask: Ask):
     (write_run(tmp_path / "missing") / "metrics.jsonl").unlink()
     rows = [
         {"kind": "val" if n < 4 else "train", "step": n, "tokens": n, "loss": n}
@@ -87,7 +85,7 @@ def test_logs_may_be_missing_torn_or_long(tmp_path: Path, ask: Ask) -> None:
 
 def test_a_comparison_shows_the_settings_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     runs = [
         str(write_run(tmp_path / "a", "optim.lr=1e-3")),
         str(write_run(tmp_path / "b", "seed=7", "optim.lr=2e-3")),
@@ -99,14 +97,14 @@ def test_a_comparison_shows_the_settings_that_differ(
     assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
 
 
-def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, ask: Ask) -> None:
+def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, ask: Ask):
     for name, step in (("a", 5), ("b", None), ("c", 7)):
         write_run(tmp_path / name, step=step)
     assert list(list_runs(ask, tmp_path)) == ["a", "b", "c"]
     assert list(list_runs(ask, f"{tmp_path} --sort step")) == ["c", "a", "b"]
 
 
-def test_nothing_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert main(["runs", f"{tmp_path}/missing"]) == ExitCode.DATA
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0

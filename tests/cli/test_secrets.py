@@ -24,7 +24,7 @@ def test_no_secret_is_in_any_output_or_file(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:
+):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
@@ -44,7 +44,7 @@ def test_no_secret_is_in_any_output_or_file(
     assert "***" in (tmp_path / "job.sh").read_text()
 
 
-def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.MonkeyPatch):
     for name in ("DB_PASS", "AUTH", "MY_CREDENTIALS", "GITHUB_PAT", "WANDB_APIKEY"):
         monkeypatch.setenv(name, f"value-of-{name}")
         assert redact(f"prompt value-of-{name}") == "prompt ***", name
@@ -66,11 +66,11 @@ def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.Monke
         "the API key is empty — --api-key — use letters and digits",
     ],
 )
-def test_other_text_stays(text: str) -> None:
+def test_other_text_stays(text: str):
     assert redact(text) == text
 
 
-def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", 'a"b\\c/d')
     monkeypatch.setenv("OTHER_TOKEN", "yes")  # too short to be one
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
@@ -90,7 +90,7 @@ def test_text_of_a_model_and_json_are_exact(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:
+):
     text = 'git clone ssh://git@host/x --token "abc" ?key="x" a_secret'
     monkeypatch.setenv("MY_KEY", "a_secret")
     tokenizer = load_tokenizer("bytes")

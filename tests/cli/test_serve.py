@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sigterm_finishes_a_running_answer(model: Path) -> None:
+def test_sigterm_finishes_a_running_answer(model: Path):
     command = [sys.executable, "-m", "megatoken", "serve", str(model), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -50,7 +50,7 @@ def test_sigterm_finishes_a_running_answer(model: Path) -> None:
         process.wait()
 
 
-def test_sigint_ends_it_with_a_json_object(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigint_ends_it_with_a_json_object(model: Path, capsys: pytest.CaptureFixture[str]):
     def interrupt() -> None:
         while signal.getsignal(signal.SIGINT) is default:
             time.sleep(0.01)
@@ -69,7 +69,7 @@ def test_sigint_ends_it_with_a_json_object(model: Path, capsys: pytest.CaptureFi
     assert answer["address"].startswith("http://127.0.0.1:")
 
 
-def test_refused_options(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_options(model: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for options in (

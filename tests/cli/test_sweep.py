@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
     raise AssertionError("waited 150 s")
 
 
-def test_ranges_are_distributions_of_settings() -> None:
+def test_ranges_are_distributions_of_settings():
     words = ["optim.lr=log:1e-4..3e-3", "model.n_layer=2..4", "optim.schedule=wsd|cosine", "seed=3"]
     space, fixed = parse_space("quickstart", words)
     assert space == {
@@ -57,7 +57,7 @@ def test_ranges_are_distributions_of_settings() -> None:
         "optim.lr=1e-3",
     ],
 )
-def test_wrong_ranges_are_refused(word: str) -> None:
+def test_wrong_ranges_are_refused(word: str):
     with pytest.raises(ConfigError):
         parse_space("quickstart", [word])
 
@@ -65,7 +65,7 @@ def test_wrong_ranges_are_refused(word: str) -> None:
 @pytest.mark.usefixtures("forked_runs")
 def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     recipe: str, tmp_path: Path, ask: Ask
-) -> None:
+):
     out = tmp_path / "out"
     # The mirror is not used: it has room for one run.
     line = f"sweep {recipe} --out {out} save.mirror={tmp_path}/copies"
@@ -84,7 +84,7 @@ def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
 
 
 @pytest.mark.parametrize("name", ["missing", "train"])
-def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path) -> None:
+def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path):
     prepare_text(tmp_path / "train", TEXT, val_fraction=0.0)
     paths = f"data.path={Path(recipe).with_name('data')}|{tmp_path}/{name}"
     line = f"sweep {recipe} optim.lr=1e-3|2e-3 {paths} --out {tmp_path}/out"
@@ -93,7 +93,7 @@ def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path) -> None:
+def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path):
     words = "model.vocab_size=10 optim.lr=1e-3|2e-3 --jobs 2"
     assert main(f"sweep {recipe} {words} --out {tmp_path}/out".split()) == ExitCode.DATA
 
@@ -124,7 +124,7 @@ def draw_trials(
     return values
 
 
-def test_combinations_of_choices_are_tried_once(recipe: str, tmp_path: Path) -> None:
+def test_combinations_of_choices_are_tried_once(recipe: str, tmp_path: Path):
     words = ["optim.lr=1e-3|2e-3|4e-3", "model.n_head=1|2"]
     combinations = [(rate, heads) for rate in ("1e-3", "2e-3", "4e-3") for heads in "12"]
     assert draw_trials(recipe, words, tmp_path / "once", 6) == combinations
@@ -136,14 +136,14 @@ def test_combinations_of_choices_are_tried_once(recipe: str, tmp_path: Path) -> 
     assert {*first, *rest} == {*combinations}
 
 
-def test_a_restarted_search_draws_the_same_values(recipe: str, tmp_path: Path) -> None:
+def test_a_restarted_search_draws_the_same_values(recipe: str, tmp_path: Path):
     words = ["optim.lr=log:1e-4..1e-1", "optim.beta1=0.8..0.9"]
     values = draw_trials(recipe, words, tmp_path / "once", 5)
     assert len(set(values)) == 5
     assert draw_trials(recipe, words, tmp_path / "killed", 5, (0, 2, 3)) == values
 
 
-def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> None:
+def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
     """A search does not depend on when logs are read: all losses are there at the first look."""
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
     expected = [([3.0, 2.0, 1.0], False), ([3.5], True), ([2.0, 1.5, 1.25], False)]
@@ -165,7 +165,7 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> 
 
 def test_a_sweep_that_is_killed_resumes_its_run(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     trial = tmp_path / "out" / "trial-000"
     line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
     line += " budget.steps=300 save.every=20steps machine.threads=1"

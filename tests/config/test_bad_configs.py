@@ -20,7 +20,7 @@ def test_bad_configs_exit_with_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     # Building it takes most of the time.
     monkeypatch.setattr("megatoken.cli.arguments.build_parser", lambda _: PARSER)

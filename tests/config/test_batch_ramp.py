@@ -13,7 +13,7 @@ GPT3 = BatchRamp(32_768, 524_288, 4_000_000_000)
 @pytest.mark.parametrize(
     "ramp", [GPT3, BatchRamp(16, 100, 1000), BatchRamp(16, 16, 500), BatchRamp(3, 64, 10)], ids=str
 )
-def test_tokens_before_a_batch_are_the_sum_of_earlier_sizes(ramp: BatchRamp) -> None:
+def test_tokens_before_a_batch_are_the_sum_of_earlier_sizes(ramp: BatchRamp):
     batches = range(min(ramp.count(ramp.length) + 50, 3000))
     sizes = [ramp.size(batch) for batch in batches]
     assert [ramp.before(batch) for batch in batches] == [0, *accumulate(sizes)][:-1]
@@ -23,7 +23,7 @@ def test_tokens_before_a_batch_are_the_sum_of_earlier_sizes(ramp: BatchRamp) -> 
         assert ramp.count(ramp.before(batch)) == batch
 
 
-def test_batches_grow_linearly_in_tokens() -> None:
+def test_batches_grow_linearly_in_tokens():
     assert (GPT3.size(0), GPT3.size(10**6)) == (32_768, 524_288)
     full = next(batch for batch in range(0, 10**6, 10) if GPT3.size(batch) == GPT3.full)
     assert GPT3.before(full) == pytest.approx(4e9, rel=2e-3)
@@ -34,7 +34,7 @@ def test_batches_grow_linearly_in_tokens() -> None:
     assert len(shares) == full - 1
 
 
-def test_a_token_budget_counts_the_small_batches() -> None:
+def test_a_token_budget_counts_the_small_batches():
     words = ["budget.tokens=300e9", "budget.batch_start=32768", "budget.batch_ramp=4e9"]
     config = resolve("gpt2-124m", words).config
     steps = config.total_steps(0)

@@ -12,7 +12,7 @@ from megatoken.model.flops import count_matmul_parameters
 WIDTH = 64 * 12
 
 
-def test_depth_12_is_the_size_of_modern_124m() -> None:
+def test_depth_12_is_the_size_of_modern_124m():
     config = load_config("depth-12")
     base = load_config("modern-124m")
     assert config.model.resolve(50257) == PRESETS["modern-124m"]
@@ -31,7 +31,7 @@ def test_depth_12_is_the_size_of_modern_124m() -> None:
     ("depth", "width", "heads"),
     [(1, 64, 1), (3, 192, 3), (6, 384, 3), (12, 768, 6), (20, 1280, 10)],
 )
-def test_sizes_of_a_depth(depth: int, width: int, heads: int) -> None:
+def test_sizes_of_a_depth(depth: int, width: int, heads: int):
     config = load_config(f"depth-{depth}")
     model = config.model.resolve(50257)
     sizes = (model.n_layer, model.d_model, model.n_head, model.d_ff)
@@ -40,14 +40,14 @@ def test_sizes_of_a_depth(depth: int, width: int, heads: int) -> None:
     assert config.budget.tokens == 20 * weights
 
 
-def test_learning_rates_follow_width_and_batch() -> None:
+def test_learning_rates_follow_width_and_batch():
     small, large = (load_config(f"depth-{depth}") for depth in (6, 24))
     ratio = (large.budget.batch_tokens / small.budget.batch_tokens) ** 0.5
     assert large.optim.matrix_lr / small.optim.matrix_lr == pytest.approx(ratio, rel=0.01)
     assert large.optim.lr / small.optim.lr == pytest.approx(ratio / 4**0.5, rel=0.01)
 
 
-def test_derived_settings_have_a_rule_and_can_be_overridden() -> None:
+def test_derived_settings_have_a_rule_and_can_be_overridden():
     resolved = resolve("depth-6", ["budget.tokens=1e6"])
     assert resolved.config.budget.tokens == 1_000_000
     assert resolved.origins["budget.tokens"] == "command line"
@@ -56,6 +56,6 @@ def test_derived_settings_have_a_rule_and_can_be_overridden() -> None:
 
 
 @pytest.mark.parametrize("name", ["depth-0", "depth-201", "depth12"])
-def test_other_depths_are_refused(name: str) -> None:
+def test_other_depths_are_refused(name: str):
     with pytest.raises(ConfigError):
         resolve(name)

@@ -37,7 +37,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_values_keep_their_origins(tmp_path: Path) -> None:
+def test_values_keep_their_origins(tmp_path: Path):
     path = write(tmp_path, RECIPE)
     resolved = resolve(path, ["optim.lr=1e-3", "model.n_layer=3", "budget.tokens=1e6"])
     assert resolved.config.model.n_layer == 3
@@ -57,7 +57,7 @@ def test_values_keep_their_origins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", list_recipes())
-def test_a_preset_override_replaces_sizes_and_switches(recipe: str) -> None:
+def test_a_preset_override_replaces_sizes_and_switches(recipe: str):
     batch = ["budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=524288"]
     vocab_size = resolve(recipe).config.model.vocab_size
     for name, preset in PRESETS.items():
@@ -73,7 +73,7 @@ def test_a_preset_override_replaces_sizes_and_switches(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("null", ["null", "~", ""])
-def test_null_is_no_value(tmp_path: Path, null: str) -> None:
+def test_null_is_no_value(tmp_path: Path, null: str):
     text = f"model: {{init: {null}}}\ndata:\n  path: {null}\nsample: {null}\n"
     text += f"budget: {{steps: 1, tokens: {null}}}\nsave: {{mirror: 'null'}}\n"
     config = resolve(write(tmp_path, text)).config
@@ -98,7 +98,7 @@ def test_null_is_no_value(tmp_path: Path, null: str) -> None:
         "Null",
     ],
 )
-def test_rendered_config_loads_again(tmp_path: Path, text: str) -> None:
+def test_rendered_config_loads_again(tmp_path: Path, text: str):
     words = [f"data.path={text}", f"sample.prompt={text}", "optim.lr=1e-05", "log.every=3"]
     resolved = resolve(write(tmp_path, RECIPE), words)
     rendered = render(resolved.config, resolved.origins)
@@ -106,12 +106,12 @@ def test_rendered_config_loads_again(tmp_path: Path, text: str) -> None:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_any_text_is_read_back_from_yaml(text: str) -> None:
+def test_any_text_is_read_back_from_yaml(text: str):
     node = yaml.compose(f"key: {format_value(text)}  # a comment\n")
     assert node.value[0][1].value == text
 
 
-def test_an_origin_is_a_comment_of_one_line(tmp_path: Path) -> None:
+def test_an_origin_is_a_comment_of_one_line(tmp_path: Path):
     folder = tmp_path / "two\nlines: \udc80"
     folder.mkdir()
     resolved = resolve(write(folder, RECIPE))
@@ -133,7 +133,7 @@ GPT3 = {
 
 
 @pytest.mark.parametrize("name", GPT3)
-def test_gpt3_recipes_are_the_papers(name: str) -> None:
+def test_gpt3_recipes_are_the_papers(name: str):
     config = resolve(name).config
     optim, budget = config.optim, config.budget
     assert (optim.lr, budget.batch_tokens) == (GPT3[name][0], GPT3[name][1] * 1024)
@@ -145,7 +145,7 @@ def test_gpt3_recipes_are_the_papers(name: str) -> None:
     assert config.model.preset == name
 
 
-def test_words_of_other_tools_name_settings() -> None:
+def test_words_of_other_tools_name_settings():
     words = yaml.safe_load(WORDS.read_text())
     assert {text.partition(" ")[0] for text in words.values()} <= FIELDS.keys()
     assert not words.keys() & {key.rpartition(".")[2] for key in FIELDS}
@@ -163,7 +163,7 @@ def test_words_of_other_tools_name_settings() -> None:
         ["evaluate.every=0", "evaluate.patience=3"],
     ],
 )
-def test_ignored_overrides_are_refused(words: list[str], tmp_path: Path) -> None:
+def test_ignored_overrides_are_refused(words: list[str], tmp_path: Path):
     resolved = resolve("quickstart", words[:1])
     with pytest.raises(ConfigError, match=words[1].partition("=")[0]):
         resolve("quickstart", words)
@@ -171,7 +171,7 @@ def test_ignored_overrides_are_refused(words: list[str], tmp_path: Path) -> None
     assert resolve(write(tmp_path, rendered)).config == resolved.config
 
 
-def test_conditions_name_settings_and_values() -> None:
+def test_conditions_name_settings_and_values():
     for spec in FIELDS.values():
         cause, _, values = spec.only_if.replace("!", "").partition("=")
         if cause:
@@ -179,13 +179,13 @@ def test_conditions_name_settings_and_values() -> None:
             assert not choices or set(values.split("|")) <= set(choices), spec.key
 
 
-def test_registered_choices_satisfy_every_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_choices_satisfy_every_condition(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatoken.config.fields._REGISTERED", {"optim.name": ["mine"]})
     config = load_config("quickstart", "optim.name=mine", "optim.matrix_lr=0.5")
     assert config.optim.matrix_lr == 0.5
 
 
-def test_changes_are_listed_with_what_a_resume_may_do() -> None:
+def test_changes_are_listed_with_what_a_resume_may_do():
     old = load_config("quickstart", "optim.lr=3e-3")
     words = ["optim.lr=1e-4", "data.path=/moved", "machine.micro_batch=1", "seed=1"]
     new = load_config("quickstart", *words)
@@ -197,13 +197,13 @@ def test_changes_are_listed_with_what_a_resume_may_do() -> None:
     ]
 
 
-def test_redacted_secrets_are_no_change() -> None:
+def test_redacted_secrets_are_no_change():
     old = load_config("quickstart", "sample.prompt=see https://***@host")
     new = load_config("quickstart", "sample.prompt=see https://user:password@host")
     assert list_changes(old, new) == []
 
 
-def test_a_resume_may_leave_out_initial_weights() -> None:
+def test_a_resume_may_leave_out_initial_weights():
     old, new, other = (load_config("quickstart", f"model.init={name}") for name in ("a", "", "b"))
     assert list_changes(old, new) == []
     assert [str(change) for change in list_changes(old, other)] == ["model.init: a -> b"]

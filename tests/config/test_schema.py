@@ -23,13 +23,13 @@ from megatoken.config.validate import validate
         ("0.01dur", 0.01, "dur"),
     ],
 )
-def test_duration_formats(text: str, count: float, unit: str) -> None:
+def test_duration_formats(text: str, count: float, unit: str):
     value = Duration(count, unit)
     assert parse_value(FIELDS["save.every"], text) == value
     assert parse_value(FIELDS["save.every"], str(value)) == value
 
 
-def test_duration_in_steps() -> None:
+def test_duration_in_steps():
     sizes = {"batch_tokens": 1000, "epoch_tokens": 50_000, "total_steps": 400}
     assert Duration(7).steps(**sizes) == 7
     assert Duration(12_000, "tok").steps(**sizes) == 12
@@ -57,14 +57,14 @@ def test_duration_in_steps() -> None:
         ("seed", "9007199254740993", 9007199254740993),
     ],
 )
-def test_values_are_parsed(key: str, text: str, value: object) -> None:
+def test_values_are_parsed(key: str, text: str, value: object):
     parsed = parse_value(FIELDS[key], text)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 @given(st.text(max_size=12))
-def test_any_text_parses_or_raises_value_error(text: str) -> None:
+def test_any_text_parses_or_raises_value_error(text: str):
     for spec in FIELDS.values():
         with contextlib.suppress(ValueError):
             assert isinstance(parse_value(spec, text), str | int | float | bool | Duration)
@@ -125,7 +125,7 @@ save.time_limit:       save.time_limit=soon
 
 
 @pytest.mark.parametrize("row", CONFLICTS.strip().splitlines())
-def test_conflicting_settings_are_reported(row: str) -> None:
+def test_conflicting_settings_are_reported(row: str):
     key, words = row.split(": ")
     assert find_conflicts(words) == [key]
 
@@ -140,11 +140,11 @@ def test_conflicting_settings_are_reported(row: str) -> None:
         "optim.warmup=0.1dur optim.decay=1dur",
     ],
 )
-def test_valid_configs_have_no_conflicts(words: str) -> None:
+def test_valid_configs_have_no_conflicts(words: str):
     assert find_conflicts(words) == []
 
 
-def test_preset_fills_unset_fields() -> None:
+def test_preset_fills_unset_fields():
     model = build({"model.preset": "gpt2-355m", "model.n_layer": 3}).model
     assert (model.n_layer, model.d_model, model.n_head, model.vocab_size) == (3, 1024, 16, 50257)
     model = build({"model.preset": "llama3.2-1b", "model.vocab_size": 0}).model
@@ -152,7 +152,7 @@ def test_preset_fills_unset_fields() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_valid_and_round_trip(name: str) -> None:
+def test_presets_are_valid_and_round_trip(name: str):
     config = build({"model.preset": name, "budget.batch_tokens": PRESETS[name].seq_len})
     assert list(validate(config)) == []
     assert config.model.resolve(1) == PRESETS[name]
@@ -168,12 +168,12 @@ def test_presets_are_valid_and_round_trip(name: str) -> None:
         ("llama3-8b", "swiglu", 5120, 14336),
     ],
 )
-def test_d_ff_follows_d_model_unless_given(preset: str, mlp: str, d_model: int, d_ff: int) -> None:
+def test_d_ff_follows_d_model_unless_given(preset: str, mlp: str, d_model: int, d_ff: int):
     config = build({"model.preset": preset, "model.mlp": mlp, "model.d_model": d_model})
     assert config.model.resolve(1).d_ff == d_ff
 
 
-def test_total_steps() -> None:
+def test_total_steps():
     assert build({}).total_steps(10) == 1
     assert build_config({"budget.tokens": 10_000_000_000}).total_steps(10) == 19073
     epochs = build_config({"budget.epochs": 2.0, "budget.batch_tokens": 1024})
@@ -183,10 +183,10 @@ def test_total_steps() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("", 0), ("90", 90), ("90m", 5400), ("11h30m", 41400), ("2d", 172800)]
 )
-def test_wall_clock_times(text: str, seconds: float) -> None:
+def test_wall_clock_times(text: str, seconds: float):
     assert parse_time(text) == seconds
 
 
-def test_flatten_is_the_inverse_of_build() -> None:
+def test_flatten_is_the_inverse_of_build():
     config = build({"model.n_layer": 3, "optim.lr": 0.5})
     assert build_config(flatten(config)) == config

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
+def test_ids_ends_and_greedy_answers_are_the_same(folder: Path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(ROWS, add_generation_prompt=True, return_dict=False)
     assert ids == TEMPLATE.encode(CHAT, reply=True)[0]
@@ -75,7 +75,7 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
     assert len(ours) == 2
 
 
-def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
+def test_generation_ends_where_the_model_says(tmp_path: Path):
     """It ends at one of several ids, none of which is named an end of text; exports keep them."""
     inner = tokenizers.Tokenizer.from_str(
         byte_tokenizer().to_json().replace("<|endoftext|>", "<end>")
@@ -95,7 +95,7 @@ def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "again" / name).read_text())["eos_token_id"] == [256, free[3]]
 
 
-def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path) -> None:
+def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path):
     written = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(written)
     text = plain.render(messages=ROWS, add_generation_prompt=True)
@@ -112,7 +112,7 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
 
 def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(hf_export, "drop_marks", lambda _: "{{ messages[0]['content'] }}")
     loaded = LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it")
     with pytest.raises(CheckpointError):
@@ -120,7 +120,7 @@ def test_a_template_that_writes_other_ids_is_not_exported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_a_template_has_no_chat_files(tmp_path: Path) -> None:
+def test_a_model_without_a_template_has_no_chat_files(tmp_path: Path):
     hf_export.write_hf(tmp_path, draw_model(TINY_GPT), byte_tokenizer(), "fp32")
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())

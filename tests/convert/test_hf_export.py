@@ -60,7 +60,7 @@ def reloaded(exported: tuple[GPT, Path]) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(exported[1]).eval()
 
 
-def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: Any) -> None:
+def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: Any):
     model = exported[0]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="transformers")
@@ -88,9 +88,7 @@ def decode(model: GPT, prompt: torch.Tensor) -> list[int]:
     return generate_ids(model, prompt[0].tolist(), sampling)[0]
 
 
-def test_greedy_text_is_the_same_without_padding_ids(
-    exported: tuple[GPT, Path], reloaded: Any
-) -> None:
+def test_greedy_text_is_the_same_without_padding_ids(exported: tuple[GPT, Path], reloaded: Any):
     model = exported[0]
     prompt = IDS[:1, :4]
     reloaded.generation_config.eos_token_id = None
@@ -103,7 +101,7 @@ def test_greedy_text_is_the_same_without_padding_ids(
 
 def test_the_folder_holds_no_padding_and_loads_silently(
     exported: tuple[GPT, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     folder = exported[1]
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == BYTES
     transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -116,7 +114,7 @@ def test_the_folder_holds_no_padding_and_loads_silently(
     assert printed.out + printed.err == ""
 
 
-def test_round_trip(exported: tuple[GPT, Path]) -> None:
+def test_round_trip(exported: tuple[GPT, Path]):
     model, folder = exported
     again, _ = load_hf(str(folder))
     # transformers' GPT-2 always has biases.
@@ -134,7 +132,7 @@ def test_round_trip(exported: tuple[GPT, Path]) -> None:
 @pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen3", True)])
 def test_a_model_of_transformers_has_the_same_logits_and_text(
     kind: str, tied: bool, tmp_path: Path
-) -> None:
+):
     torch.manual_seed(0)
     rope = {
         "rope_type": "llama3",
@@ -176,7 +174,7 @@ def test_a_model_of_transformers_has_the_same_logits_and_text(
         {"num_key_value_heads": 3},
     ],
 )
-def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any]):
     model_config = replace(FAMILIES["llama-untied"], n_kv_head=2)
     write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
     path = tmp_path / "config.json"
@@ -190,7 +188,7 @@ def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str,
     [{"embedding_norm": True}, {"logit_softcap": 15.0}, {"bias": True}, {"norm": "layernorm"}],
     ids=str,
 )
-def test_models_that_no_format_has_are_refused(switch: dict[str, Any], tmp_path: Path) -> None:
+def test_models_that_no_format_has_are_refused(switch: dict[str, Any], tmp_path: Path):
     model = draw_model(replace(FAMILIES["qwen3-tied"], **switch))
     for to in ("hf", "llmc"):
         with pytest.raises(ConfigError):
@@ -203,13 +201,13 @@ def export_model(model: GPT, folder: Path, to: str = "hf", dtype: str = "fp32") 
     return export(loaded, to, folder / "out", dtype, Console(quiet=True))
 
 
-def test_unused_ids_are_left_out(tmp_path: Path) -> None:
+def test_unused_ids_are_left_out(tmp_path: Path):
     answer = export_model(draw_model(replace(TINY_GPT, vocab_size=300)), tmp_path)
     assert answer["ids_left_out"] == 43
     assert load_hf(f"{tmp_path}/out")[0].config == TINY_GPT
 
 
-def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
+def test_bf16_export_is_compared_as_written(tmp_path: Path):
     answer = export_model(draw_model(), tmp_path, dtype="bf16")
     assert answer["max_relative_difference"] <= TOLERANCE
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -218,7 +216,7 @@ def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_target_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_a_target_that_exists_is_left_alone(tmp_path: Path):
     (tmp_path / "out").symlink_to("nowhere")
     with pytest.raises(StorageError):
         export_model(draw_model(), tmp_path)
@@ -251,16 +249,14 @@ def test_a_failed_export_leaves_nothing(
     target: str,
     value: object,
     expected: type[Exception],
-) -> None:
+):
     monkeypatch.setattr(target, value)
     with pytest.raises(expected):
         export_model(draw_model(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_transformers_verified_is_false(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_verified_is_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert export_model(draw_model(), tmp_path)["verified"] is False
     assert load_hf(f"{tmp_path}/out")[0].config == TINY_GPT

@@ -62,7 +62,7 @@ def logits_of(model: GPT) -> torch.Tensor:
         return model.logits(torch.arange(20)[None])
 
 
-def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]) -> None:
+def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]):
     reference, folder = small
     model, _ = load_hf(str(folder))
     assert model.config == ModelConfig(
@@ -75,7 +75,7 @@ def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]) -> None:
     torch.testing.assert_close(logits_of(model), logits, rtol=1e-5, atol=1e-6)
 
 
-def test_the_index_selects_weights(small: tuple[Any, Path], tmp_path: Path) -> None:
+def test_the_index_selects_weights(small: tuple[Any, Path], tmp_path: Path):
     folder = save(reference_model(seed=1, **SMALL), tmp_path)
     (folder / WEIGHTS).rename(tmp_path / "stale")
     save(small[0], folder, max_shard_size="5KB")
@@ -100,14 +100,12 @@ def rewrite(folder: Path, change: Change) -> None:
         lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()},
     ],
 )
-def test_older_layouts_of_the_same_model(
-    small: tuple[Any, Path], folder: Path, change: Change
-) -> None:
+def test_older_layouts_of_the_same_model(small: tuple[Any, Path], folder: Path, change: Change):
     rewrite(folder, change)
     assert torch.equal(logits_of(load_hf(str(folder))[0]), logits_of(load_hf(str(small[1]))[0]))
 
 
-def test_half_precision_becomes_fp32(folder: Path) -> None:
+def test_half_precision_becomes_fp32(folder: Path):
     rewrite(folder, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
     model, _ = load_hf(str(folder))
     saved = load_file(folder / WEIGHTS)["transformer.wpe.weight"]
@@ -125,7 +123,7 @@ def test_half_precision_becomes_fp32(folder: Path) -> None:
         lambda t: t | {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)},
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(folder: Path, change: Change) -> None:
+def test_tensors_that_do_not_fit_are_refused(folder: Path, change: Change):
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=re.escape(str(folder))):
         load_hf(str(folder))
@@ -144,14 +142,14 @@ def test_tensors_that_do_not_fit_are_refused(folder: Path, change: Change) -> No
         {"n_layer": 10**7},
     ],
 )
-def test_unsupported_configs_are_refused(folder: Path, values: dict[str, Any]) -> None:
+def test_unsupported_configs_are_refused(folder: Path, values: dict[str, Any]):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(CheckpointError):
         load_hf(str(folder))
 
 
-def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_path: Path) -> None:
+def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_path: Path):
     shards = save(small[0], tmp_path / "shards", max_shard_size="5KB")
     sorted(shards.glob("*.safetensors"))[1].unlink()
     (folder / WEIGHTS).unlink()
@@ -163,7 +161,7 @@ def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_pa
 
 def test_hub_names_are_found_in_the_local_cache(
     small: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -180,16 +178,14 @@ def test_hub_names_are_found_in_the_local_cache(
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "runs/absent", ""])
-def test_missing_paths_are_not_looked_up_on_the_hub(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_paths_are_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError) as caught:
         load_hf(name)
     assert "hub:" not in str(caught.value)
 
 
-def test_find_tokenizer(tmp_path: Path) -> None:
+def test_find_tokenizer(tmp_path: Path):
     with pytest.raises(CheckpointError):
         find_tokenizer(tmp_path, 130)
     (tmp_path / "vocab.json").touch()

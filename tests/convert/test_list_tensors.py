@@ -23,7 +23,7 @@ def list_tensors(name: str | Path, ask: Ask) -> dict[str, tuple[list[int], str]]
     return {row["name"]: (row["shape"], row["dtype"]) for row in answer["tensors"]}
 
 
-def test_files_of_other_programs(tmp_path: Path, ask: Ask) -> None:
+def test_files_of_other_programs(tmp_path: Path, ask: Ask):
     model = draw_model()
     write_hf(tmp_path, model, byte_tokenizer(), "bf16")
     tensors = list_tensors(tmp_path, ask)
@@ -39,7 +39,7 @@ def test_files_of_other_programs(tmp_path: Path, ask: Ask) -> None:
     assert tensors["transformer.h.0.mlp.c_fc.weight"] == ([128, 32], "float32")
 
 
-def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
+def test_sizes_are_read_without_weights(tmp_path: Path):
     (tmp_path / "hf").mkdir()
     write_hf(tmp_path / "hf", draw_model(), byte_tokenizer(), "fp32")
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -51,7 +51,7 @@ def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
         assert read_model_config(tmp_path / name) == TINY_GPT
 
 
-def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask) -> None:
+def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask):
     model = draw_model()
     checkpoint = save_run(tmp_path, model)
     expected = {name: (list(value.shape), "float32") for name, value in model.named_parameters()}

@@ -32,7 +32,7 @@ def equal(one: GPT, other: GPT) -> bool:
     )
 
 
-def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_format(tmp_path: Path):
     model = draw_model()
     write_llmc(tmp_path / "m.bin", model, "fp32")
     raw = (tmp_path / "m.bin").read_bytes()
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_written_and_read_back_equal(tmp_path: Path, dtype: str) -> None:
+def test_written_and_read_back_equal(tmp_path: Path, dtype: str):
     model = draw_model()
     write_llmc(tmp_path / "m.bin", model, dtype)
     again = read_llmc(tmp_path / "m.bin")
@@ -68,7 +68,7 @@ def test_written_and_read_back_equal(tmp_path: Path, dtype: str) -> None:
     assert not again.tokens.weight[BYTES:].any()
 
 
-def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path) -> None:
+def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path):
     path = save_llmc(tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300)))
     loaded = load_pretrained(path)
     with pytest.warns(UserWarning, match="43 ids"):
@@ -81,7 +81,7 @@ def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path) -> None:
     assert again.tokenizer.shares_ids(byte_tokenizer())
 
 
-def test_tokenizer_file(tmp_path: Path) -> None:
+def test_tokenizer_file(tmp_path: Path):
     write_tokenizer(tmp_path / "t.bin", byte_tokenizer())
     raw = (tmp_path / "t.bin").read_bytes()
     assert struct.unpack("<4i", raw[:16]) == (20240328, 2, BYTES, 256)
@@ -89,7 +89,7 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert raw.endswith(b"\x01\xff\x0d<|endoftext|>")
 
 
-def test_only_gpt2_can_be_written(tmp_path: Path) -> None:
+def test_only_gpt2_can_be_written(tmp_path: Path):
     with pytest.raises(ConfigError):
         write_llmc(tmp_path / "m.bin", draw_model(replace(TINY_GPT, d_ff=64)), "fp32")
 
@@ -110,14 +110,14 @@ def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
         set_int(400, 0x7FC00000),  # NaN
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[bytes], bytes]):
     path = save_llmc(tmp_path, draw_model())
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointError):
         load_pretrained(str(path), print)
 
 
-def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
+def test_tokenizers_that_do_not_fit(tmp_path: Path):
     path = save_llmc(tmp_path, draw_model(replace(TINY_GPT, vocab_size=200)))
     with pytest.raises(CheckpointError):
         load_pretrained(str(path), print)
@@ -144,7 +144,7 @@ int main(int argc, char **argv) {
 """
 
 
-def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -> None:
+def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path):
     """Build llm.c's CPU program from the sources in LLMC_CHECKOUT."""
     checkout = os.environ.get("LLMC_CHECKOUT")
     if not checkout or not shutil.which("gcc"):

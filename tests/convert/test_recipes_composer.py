@@ -165,7 +165,7 @@ evaluate.every 1000steps
 """
 
 
-def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
+def test_gpt3_350m_field_by_field(tmp_path: Path):
     path = write(tmp_path, GPT3_350M)
     assert translated_values(path) == read_fields(GPT3_FIELDS) | {
         "optim.weight_decay": str(1e-5 / 3e-4)
@@ -177,7 +177,7 @@ def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     assert resolved.origins["budget.batch_tokens"].startswith(f"{path}:{batch_line}, ")
 
 
-def test_weight_decay_equals_decoupled_adamw() -> None:
+def test_weight_decay_equals_decoupled_adamw():
     """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as in Composer's optimizer."""
     lr = 3e-4
     decoupled = 1e-5
@@ -224,7 +224,7 @@ save.keep_last 3
 """
 
 
-def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
+def test_llm_foundry_field_by_field(tmp_path: Path):
     path = write(tmp_path, FOUNDRY)
     assert translated_values(path) == read_fields(FOUNDRY_FIELDS)
     translation = translate_composer(path)
@@ -256,13 +256,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("old", "new"), REFUSED)
-def test_refused_settings(tmp_path: Path, old: str, new: str) -> None:
+def test_refused_settings(tmp_path: Path, old: str, new: str):
     assert old in GPT3_350M
     with pytest.raises(ConfigError):
         translate_composer(write(tmp_path, GPT3_350M.replace(old, new))).resolve([])
 
 
-def test_deepspeeds_clipping_and_epochs_of_a_truncated_dataset(tmp_path: Path) -> None:
+def test_deepspeeds_clipping_and_epochs_of_a_truncated_dataset(tmp_path: Path):
     text = GPT3_350M.replace(
         "algorithms:\n  gradient_clipping:", "callbacks:\n  lr_monitor: {}\nlogger:\n  x:"
     )

@@ -55,7 +55,7 @@ sample.top_k 0
 """
 
 
-def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     resolved = translate_llmc(REFERENCE, processes=8).resolve([])
     values = {key: str(value) for key, value in flatten(resolved.config).items()}
@@ -67,7 +67,7 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"
 
 
-def test_learning_rates_equal_llmc() -> None:
+def test_learning_rates_equal_llmc():
     words = "-e d6 -t 64 -b 4 -d 256 -x 1000 -l 0.002 -u 100 -q 0.1"
     run = translate_llmc(words).resolve([]).config
     schedule = build_step_config(run, epoch_tokens=10**6).schedule
@@ -86,7 +86,7 @@ def test_learning_rates_equal_llmc() -> None:
         ("wsd", [2e-4, 2e-3, 2e-3]),
     ],
 )
-def test_other_schedules(decay: str, rates: list[float]) -> None:
+def test_other_schedules(decay: str, rates: list[float]):
     words = f"-e d6 -t 64 -b 4 -d 256 -x 110 -l 0.002 -u 10 -q 0.1 -k {decay}"
     schedule: LRSchedule = build_step_config(
         translate_llmc(words).resolve([]).config, epoch_tokens=10**6
@@ -115,7 +115,7 @@ def test_other_schedules(decay: str, rates: list[float]) -> None:
         ("./train_gpt2cu \\\n -e d12 \\\n -pn 2", {"budget.batch_tokens": 8192}),
     ],
 )
-def test_other_commands(words: str, expected: dict[str, object]) -> None:
+def test_other_commands(words: str, expected: dict[str, object]):
     values = flatten(translate_llmc(words).resolve([]).config)
     for key, value in expected.items():
         assert str(values[key]) == str(value)
@@ -134,18 +134,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_refused_commands(words: str) -> None:
+def test_refused_commands(words: str):
     with pytest.raises(ConfigError):
         translate_llmc(words)
 
 
-def test_every_flag_of_its_usage() -> None:
+def test_every_flag_of_its_usage():
     usage = "i j e o lg n nk nm y b t d x k l u q c sl sg v m s g h a f w ge z r pn pr pg pm ps pp"
     table = load_table("llmc")
     assert {f"-{flag}" for flag in usage.split()} <= {*table["settings"], *table["ignored"]}
 
 
-def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path):
     for name in ("fw_train_1.bin", "fw_val_0.bin", "fw_test_0.bin"):
         (tmp_path / name).touch()
     words = f"-e d12 -i {tmp_path}/fw_train_*.bin -j {tmp_path}/fw_val_*.bin"
@@ -155,7 +155,7 @@ def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path) -> None:
     assert translate_llmc(words).resolve([]).config.data.path == str(tmp_path)
 
 
-def test_train_from_llmcs_files(tmp_path: Path, ask: Ask) -> None:
+def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):
     """Train from llm.c's shards, checkpoint and flags, and export to llm.c again."""
     ids = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     (tmp_path / "data").mkdir()
@@ -172,5 +172,5 @@ def test_train_from_llmcs_files(tmp_path: Path, ask: Ask) -> None:
     assert (back / "model.bin").stat().st_size == name.stat().st_size
 
 
-def test_exactly_one_recipe() -> None:
+def test_exactly_one_recipe():
     assert main(["config", "quickstart", "--llmc", "-e d12"]) == ExitCode.CONFIG

@@ -85,7 +85,7 @@ log.every 10steps
 """
 
 
-def test_reference_file_field_by_field(config: Path) -> None:
+def test_reference_file_field_by_field(config: Path):
     translation = translate_nanogpt(f"{config} --bias=True")
     resolved = translation.resolve([])
     values = {key: str(value) for key, value in flatten(resolved.config).items()}
@@ -99,7 +99,7 @@ def test_reference_file_field_by_field(config: Path) -> None:
     assert any("wandb_log, wandb_run_name" in note for note in translation.notes)
 
 
-def test_command_line_overrides_the_file(config: Path) -> None:
+def test_command_line_overrides_the_file(config: Path):
     words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False"
     values = flatten(translate_nanogpt(f"{words} --bias=True").resolve([]).config)
     assert values["budget.batch_tokens"] == 4 * 1024 * 40
@@ -110,7 +110,7 @@ def test_command_line_overrides_the_file(config: Path) -> None:
 
 
 @pytest.mark.parametrize("decay_iters", [3000, 5000, 600_000])
-def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int) -> None:
+def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int):
     words = (
         f"{config} --max_iters=5000 --lr_decay_iters={decay_iters} --min_lr=1e-4 --warmup_iters=100"
     )
@@ -123,7 +123,7 @@ def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int)
         assert schedule.lr(step) == pytest.approx(expected, rel=1e-9)
 
 
-def test_published_weights(config: Path) -> None:
+def test_published_weights(config: Path):
     run = translate_nanogpt(f"{config} --init_from=gpt2-xl --decay_lr=False").resolve([]).config
     assert (run.model.init, run.model.n_layer) == ("openai-community/gpt2-xl", 48)
 
@@ -143,7 +143,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_settings(tmp_path: Path, text: str) -> None:
+def test_refused_settings(tmp_path: Path, text: str):
     path = tmp_path / "c.py"
     path.write_text(f"# comment\n{text}")
     with pytest.raises(ConfigError):
@@ -151,17 +151,17 @@ def test_refused_settings(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["absent.py", "--batch_size"])
-def test_refused_commands(command: str) -> None:
+def test_refused_commands(command: str):
     with pytest.raises(ConfigError):
         translate_nanogpt(command)
 
 
-def test_the_launcher_is_skipped(config: Path) -> None:
+def test_the_launcher_is_skipped(config: Path):
     pasted = translate_nanogpt(f"torchrun --nproc_per_node=8 nanoGPT/train.py {config}")
     assert pasted.assignments == translate_nanogpt(str(config)).assignments
 
 
-def test_data_next_to_the_file(tmp_path: Path) -> None:
+def test_data_next_to_the_file(tmp_path: Path):
     (tmp_path / "data" / "shakespeare").mkdir(parents=True)
     (tmp_path / "config").mkdir()
     path = tmp_path / "config" / "c.py"
@@ -170,7 +170,7 @@ def test_data_next_to_the_file(tmp_path: Path) -> None:
     assert run.data.path == f"{tmp_path}/data/shakespeare"
 
 
-def test_resume_continues_our_run(tmp_path: Path) -> None:
+def test_resume_continues_our_run(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     assert translate_nanogpt(f"--init_from=resume --out_dir={tmp_path}").out == tmp_path
 
@@ -226,7 +226,7 @@ def assert_same(model: GPT, expected: GPT, rows: int = BYTES) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_checkpoint(checkpoint: tuple[GPT, Path], name: str) -> None:
+def test_checkpoint(checkpoint: tuple[GPT, Path], name: str):
     model, path = checkpoint
     loaded = load_pretrained(str(path if name == "file" else path.parent), print)
     assert loaded.model.config == NANOGPT
@@ -236,7 +236,7 @@ def test_checkpoint(checkpoint: tuple[GPT, Path], name: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
-def test_prefixes_are_stripped(tmp_path: Path, prefix: str) -> None:
+def test_prefixes_are_stripped(tmp_path: Path, prefix: str):
     model = draw_model()
     tensors = to_nanogpt(model, prefix=prefix)
     tensors[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
@@ -244,7 +244,7 @@ def test_prefixes_are_stripped(tmp_path: Path, prefix: str) -> None:
     assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
 
 
-def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path) -> None:
+def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path):
     model = draw_model()
     tensors = to_nanogpt(model, rows=50304)
     torch.save({"model": tensors, "model_args": model_args(model, 50304)}, tmp_path / "ckpt.pt")
@@ -257,7 +257,7 @@ def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path) -> None:
 
 def test_build_nanogpt_keeps_its_sizes_in_an_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     module = ModuleType("train_gpt2")
     module.GPTConfig = type("GPTConfig", (), {"__module__": "train_gpt2"})
     monkeypatch.setitem(sys.modules, "train_gpt2", module)
@@ -274,7 +274,7 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_model_has_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool
-) -> None:
+):
     """NANOGPT_CHECKOUT is the folder of nanoGPT's model.py."""
     checkout = os.environ.get("NANOGPT_CHECKOUT")
     if not checkout:
@@ -294,7 +294,7 @@ def test_nanogpts_model_has_the_same_logits(
         assert relative(ours.logits(ids), theirs(ids, ids)[0]) <= 2e-5
 
 
-def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path):
     model, path = checkpoint
     raw = path.read_bytes()
     flipped = bytearray(raw)
@@ -321,7 +321,7 @@ def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path)
         {"model": {"lm_head.weight": torch.zeros(257, 32)}},
     ],
 )
-def test_contents_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_contents_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any]):
     model = draw_model()
     content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
     for key, values in change.items():

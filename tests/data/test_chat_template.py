@@ -58,7 +58,7 @@ def make_conversation(rng: random.Random, parts: tuple[str, ...] = WORDS) -> lis
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_ids_and_mask_are_those_of_transformers(name: str, request: pytest.FixtureRequest) -> None:
+def test_ids_and_mask_are_those_of_transformers(name: str, request: pytest.FixtureRequest):
     transformers = pytest.importorskip("transformers")
     template: ChatTemplate = request.getfixturevalue(name)
     inner = tokenizers.Tokenizer.from_str(template.tokenizer.to_json())
@@ -85,7 +85,7 @@ def test_ids_and_mask_are_those_of_transformers(name: str, request: pytest.Fixtu
     assert n_trained > 10_000
 
 
-def test_chatml_as_it_is_written(chatml: ChatTemplate) -> None:
+def test_chatml_as_it_is_written(chatml: ChatTemplate):
     ids, trained = chatml.encode([Message("user", "2 cats?"), Message("assistant", "the cat")])
     text = "<|im_start|>user\n2 cats?<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
     decode = chatml.tokenizer.decode
@@ -98,7 +98,7 @@ def test_chatml_as_it_is_written(chatml: ChatTemplate) -> None:
     assert (ids[: len(prompt)], any(marks)) == (prompt, False)
 
 
-def test_control_tokens_follow_the_last_id() -> None:
+def test_control_tokens_follow_the_last_id():
     plain = load_tokenizer("bytes")
     chat = add_control_tokens(plain)
     assert chat.special_ids == {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
@@ -124,12 +124,12 @@ ANSWER = {"role": "assistant", "content": "4"}
         [USER, {**ANSWER, "weight": 0.5}],
     ],
 )
-def test_rows_that_are_not_a_conversation_are_refused(rows: object) -> None:
+def test_rows_that_are_not_a_conversation_are_refused(rows: object):
     with pytest.raises(DataError):
         parse_messages(rows, "f:3")
 
 
-def test_messages_to_answer_end_with_the_user() -> None:
+def test_messages_to_answer_end_with_the_user():
     expected = [Message("user", "2+2"), Message("assistant", "4")]
     assert parse_messages([USER, ANSWER], "f:1") == expected
     assert parse_messages([USER], "body", reply=True) == expected[:1]
@@ -177,7 +177,7 @@ def write_own(folder: Path, tokens: list[str], jinja: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path, name: str):
     transformers = pytest.importorskip("transformers")
     tokenizer = write_own(tmp_path, *OWN[name])
     template = find_template(tokenizer)
@@ -205,7 +205,7 @@ def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path,
 @pytest.mark.parametrize("name", ["chatml", "llama3", *OWN])
 def test_no_control_token_comes_from_a_content(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+):
     """5,000 messages made of control tokens, parts of them, placeholders, jinja and text."""
     if name in OWN:
         template = find_template(write_own(tmp_path, *OWN[name]))
@@ -240,7 +240,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_unusable_template_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_unusable_template_is_refused(tmp_path: Path, name: str):
     tokenizer = write_own(tmp_path, ["<end>"], BAD[name])
     for function in (find_template, add_control_tokens):
         with pytest.raises(ConfigError):
@@ -248,7 +248,7 @@ def test_an_unusable_template_is_refused(tmp_path: Path, name: str) -> None:
     assert template_of(tokenizer) is None
 
 
-def test_a_content_that_the_template_changes_is_refused(tmp_path: Path) -> None:
+def test_a_content_that_the_template_changes_is_refused(tmp_path: Path):
     jinja = "{% for m in messages %}{{ m.content.replace('<think>', '') }}<end>{% endfor %}"
     template = find_template(write_own(tmp_path, ["<end>"], jinja))
     assert template.encode([Message("user", "think")])
@@ -256,7 +256,7 @@ def test_a_content_that_the_template_changes_is_refused(tmp_path: Path) -> None:
         template.encode([Message("user", "<think>2")])
 
 
-def test_tokenizers_without_a_usable_template_are_refused() -> None:
+def test_tokenizers_without_a_usable_template_are_refused():
     with pytest.raises(ConfigError):
         find_template(load_tokenizer("bytes"))
     gemma = load_tokenizer("bytes").add_special_tokens(["<start_of_turn>"], "gemma")

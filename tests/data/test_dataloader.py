@@ -27,9 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, np.ndarray
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 30), st.integers(0, 2**63), st.integers(0, 3))
-def test_ledger(
-    corpus: tuple[Tokens, np.ndarray], seq_len: int, batch: int, seed: int, epoch: int
-) -> None:
+def test_ledger(corpus: tuple[Tokens, np.ndarray], seq_len: int, batch: int, seed: int, epoch: int):
     """Over an epoch each window is visited exactly once, wherever its edges fall in a batch."""
     tokens, ids = corpus
     n_windows = (len(ids) - 1) // seq_len
@@ -44,7 +42,7 @@ def test_ledger(
     assert np.array_equal(np.sort(visited), np.arange(n_windows))
 
 
-def test_batch_holds_the_windows_it_names(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_batch_holds_the_windows_it_names(corpus: tuple[Tokens, np.ndarray]):
     tokens, ids = corpus
     loader = DataLoader(tokens, seq_len=64, batch_size=8, seed=3)
     edges = np.cumsum(SIZES)[:-1]
@@ -61,7 +59,7 @@ def test_batch_holds_the_windows_it_names(corpus: tuple[Tokens, np.ndarray]) -> 
     )  # two epochs and more: windows over shard edges were among them
 
 
-def test_golden_order(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_golden_order(corpus: tuple[Tokens, np.ndarray]):
     """Pinned: a change here changes what every recipe trains on."""
     loader = DataLoader(corpus[0], seq_len=64, batch_size=8, seed=1337)
     assert loader.windows(0).tolist() == [10, 26, 49, 6, 61, 44, 1, 77]
@@ -71,7 +69,7 @@ def test_golden_order(corpus: tuple[Tokens, np.ndarray]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_ranks_are_disjoint_and_together_the_batch(
     corpus: tuple[Tokens, np.ndarray], world_size: int
-) -> None:
+):
     whole = DataLoader(corpus[0], seq_len=16, batch_size=12, seed=5)
     comm = [
         DataLoader(corpus[0], seq_len=16, batch_size=12, seed=5, dp_rank=rank, dp_size=world_size)
@@ -84,7 +82,7 @@ def test_ranks_are_disjoint_and_together_the_batch(
         assert all(np.array_equal(loader.windows(step), whole.windows(step)) for loader in comm)
 
 
-def test_resume_chains(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_resume_chains(corpus: tuple[Tokens, np.ndarray]):
     """1,000 random (world size, step) jumps give the rows of one uninterrupted reading."""
     options = {"seq_len": 32, "batch_size": 12, "seed": 11}
     sequential = [DataLoader(corpus[0], **options).rows(step) for step in range(60)]
@@ -103,7 +101,7 @@ def test_resume_chains(corpus: tuple[Tokens, np.ndarray]) -> None:
         assert np.array_equal(kept[world_size, rank].rows(step), expected)
 
 
-def test_order_far_away_and_over_chunks(tmp_path: Path) -> None:
+def test_order_far_away_and_over_chunks(tmp_path: Path):
     """More windows than one chunk of the order: pieces fit together; a far epoch costs nothing."""
     ids = (np.arange(30_001) % 50_000).astype(np.uint16)
     write_external(tmp_path / "train.bin", ids)
@@ -116,7 +114,7 @@ def test_order_far_away_and_over_chunks(tmp_path: Path) -> None:
     assert loader.rows(10**15).shape == (7, 4)
 
 
-def test_corpus_of_exactly_one_batch(tmp_path: Path) -> None:
+def test_corpus_of_exactly_one_batch(tmp_path: Path):
     ids = write_dataset(tmp_path, {"train": [129]})["train"]
     loader = DataLoader(load_dataset(tmp_path).train, seq_len=64, batch_size=2, seed=0)
     assert loader.n_windows == 2
@@ -128,9 +126,7 @@ def test_corpus_of_exactly_one_batch(tmp_path: Path) -> None:
     ("limit", "count", "length"),
     [(10**9, 78, 64), (640, 10, 64), (639, 9, 64), (64, 1, 64), (20, 1, 20)],
 )
-def test_evaluation_windows(
-    corpus: tuple[Tokens, np.ndarray], limit: int, count: int, length: int
-) -> None:
+def test_evaluation_windows(corpus: tuple[Tokens, np.ndarray], limit: int, count: int, length: int):
     windows = evaluation_windows(corpus[0], seq_len=64, limit_tokens=limit)
     assert (len(windows), windows.seq_len, windows.n_targets) == (count, length, count * length)
     rows = windows.rows(0, count)
@@ -142,7 +138,7 @@ def test_evaluation_windows(
     assert np.array_equal(np.concatenate(pieces), rows)
 
 
-def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path) -> None:
+def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path):
     ids = np.arange(64 * 1000 + 1) // 64  # a token is its window's number
     np.save(tmp_path / "val.npy", ids.astype(np.uint16))
     tokens = load_dataset(tmp_path).val
@@ -155,7 +151,7 @@ def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path
 @pytest.mark.parametrize(("n_tokens", "count", "length"), [(40, 1, 39), (2, 1, 1), (1, 0, 1)])
 def test_evaluation_of_a_split_shorter_than_a_window(
     tmp_path: Path, n_tokens: int, count: int, length: int
-) -> None:
+):
     write_dataset(tmp_path, {"val": [n_tokens]})
     dataset = load_dataset(tmp_path)
     windows = evaluation_windows(dataset.val, seq_len=64, limit_tokens=1000)
@@ -164,7 +160,7 @@ def test_evaluation_of_a_split_shorter_than_a_window(
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: str) -> None:
+def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: str):
     rng = np.random.default_rng(0)
     write_external(tmp_path / "train.bin", rng.integers(30_000, 50_257, 3000).astype(dtype))
     loader = DataLoader(load_dataset(tmp_path).train, seq_len=32, batch_size=4, seed=0)
@@ -185,7 +181,7 @@ def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: s
     ]
 
 
-def test_a_batch_is_the_rows_of_its_step(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_a_batch_is_the_rows_of_its_step(corpus: tuple[Tokens, np.ndarray]):
     loader = DataLoader(corpus[0], seq_len=32, batch_size=4, seed=0)
     inputs, targets = loader.batch(7)
     rows = torch.from_numpy(loader.rows(7).astype(np.int64))
@@ -194,7 +190,7 @@ def test_a_batch_is_the_rows_of_its_step(corpus: tuple[Tokens, np.ndarray]) -> N
 
 
 @pytest.mark.fault(31, 34)
-def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path) -> None:
+def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path):
     """A bad block stops the step that needs it, not the one before, and again when asked again."""
     ids = np.zeros(3 * (1 << 17) + 1, dtype=np.uint16)
     ids[-1] = 60_000
@@ -216,7 +212,7 @@ def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_prefetcher_on_cuda(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_prefetcher_on_cuda(corpus: tuple[Tokens, np.ndarray]):
     loader = DataLoader(corpus[0], seq_len=32, batch_size=4, seed=0)
     prefetcher = Prefetcher(loader, torch.device("cuda", 0))
     for step in [0, 1, 2, 50, 3]:
@@ -230,7 +226,7 @@ def test_prefetcher_on_cuda(corpus: tuple[Tokens, np.ndarray]) -> None:
 
 
 @pytest.mark.fault(38)
-def test_a_batch_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_made_is_refused(tmp_path: Path):
     write_dataset(tmp_path, {"train": [1000]})
     tokens = load_dataset(tmp_path).train
     for seq_len, batch_size, dp_size in ((64, 12, 5), (64, 0, 1), (0, 4, 1)):

@@ -48,7 +48,7 @@ def refuse(path: Path, text: str = "") -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_prepared_folder_reads_back(tmp_path: Path, dtype: str) -> None:
+def test_prepared_folder_reads_back(tmp_path: Path, dtype: str):
     ids = write_dataset(tmp_path, {"train": [BLOCK + 17, 1, 2 * BLOCK], "val": [300]}, dtype)
     dataset = load_dataset(str(tmp_path))
     assert len(dataset.train) == 3 * BLOCK + 18
@@ -62,7 +62,7 @@ def test_prepared_folder_reads_back(tmp_path: Path, dtype: str) -> None:
     assert list(verify_dataset(tmp_path)) == []
 
 
-def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
+def test_a_dataset_knows_its_tokenizer(tmp_path: Path):
     (tmp_path / "text.txt").write_text("some text")
     prepare(f"{tmp_path}/text.txt", tmp_path / "out", tokenizer="bytes", val_fraction=0)
     dataset = load_dataset(tmp_path / "out")
@@ -75,9 +75,7 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_stretch_and_any_windows(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_stretch_and_any_windows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     folder = tmp_path_factory.mktemp("any")
     ids = write_dataset(folder, {"train": sizes})["train"]
@@ -95,7 +93,7 @@ def test_any_stretch_and_any_windows(
     assert np.array_equal(tokens.gather(starts, length), expected)
 
 
-def test_windows_longer_than_a_block_are_checked_in_the_middle(tmp_path: Path) -> None:
+def test_windows_longer_than_a_block_are_checked_in_the_middle(tmp_path: Path):
     write_dataset(tmp_path, {"train": [4 * BLOCK]})
     flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + 2 * BLOCK_BYTES + 5))
     tokens = load_dataset(tmp_path).train
@@ -112,7 +110,7 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << (bit % 8)]))
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path):
     """200 random flips over headers, tokens and manifest: each found, its file named, by both ways of looking."""
     write_dataset(tmp_path, {"train": [BLOCK + 100, 500], "val": [64]})
     rng = np.random.default_rng(1)
@@ -147,7 +145,7 @@ def rewrite(path: Path, bits: list[int]) -> None:
 
 
 @pytest.mark.fault(33)
-def test_a_shard_written_to_in_use_is_verified_again(tmp_path: Path) -> None:
+def test_a_shard_written_to_in_use_is_verified_again(tmp_path: Path):
     ids = write_dataset(tmp_path, {"train": [2 * BLOCK, 10]})["train"]
     tokens, shard = load_dataset(tmp_path).train, tmp_path / "train_000000.bin"
     assert np.array_equal(
@@ -164,7 +162,7 @@ def test_a_shard_written_to_in_use_is_verified_again(tmp_path: Path) -> None:
 
 def test_a_shard_written_to_between_check_and_copy_is_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write_dataset(tmp_path, {"train": [BLOCK, 10]})
     tokens, copy = load_dataset(tmp_path).train, Tokens._copy
 
@@ -182,7 +180,7 @@ def test_a_shard_written_to_between_check_and_copy_is_verified_again(
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
 def test_a_disk_that_fails_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+):
     path = tmp_path / f"train{suffix}"
     write_external(path, np.arange(1000, dtype=np.uint16))
     tokens = load_dataset(path).train
@@ -197,7 +195,7 @@ def test_a_disk_that_fails_is_one_error(
         tokens.read(10, 5)
 
 
-def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+def test_more_shards_than_files_may_be_open(tmp_path: Path):
     """llm.c's FineWeb has 1,030 shards; many systems let a process open 1,024 files."""
     write_dataset(tmp_path, {"train": [3] * 300})
     program = (
@@ -216,9 +214,7 @@ def truncate(path: Path, size: int) -> None:
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("sizes", [[3 * BLOCK], [BLOCK, BLOCK, BLOCK]])
 @pytest.mark.parametrize("touched", [False, True])
-def test_a_shard_truncated_in_use_is_an_error(
-    tmp_path: Path, sizes: list[int], touched: bool
-) -> None:
+def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], touched: bool):
     """A mapped file would end the process: pages beyond the end of a file cannot be read."""
     write_dataset(tmp_path, {"train": sizes})
     tokens = load_dataset(tmp_path).train
@@ -238,13 +234,13 @@ def test_a_shard_truncated_in_use_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["fineweb_val_000000", "val", "validation_1", "books-valid"])
-def test_val_is_a_word_of_the_name(tmp_path: Path, name: str) -> None:
+def test_val_is_a_word_of_the_name(tmp_path: Path, name: str):
     write_external(tmp_path / f"{name}.bin", np.arange(100, dtype=np.uint16))
     assert len(load_dataset(tmp_path).val) == 100
 
 
 @pytest.mark.parametrize("name", ["interval_train_01", "evaluated", "valued", "retrieval_1"])
-def test_other_names_are_training_data(tmp_path: Path, name: str) -> None:
+def test_other_names_are_training_data(tmp_path: Path, name: str):
     write_external(tmp_path / f"{name}.bin", np.arange(100, dtype=np.uint16))
     assert len(load_dataset(tmp_path).train) == 100
 
@@ -258,7 +254,7 @@ def swap(first: Path, second: Path) -> None:
 SHARD = "train_000001.bin"
 
 
-def test_verify_finds_all_that_is_wrong(tmp_path: Path) -> None:
+def test_verify_finds_all_that_is_wrong(tmp_path: Path):
     write_dataset(tmp_path, {"train": [2 * BLOCK, 500, 500], "val": [64]})
     flip(tmp_path / "train_000000.bin", 8 * HEADER_BYTES)
     flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + BLOCK_BYTES))
@@ -271,7 +267,7 @@ def test_verify_finds_all_that_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(31)
-def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
+def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path):
     write_dataset(tmp_path, {"train": [BLOCK + 500]})
     manifest = read_manifest(tmp_path)
     largest = int(load_dataset(tmp_path).train.read(0, BLOCK + 500).max())
@@ -281,7 +277,7 @@ def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_external_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype: str) -> None:
+def test_external_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype: str):
     rng = np.random.default_rng(0)
     names = ["fineweb_train_000002", "fineweb_val_000000", "fineweb_train_000001"]
     parts = {name: rng.integers(0, 50257, 1000).astype(dtype) for name in names}
@@ -305,7 +301,7 @@ def test_external_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype
     assert (len(single.train), len(single.val)) == (1000, 0)
 
 
-def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path) -> None:
+def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path):
     ids = np.random.default_rng(4).integers(0, 50257, 999).astype("<u2")
     (tmp_path / "train.bin").write_bytes(ids[:900].tobytes())
     (tmp_path / "val.bin").write_bytes(ids[900:].tobytes())
@@ -325,7 +321,7 @@ def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path) -> None:
         load_dataset(tmp_path)
 
 
-def test_external_int32_and_other_tokenizers(tmp_path: Path) -> None:
+def test_external_int32_and_other_tokenizers(tmp_path: Path):
     np.save(tmp_path / "train.npy", np.array([1, 2, 70_000], dtype=np.int32))
     dataset = load_dataset(tmp_path, external_tokenizer="my.json")
     assert dataset.train.read(0, 3).tolist() == [1, 2, 70_000]
@@ -342,7 +338,7 @@ def test_external_int32_and_other_tokenizers(tmp_path: Path) -> None:
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
-def test_external_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: str) -> None:
+def test_external_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: str):
     ids = np.zeros(BLOCK + 500, dtype=np.uint16)
     ids[BLOCK + 7] = 50257
     write_external(tmp_path / f"train{suffix}", ids)
@@ -357,7 +353,7 @@ def test_external_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: s
     assert f"train{suffix}, byte offset {offset:,} (token {BLOCK + 7:,})" in str(caught.value)
 
 
-def test_external_fingerprint_follows_names_sizes_and_content(tmp_path: Path) -> None:
+def test_external_fingerprint_follows_names_sizes_and_content(tmp_path: Path):
     ids = np.arange(20_000, dtype=np.uint16)
     seen: list[str] = []
     for number, (name, part) in enumerate(
@@ -392,13 +388,13 @@ DAMAGES: list[Callable[[Path], object]] = [
 
 @pytest.mark.fault(30, 33)
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_a_damaged_shard_is_refused(tmp_path: Path, number: int) -> None:
+def test_a_damaged_shard_is_refused(tmp_path: Path, number: int):
     write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
     DAMAGES[number](tmp_path / SHARD)
     refuse(tmp_path, SHARD)
 
 
-def test_shards_without_their_manifest_are_refused(tmp_path: Path) -> None:
+def test_shards_without_their_manifest_are_refused(tmp_path: Path):
     write_dataset(tmp_path, {"train": [500]})
     manifest = read_manifest(tmp_path)
     write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=()),)))
@@ -409,7 +405,7 @@ def test_shards_without_their_manifest_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path)
 
 
-def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
+def test_another_tokenizer_is_noticed(tmp_path: Path):
     (tmp_path / "text.txt").write_text("some text")
     prepare(tmp_path / "text.txt", tmp_path / "out", tokenizer="bytes")
     assert verify_folder(tmp_path / "out").errors == []
@@ -421,14 +417,14 @@ def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
         _ = load_dataset(tmp_path / "out").tokenizer
 
 
-def test_reads_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ids = write_dataset(tmp_path, {"train": [300, 40, 5]})["train"]
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:7]], at))
     assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
 
 
-def test_external_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
+def test_external_shards_of_two_formats_are_refused(tmp_path: Path):
     ids = np.arange(100, dtype=np.uint16)
     write_external(tmp_path / "train_1.bin", ids)
     write_external(tmp_path / "train_2.npy", ids)
@@ -456,12 +452,12 @@ def test_external_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
         np.array([Path()], dtype=object),
     ],
 )
-def test_npy_that_is_not_a_row_of_ids_is_refused(tmp_path: Path, array: np.ndarray) -> None:
+def test_npy_that_is_not_a_row_of_ids_is_refused(tmp_path: Path, array: np.ndarray):
     np.save(tmp_path / "train.npy", array, allow_pickle=True)
     refuse(tmp_path, "train.npy")
 
 
-def test_damaged_npy_headers_are_refused(tmp_path: Path) -> None:
+def test_damaged_npy_headers_are_refused(tmp_path: Path):
     path = tmp_path / "train.npy"
     np.save(path, np.arange(100, dtype=np.uint16))
     data = path.read_bytes()
@@ -475,7 +471,7 @@ def test_damaged_npy_headers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nowhere", "*.bin", ".", "text.txt", "long" * 100, "x/**foo*.bin"]
 )
-def test_nothing_to_open(tmp_path: Path, name: str) -> None:
+def test_nothing_to_open(tmp_path: Path, name: str):
     (tmp_path / "text.txt").write_text("no shard")
     with pytest.raises(DataError):
         load_dataset(tmp_path / name)

@@ -73,7 +73,7 @@ def refuse(source: str | Path | Source, **options: Any) -> DataError:
 
 
 @pytest.mark.fault(37)
-def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -> None:
+def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path):
     write(tmp_path / "a.txt", "one<|endoftext|>two\r\n<|endoftext|>")
     write(tmp_path / "b.md", "three<|endoftext|>still three")
     write(tmp_path / "deep" / "c.TXT", "")
@@ -86,7 +86,7 @@ def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -
 
 
 @pytest.mark.fault(38)
-def test_empty_documents_between_separators_are_counted(tmp_path: Path) -> None:
+def test_empty_documents_between_separators_are_counted(tmp_path: Path):
     path = write(
         tmp_path / "a.txt", "<|endoftext|>one<|endoftext|><|endoftext|>\n <|endoftext|>two"
     )
@@ -130,7 +130,7 @@ FORMS = {
 @pytest.mark.parametrize(("name", "form"), FORMS.items())
 def test_rows_give_one_document_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
-) -> None:
+):
     texts = [
         "one",
         'tw\u00f6 "[2]"\r\n, {x}\t]',
@@ -154,7 +154,7 @@ def test_rows_give_one_document_each(
 
 
 @pytest.mark.parametrize("dtype", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
-def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType) -> None:
+def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType):
     values = pyarrow.array([b"one \xe9", "é".encode()]).cast(dtype, safe=False)
     parquet.write_table(pyarrow.table({"day": [1.5, 2], "text": values}), tmp_path / "a.parquet")
     assert read_all(find_source(str(tmp_path))) == (["one \ufffd", "é"], {"replaced": 1})
@@ -166,7 +166,7 @@ def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType) -> N
 
 
 @pytest.mark.fault(37)
-def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path):
     path = write(tmp_path / "a.txt", b"fine\n<|endoftext|>\nb\xffad \xe2\x82 x<|endoftext|>good")
     source = find_source(str(path))
     assert read_all(source) == (["fine\n", "\nb\ufffdad \ufffd x", "good"], {"replaced": 1})
@@ -175,7 +175,7 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(37)
-def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
+def test_invalid_utf8_in_jsonl(tmp_path: Path):
     lines = [b'{"text": "a\xff"}', b'{"text": "b\\ud800"}', b'{"text": "c\\ud83d\\ude00"}']
     path = write(tmp_path / "a.jsonl", b"\n".join(lines))
     source = find_source(str(path))
@@ -185,7 +185,7 @@ def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(37)
-def test_binary_files_are_skipped(tmp_path: Path) -> None:
+def test_binary_files_are_skipped(tmp_path: Path):
     write(tmp_path / "a.txt", b"text\0text")
     write(tmp_path / "b.txt", "text")
     write(tmp_path / "c.txt", b"x" * 9000 + b"\0")  # a NUL far from the beginning is a character
@@ -219,7 +219,7 @@ TEXTS = st.lists(
 @settings(deadline=None, max_examples=150)
 def test_blocks_change_no_text_and_no_id(
     bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory, data: bytes, size: int, form: str
-) -> None:
+):
     data = data.replace(b"\0", b"0")
     path = write(tmp_path_factory.mktemp("corpus") / form, pack(data, Path(form).suffix))
     source = find_source(str(path))
@@ -252,7 +252,7 @@ def test_blocks_change_no_text_and_no_id(
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_reading_goes_on_at_every_cursor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+):
     shrink(monkeypatch, 50)
     write(tmp_path / name, pack(PROSE.encode() * 9, Path(name).suffix))
     write(tmp_path / "z.txt", "last")
@@ -265,7 +265,7 @@ def test_reading_goes_on_at_every_cursor(
         assert list(read_chunks(source, options, chunk.next)) == whole[number + 1 :]
 
 
-def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shrink(monkeypatch, 40)
     prose = PROSE * 9
     path = write(
@@ -292,7 +292,7 @@ def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.Mo
         (b"<<<<", "anywhere", (2, True)),
     ],
 )
-def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool]) -> None:
+def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool]):
     assert find_split_point(data, split_points) == expected
 
 
@@ -300,7 +300,7 @@ def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool
 # --------------------------------------------------------------------------------------------
 
 
-def test_the_split_depends_on_the_beginning_alone() -> None:
+def test_the_split_depends_on_the_beginning_alone():
     beginnings = [f"document {number} " + "é" * 3000 for number in range(2000)]
     sides = [choose_split(text, 0.1) for text in beginnings]
     assert sides == [choose_split(text + "more", 0.1) for text in beginnings]
@@ -308,9 +308,7 @@ def test_the_split_depends_on_the_beginning_alone() -> None:
     assert {choose_split(text, 0.0) for text in beginnings} == {"train"}
 
 
-def test_a_sample_is_bounded_even_and_repeatable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shrink(monkeypatch, 1000)
     for number in range(4):
         write(
@@ -334,7 +332,7 @@ def test_a_sample_is_bounded_even_and_repeatable(
 # ----------------------------------------------------------------------------------------------
 
 
-def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path) -> None:
+def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path):
     for name in ("b.txt", "a/z.txt", "a/b.md", "out/x.txt", "c.py"):
         write(tmp_path / name, name)
     source = find_source(str(tmp_path), exclude=tmp_path / "out")
@@ -344,7 +342,7 @@ def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path
     assert source.digest(times=True) != source.digest(times=False)
 
 
-def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
+def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path):
     snapshot = tmp_path / "snapshot"
     write(snapshot / "data" / "train.jsonl", '{"text": "one"}')
     write(snapshot / "README.md", "# Dataset card")
@@ -365,7 +363,7 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
 
 def test_a_corpus_with_the_name_of_a_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "python" / "a.txt", "text")
     with pytest.raises(ConfigError):
@@ -375,7 +373,7 @@ def test_a_corpus_with_the_name_of_a_folder_is_refused(
     assert [file.name for file in find_source("python", root=tmp_path).files] == ["b.py"]
 
 
-def test_python_is_always_there() -> None:
+def test_python_is_always_there():
     names = [file.name for file in find_source("python").files]
     assert {"ast.py", "json/decoder.py", "argparse.py", "_pydecimal.py"} < {*names}
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
@@ -384,7 +382,7 @@ def test_python_is_always_there() -> None:
     assert len(names) > 300
 
 
-def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
+def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path):
     code = "def area(side):\n    return side * side\n" * 4
     docstring = '"""Tables."""\n' + '    """Docstring."""\n' * 20
     strings = "names = {\n" + "    'eacute': 'small e, acute accent',\n" * 3 + "}\n"
@@ -409,9 +407,7 @@ def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
         ("a.tsv", "n\ttext\n1\tone\n2\t\n", "3\n", "4\ttwo"),
     ],
 )
-def test_bad_rows_are_refused_or_skipped(
-    tmp_path: Path, name: str, start: str, row: str, end: str
-) -> None:
+def test_bad_rows_are_refused_or_skipped(tmp_path: Path, name: str, start: str, row: str, end: str):
     path = write(tmp_path / name, start + row + end)
     place = f"{path}:3" if name == "a.jsonl" else f"{path}, row 3"
     assert place in str(refuse(path))
@@ -433,9 +429,7 @@ BAD_FILES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_unreadable_files_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     shrink(monkeypatch, 64)
     monkeypatch.setattr(reader, "LARGEST_ROW", 512)
     path = write(tmp_path / name, BAD_FILES[name])
@@ -444,13 +438,13 @@ def test_unreadable_files_are_named(
 
 
 @pytest.mark.fault(39)
-def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_is_refused(tmp_path: Path):
     source = find_source(str(write(tmp_path / "a.txt", "text")))
     write(tmp_path / "a.txt", "longer text")
     refuse(source)
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     os.mkfifo("pipe")
@@ -465,7 +459,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
             find_source(spec)
 
 
-def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path) -> None:
+def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path):
     write(tmp_path / "input.txt", "First Citizen:")
     assert read_all(find_source("tinyshakespeare", root=tmp_path)) == (["First Citizen:"], {})
     for name, (_, pattern) in HUB.items():

@@ -17,7 +17,7 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_bytes_are_the_same_everywhere(name: str) -> None:
+def test_bytes_are_the_same_everywhere(name: str):
     source = find_source(name)
     with source.open(source.files[0]) as stream:
         lines = stream.read()
@@ -25,7 +25,7 @@ def test_bytes_are_the_same_everywhere(name: str) -> None:
     assert xxhash.xxh3_128_hexdigest(lines) == DIGESTS[name]
 
 
-def test_every_answer_is_right() -> None:
+def test_every_answer_is_right():
     for exercise in (*list_exercises(held_out=True), *list_exercises(held_out=False)):
         if "+" in exercise.key:
             expected = str(sum(map(int, exercise.key.split("+"))))
@@ -36,7 +36,7 @@ def test_every_answer_is_right() -> None:
         assert exercise.answer == expected
 
 
-def test_nothing_held_out_is_learned() -> None:
+def test_nothing_held_out_is_learned():
     test, others = (list_exercises(held_out=held_out) for held_out in (True, False))
     assert 0.09 < len(test) / (len(test) + len(others)) < 0.11
     rows = [json.loads(line) for line in EXERCISES["exercises"]().splitlines()]

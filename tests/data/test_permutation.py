@@ -17,14 +17,14 @@ SIZES = [
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_bijection(n: int) -> None:
+def test_bijection(n: int):
     for key in (0, 1, make_key(1337, 0), make_key(-(2**70), 2**40), 2**64 - 1):
         image = feistel_permutation(np.arange(n), n, key)
         assert image.dtype == np.int64
         assert np.array_equal(np.sort(image), np.arange(n))
 
 
-def test_golden_values() -> None:
+def test_golden_values():
     """Pinned: a change of these is a change of every run's data order."""
     assert make_key(0, 0) == 12035550249420947055
     assert make_key(1337, 2) == 15182249562775798649
@@ -38,7 +38,7 @@ def test_golden_values() -> None:
     assert str(image) == "[247149086414 694771960454  73952433511]"
 
 
-def test_mixing_is_splitmix64() -> None:
+def test_mixing_is_splitmix64():
     """The first outputs of splitmix64 seeded with 0, as its authors' C code prints them."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [shuffle._mix_integer(step * shuffle.GOLDEN) for step in range(3)] == outputs

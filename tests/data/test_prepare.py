@@ -119,7 +119,7 @@ def refuse(code: ExitCode, source: Path | str, out: Path, **settings: Any) -> st
 # --- what is written ------------------------------------------------------------------------------
 
 
-def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
+def test_documents_are_joined_by_end_of_text(tmp_path: Path):
     source = write(tmp_path / "a.txt", "one<|endoftext|>two<|endoftext|>é")
     result = prepare(source, tmp_path / "out", val_fraction=0)
     assert read_split(tmp_path / "out", "train") == [*b"one", EOT, *b"two", EOT, *"é".encode()]
@@ -133,7 +133,7 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(38)
-def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path) -> None:
+def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path):
     data = random.Random(0).randbytes(BLOCK_BYTES).hex()
     result = prepare(
         write(tmp_path / "a.md", data), tmp_path / "out", val_fraction=0, shard_tokens=300_000
@@ -148,7 +148,7 @@ def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path
 )
 def test_tiny_shakespeare_has_the_published_number_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", f"{DATA}/tiktoken")
     result = prepare(f"{DATA}/tinyshakespeare.txt", tmp_path, tokenizer="gpt2")
     assert (result.tokens, result.train_tokens, result.val_tokens) == (338_025, 334_645, 3_380)
@@ -160,7 +160,7 @@ def test_tiny_shakespeare_has_the_published_number_of_tokens(
 
 
 @pytest.mark.fault(37)
-def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
+def test_counts_are_exact_and_in_the_manifest(tmp_path: Path):
     source = make_corpus(tmp_path / "corpus")
     zero = dict.fromkeys(COUNTS.split(), 0)
     kept = prepare(source, tmp_path / "a", val_fraction=0.1)
@@ -177,7 +177,7 @@ def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     )
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path):
     vocabulary = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -192,7 +192,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 # --- train and val --------------------------------------------------------------------------------
 
 
-def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
+def test_duplicates_land_on_the_same_side(tmp_path: Path):
     lines = [json.dumps({"text": f"document {number} {'x' * 30}"}) for number in range(300)]
     prepare(write(tmp_path / "a.jsonl", "\n".join(lines * 2)), tmp_path / "out", val_fraction=0.2)
     sides = [
@@ -226,7 +226,7 @@ def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
 )
 def test_val_is_cut_from_the_end_when_hashing_gives_none(
     tmp_path: Path, length: int, fraction: float, shard_tokens: int, expected: int
-) -> None:
+):
     text = "".join(random.Random(1).choices("abcdefgh ", k=length - 1)) + "z"
     out = tmp_path / "out"
     result = prepare(
@@ -243,7 +243,7 @@ def test_val_is_cut_from_the_end_when_hashing_gives_none(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:320"])
-def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: str) -> None:
+def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: str):
     source = make_corpus(tmp_path / "corpus")
     for workers in (1, 3):
         out = tmp_path / str(workers)
@@ -253,14 +253,14 @@ def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: s
     assert read_folder(tmp_path / "1") == read_folder(tmp_path / "3")
 
 
-def test_workers_leave_the_environment(tmp_path: Path, small_chunks: None) -> None:
+def test_workers_leave_the_environment(tmp_path: Path, small_chunks: None):
     source = make_corpus(tmp_path / "corpus")
     prepare(source, tmp_path / "data", workers=2)
     program = "import sys; sys.exit(sys.flags.safe_path)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None) -> None:
+def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None):
     source = make_corpus(tmp_path / "corpus")
     settings: dict[str, Any] = {"shard_tokens": 7000, "val_fraction": 0.1}
     steps: list[Progress] = []
@@ -296,7 +296,7 @@ def test_a_full_disk_at_any_moment_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     documents_in_corpus: str,
-) -> None:
+):
     source = make_corpus(tmp_path / "corpus")
     if documents_in_corpus == "one":
         source /= "long.txt"  # falls to val, so tokens move between the splits at the end
@@ -364,7 +364,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.fault(35)
-def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks: None) -> None:
+def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks: None):
     source = make_corpus(tmp_path / "corpus")
     settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
     prepare(source, tmp_path / "whole", **settings)
@@ -383,14 +383,14 @@ def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks:
 
 @pytest.mark.fault(35, 36)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_a_kill_or_an_error_at_a_system_call(tmp_path: Path) -> None:
+def test_a_kill_or_an_error_at_a_system_call(tmp_path: Path):
     """Two of the points of the soak."""
     result = prepare_soak.run_calls(tmp_path, Namespace(sample=2, jobs=1, seed=3))
     assert (result["tried"], result["failures"]) == (2, [])
     assert result["points"] > 600
 
 
-def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
+def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path):
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     for name in (".progress.json.17.tmp", "tokenizer/.tokenizer.json.17.tmp"):
         write(out / name, "half")
@@ -401,9 +401,7 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_to_the_whole_group_leave_no_process(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals):
     source = make_corpus(tmp_path / "corpus")
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(source), f"{tmp_path}/out", "wait"],
@@ -424,7 +422,7 @@ def test_signals_to_the_whole_group_leave_no_process(
 # --- what is in the way ---------------------------------------------------------------------------
 
 
-def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
+def test_preparing_again_returns_at_once(tmp_path: Path):
     source, out = write(tmp_path / "a.txt", "some text " * 100), tmp_path / "out"
     first = prepare(source, out, tokenizer="bpe:300")
     before = read_folder(out)
@@ -436,7 +434,7 @@ def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["**/*", ""])
-def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str) -> None:
+def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str):
     """A pattern or folder that reaches what was written before means the same text as at first."""
     source, text = tmp_path / "corpus", f"{tmp_path / 'corpus'}/{pattern}"
     write(source / "a.txt", "some text")
@@ -448,9 +446,7 @@ def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str) -> None:
     assert result.unchanged
 
 
-def test_a_finished_dataset_may_be_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_dataset_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     prepare(source, out)
 
@@ -462,7 +458,7 @@ def test_a_finished_dataset_may_be_read_only(
     assert prepare(source, out).unchanged
 
 
-def test_one_writer_a_folder(tmp_path: Path) -> None:
+def test_one_writer_a_folder(tmp_path: Path):
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     out.mkdir()
     with filelock.FileLock(out / ".lock"):
@@ -481,7 +477,7 @@ def tracker_pid() -> int | None:
 
 
 @pytest.mark.fault(34)
-def test_a_dead_worker_is_one_error(tmp_path: Path, small_chunks: None) -> None:
+def test_a_dead_worker_is_one_error(tmp_path: Path, small_chunks: None):
     source = make_corpus(tmp_path / "corpus")
     threads = threading.active_count()
     others = list_workers()
@@ -497,7 +493,7 @@ def test_a_dead_worker_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     prepare(source, tmp_path / "out")
 
 
-def test_errors_cross_from_the_workers(tmp_path: Path, small_chunks: None) -> None:
+def test_errors_cross_from_the_workers(tmp_path: Path, small_chunks: None):
     source = make_corpus(tmp_path / "corpus")
     bad = write(source / "zz.jsonl", '{"text": "fine"}\n{"txt": "not"}\n')
     others = list_workers()
@@ -506,7 +502,7 @@ def test_errors_cross_from_the_workers(tmp_path: Path, small_chunks: None) -> No
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_two_datasets_are_never_mixed(tmp_path: Path, small_chunks: None, finished: bool) -> None:
+def test_two_datasets_are_never_mixed(tmp_path: Path, small_chunks: None, finished: bool):
     source = make_corpus(tmp_path / "corpus")
     out = tmp_path / "out"
     settings: dict[str, Any] = {"val_fraction": 0.1, "shard_tokens": 7000}
@@ -534,7 +530,7 @@ def test_two_datasets_are_never_mixed(tmp_path: Path, small_chunks: None, finish
     assert read_folder(out) == expected
 
 
-def test_an_unusable_output_folder_is_refused_and_unchanged(tmp_path: Path) -> None:
+def test_an_unusable_output_folder_is_refused_and_unchanged(tmp_path: Path):
     source = write(tmp_path / "a.txt", "some text " * 100)
     refuse(ExitCode.DATA, tmp_path, tmp_path)  # the folder of the text
     strange = write(tmp_path / "other" / "fineweb_000001.bin", b"precious")
@@ -552,7 +548,7 @@ def test_an_unusable_output_folder_is_refused_and_unchanged(tmp_path: Path) -> N
 
 
 @pytest.mark.fault(38)
-def test_a_corpus_without_text_is_refused_until_it_has_some(tmp_path: Path) -> None:
+def test_a_corpus_without_text_is_refused_until_it_has_some(tmp_path: Path):
     write(tmp_path / "in" / "a.txt", "")
     write(tmp_path / "in" / "b.txt", b"\0")
     refuse(ExitCode.DATA, tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
@@ -572,14 +568,12 @@ def test_a_corpus_without_text_is_refused_until_it_has_some(tmp_path: Path) -> N
         ("tokenizer", "bpe:999999999"),
     ],
 )
-def test_settings_out_of_range_are_refused_before_any_work(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_settings_out_of_range_are_refused_before_any_work(tmp_path: Path, name: str, value: Any):
     refuse(ExitCode.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **{name: value})
     assert not (tmp_path / "out").exists()
 
 
-def test_a_worker_that_dies_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch):
     """A tokenizer larger than a pipe's buffer must not block the parent."""
     words = {f"word{number}": number for number in range(5000)}
     tokenizer = Tokenizer(

@@ -73,7 +73,7 @@ def fill_in(text: str) -> str:
 
 
 @pytest.mark.parametrize("line", FORMATS.strip().splitlines())
-def test_formats_of_conversations(line: str, tmp_path: Path) -> None:
+def test_formats_of_conversations(line: str, tmp_path: Path):
     row, contents = fill_in(line).split(" -> ")
     (tmp_path / "a.jsonl").write_text(row)
     ((found, example),) = read_examples(find_source(f"{tmp_path}/a.jsonl"))
@@ -82,7 +82,7 @@ def test_formats_of_conversations(line: str, tmp_path: Path) -> None:
     assert (found.kind, example.answers) == ("chat", [messages])
 
 
-def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -> None:
+def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path):
     dataset = load_dataset(prepare(tmp_path, chats(40), val_fraction=0.2))
     found = []
     for split in ("train", "val"):
@@ -107,7 +107,7 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -
     assert dataset.tokenizer.fingerprint == BYTES.fingerprint
 
 
-def test_shards_have_marks_of_their_own(tmp_path: Path) -> None:
+def test_shards_have_marks_of_their_own(tmp_path: Path):
     whole = load_dataset(prepare(tmp_path, chats(30), "whole"))
     parts = load_dataset(prepare(tmp_path, chats(30), "parts", shard_tokens=100))
     assert len(parts.shards) > 4
@@ -117,14 +117,14 @@ def test_shards_have_marks_of_their_own(tmp_path: Path) -> None:
             assert np.array_equal(one, other)
 
 
-def test_the_fullest_row_takes_a_conversation() -> None:
+def test_the_fullest_row_takes_a_conversation():
     sizes = [3, 9, 2, 5, 5, 1, 7, 10]
     sequences = [(np.zeros(n, np.uint32), np.zeros(n, np.uint8)) for n in sizes]
     rows = [[len(ids) for ids, _ in row] for row in _pack(sequences, 10)]
     assert rows == [[10], [9, 1], [3, 7], [5, 5], [2]]
 
 
-def test_the_same_prompt_is_in_one_split(tmp_path: Path) -> None:
+def test_the_same_prompt_is_in_one_split(tmp_path: Path):
     rows = [{"prompt": f"question {n % 10}", "completion": f"answer {n}"} for n in range(200)]
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.3))
     assert all(count % 20 == 0 and count for count in dataset.manifest.documents.values())
@@ -140,7 +140,7 @@ PREFERENCES = [
 ]
 
 
-def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
+def test_preferences_are_pairs_of_rows(tmp_path: Path):
     rows = [json.loads(fill_in(row)) for row in PREFERENCES]
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
     pairs = open_rows(dataset, "train")
@@ -153,7 +153,7 @@ def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
     assert find_kind(dataset.manifest) == "preference"
 
 
-def test_prompts_keep_their_answers(tmp_path: Path) -> None:
+def test_prompts_keep_their_answers(tmp_path: Path):
     rows = [{"prompt": f"{n}+1", "answer": n + 1, "level": "easy"} for n in range(20)]
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.2))
     found = []
@@ -169,7 +169,7 @@ def test_prompts_keep_their_answers(tmp_path: Path) -> None:
         require_kind(dataset, "chat", "objective.name=sft")
 
 
-def test_damaged_marks_are_noticed(tmp_path: Path) -> None:
+def test_damaged_marks_are_noticed(tmp_path: Path):
     folder = prepare(tmp_path, chats(9))
     (folder / "train_000000.marks").write_bytes(bytes(65))
     with pytest.raises(DataError, match=r"train_000000\.marks"):
@@ -180,7 +180,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
+def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path):
     turns = [
         USER,
         {**ANSWER, "weight": 0},
@@ -200,7 +200,7 @@ def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
     assert "4<|im_end|>" in BYTES.decode(ids)
 
 
-def test_parquet_of_messages(tmp_path: Path) -> None:
+def test_parquet_of_messages(tmp_path: Path):
     parquet.write_table(
         pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet"
     )
@@ -212,7 +212,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.*")}
 
 
-def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
+def test_preparing_again_changes_nothing(tmp_path: Path):
     first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
     assert read_files(first) == read_files(second)
     time = (first / "manifest.json").stat().st_mtime_ns
@@ -228,7 +228,7 @@ def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
     assert read_files(first) == read_files(second)
 
 
-def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path) -> None:
+def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path):
     text = tmp_path / "a.txt"
     out = tmp_path / "data"
     text.write_text("0123456789" * 200)
@@ -246,7 +246,7 @@ def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path) -> None:
     assert prepare_text(text, out, tokenizer="bytes", shard_tokens=100).resumed
 
 
-def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path) -> None:
+def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path):
     n_other = len(TEMPLATE.encode(PLAIN)[0]) - len("2+2")
 
     def row(length: int) -> dict[str, Any]:
@@ -297,7 +297,7 @@ BAD_ROWS = """
 
 
 @pytest.mark.parametrize("row", BAD_ROWS.strip().splitlines())
-def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path):
     line, text = row.split(": ", 1)
     path = tmp_path / "rows.jsonl"
     path.write_text(fill_in(text).replace(" | ", "\n"), errors="surrogateescape")
@@ -306,14 +306,14 @@ def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
-def test_a_pair_is_compared_after_the_template(tmp_path: Path) -> None:
+def test_a_pair_is_compared_after_the_template(tmp_path: Path):
     llama = load_tokenizer("bytes").add_special_tokens([*LLAMA_3, "<|begin_of_text|>"], "llama")
     source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
     with pytest.raises(DataError, match=r"rows\.jsonl:2"):  # its template strips
         prepare_chats(source, tmp_path / "data", llama, seq_len=64)
 
 
-def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
     bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"text": "a"}]
     bad.append({"messages": [USER, {**ANSWER, "role": "bot"}]})
     for number, rows in enumerate(([bad[0], GOOD, *bad[1:], GOOD], [*bad[::-1], GOOD, GOOD])):
@@ -324,7 +324,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
         prepare(tmp_path, bad, "none", invalid="skip")
 
 
-def test_the_first_rows_identify_the_format(tmp_path: Path) -> None:
+def test_the_first_rows_identify_the_format(tmp_path: Path):
     def peek(rows: list[Any], text_key: str = "text") -> str | None:
         found = peek_format(find_source(write_rows(tmp_path / "rows.jsonl", rows)), text_key)
         return found and found.name

@@ -57,7 +57,7 @@ def flip(store: ObjectStore, name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("address", ["file", "memory", "s3"], indirect=True)
-def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: Path) -> None:
+def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: Path):
     ids = write_dataset(tmp_path / "made", SIZES)
     store, lines = put(tmp_path / "made", address), list[str]()
     dataset = load_dataset(address, report=lines.append)
@@ -75,9 +75,7 @@ def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: 
     assert again == []
 
 
-def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(address: str, tmp_path: Path):
     write_dataset(tmp_path / "made", SIZES)
     store = put(tmp_path / "made", address)
     flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
@@ -105,7 +103,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     assert lines[0].startswith(f"fetching {format_quantity(sum(missing.values()), 'B')} from ")
 
 
-def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path) -> None:
+def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path):
     write_dataset(tmp_path / "made", SIZES)
     put(tmp_path / "made", address, without="manifest.json")
     with pytest.raises(DataError):
@@ -118,7 +116,7 @@ def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path) ->
         load_dataset(address)
 
 
-def test_another_content_is_another_folder(address: str, tmp_path: Path) -> None:
+def test_another_content_is_another_folder(address: str, tmp_path: Path):
     write_dataset(tmp_path / "first", SIZES)
     write_dataset(tmp_path / "second", SIZES, seed=1)
     put(tmp_path / "first", address)
@@ -130,7 +128,7 @@ def test_another_content_is_another_folder(address: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("pattern", ["", "/*train*.bin", "/x_train_0.bin"])
-def test_external_shards(address: str, pattern: str, tmp_path: Path) -> None:
+def test_external_shards(address: str, pattern: str, tmp_path: Path):
     (tmp_path / "made").mkdir()
     ids = np.arange(3000, dtype="uint16")
     for name in ("x_train_0.bin", "x_val_0.bin"):
@@ -147,7 +145,7 @@ def test_external_shards(address: str, pattern: str, tmp_path: Path) -> None:
 
 def test_one_process_fetches_and_others_wait(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write_dataset(tmp_path / "made", SIZES)
     put(tmp_path / "made", address)
     fetched: list[str] = []
@@ -168,7 +166,7 @@ def test_one_process_fetches_and_others_wait(
 
 def test_a_full_disk_is_noticed_before(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write_dataset(tmp_path / "made", SIZES)
     put(tmp_path / "made", address)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
@@ -182,7 +180,7 @@ def test_prepare_verify_and_eval_at_an_address(
     ask: Ask,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     """`prepare` goes on after a store that failed in the middle; the manifest came last."""
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be.\n\n" * 2000)
@@ -223,7 +221,7 @@ def test_prepare_verify_and_eval_at_an_address(
     assert main(other) == ExitCode.DATA
 
 
-def test_errors_are_one_line(s3: str) -> None:
+def test_errors_are_one_line(s3: str):
     with pytest.raises(ConfigError):
         load_dataset("nothing://bucket/data")
     with pytest.raises(DataError):

@@ -39,7 +39,7 @@ MANIFEST = Manifest(
 @pytest.mark.parametrize(
     ("dtype", "magic", "version"), [("uint16", 20240520, 1), ("uint32", 20240801, 7)]
 )
-def test_header_is_llmc_layout(dtype: str, magic: int, version: int) -> None:
+def test_header_is_llmc_layout(dtype: str, magic: int, version: int):
     raw = make_header(123_456, dtype, "5a" * 32)
     assert len(raw) == 1024
     assert struct.unpack("<3i", raw[:12]) == (magic, version, 123_456)
@@ -55,19 +55,19 @@ def test_header_is_llmc_layout(dtype: str, magic: int, version: int) -> None:
 @pytest.mark.parametrize(
     "fields", [(0, 1, 5), (20240520, 7, 5), (20240801, 1, 5), (20240520, 1, -5)]
 )
-def test_wrong_header_is_refused(fields: tuple[int, int, int]) -> None:
+def test_wrong_header_is_refused(fields: tuple[int, int, int]):
     with pytest.raises(DataError, match=r"some/file\.bin"):
         read_header(struct.pack("<3i", *fields) + bytes(1012), "some/file.bin")
 
 
-def test_blocks_are_hashed_in_order() -> None:
+def test_blocks_are_hashed_in_order():
     data = np.random.default_rng(0).integers(0, 255, 2 * BLOCK_BYTES + 7, dtype=np.uint8).tobytes()
     parts = [data[:BLOCK_BYTES], data[BLOCK_BYTES : 2 * BLOCK_BYTES], data[2 * BLOCK_BYTES :]]
     assert list(hash_blocks(data)) == [xxhash.xxh3_64_hexdigest(part) for part in parts]
     assert hash_block(b"") == "2d06800538d394c2"  # XXH3_64bits of nothing, as published
 
 
-def test_manifest_round_trip(tmp_path: Path) -> None:
+def test_manifest_round_trip(tmp_path: Path):
     write_manifest(tmp_path, MANIFEST)
     assert read_manifest(tmp_path) == MANIFEST
     assert MANIFEST.tokens("train") == 3
@@ -81,7 +81,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     assert (tmp_path / "manifest.json").read_bytes() == before
 
 
-def test_fingerprint_follows_the_content() -> None:
+def test_fingerprint_follows_the_content():
     same = replace(MANIFEST, source=dict(reversed(MANIFEST.source.items())))
     assert same.fingerprint == MANIFEST.fingerprint
     others = [
@@ -116,7 +116,7 @@ def seal(body: str) -> bytes:
 )
 def test_manifest_with_a_right_hash_and_wrong_content_is_refused(
     tmp_path: Path, old: str, new: str
-) -> None:
+):
     write_manifest(tmp_path, MANIFEST)
     path = tmp_path / "manifest.json"
     body = path.read_text().rpartition(',\n"xxh3"')[0]

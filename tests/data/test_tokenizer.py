@@ -66,7 +66,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @needs_gpt2
-def test_gpt2_gives_the_published_ids(gpt2: Tokenizer) -> None:
+def test_gpt2_gives_the_published_ids(gpt2: Tokenizer):
     assert gpt2.encode("Hello world, GPT-2!").tolist() == [15496, 995, 11, 402, 11571, 12, 17, 0]
     assert (gpt2.vocab_size, gpt2.eot, gpt2.name, gpt2.split_points) == (
         50257,
@@ -83,7 +83,7 @@ def test_gpt2_gives_the_published_ids(gpt2: Tokenizer) -> None:
 )
 def test_gpt2_gives_the_ids_of_tiktoken_on_real_text(
     gpt2: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCAB.parent))
     oracle = pytest.importorskip("tiktoken").get_encoding("gpt2")
     text = (DATA / name).read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def test_gpt2_gives_the_ids_of_tiktoken_on_real_text(
 
 
 @needs_gpt2
-def test_every_character_splits_words_as_tokenizers_does(gpt2: Tokenizer) -> None:
+def test_every_character_splits_words_as_tokenizers_does(gpt2: Tokenizer):
     inner = library(gpt2)
     everything = [chr(code) for code in range(0x3100) if not 0xD800 <= code < 0xE000]
     texts = [f"a{c}b 1{c}2 .{c}! {c}s'{c}  {c} \n{c}{c}'s" for c in everything]
@@ -113,12 +113,12 @@ TRICKY = (
 
 @given(text=TRICKY)
 @settings(deadline=None, max_examples=300)
-def test_words_change_no_id(small: Tokenizer, text: str) -> None:
+def test_words_change_no_id(small: Tokenizer, text: str):
     assert small.encode(text).tolist() == whole(small, text)
     assert small.decode(small.encode(text)) == text
 
 
-def test_a_full_cache_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_changes_no_id(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bpe_cache, "CACHE_WORDS", 3)
     tokenizer = load_tokenizer("bpe:400", lambda: iter([PROSE]))
     assert tokenizer.encode(PROSE).tolist() == whole(tokenizer, PROSE)
@@ -126,20 +126,20 @@ def test_a_full_cache_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(text=TRICKY)
 @settings(deadline=None, max_examples=100)
-def test_bytes_are_bytes(text: str) -> None:
+def test_bytes_are_bytes(text: str):
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode(text).tolist() == list(text.encode()) == whole(tokenizer, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text).dtype == np.int64  # torch has few uses for unsigned ones
 
 
-def test_half_a_character_decodes_to_a_replacement() -> None:
+def test_half_a_character_decodes_to_a_replacement():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.decode([97, 195, 169, 256, 195]) == "aé<|endoftext|>\ufffd"
     assert (tokenizer.vocab_size, tokenizer.eot, tokenizer.split_points) == (257, 256, "anywhere")
 
 
-def test_end_of_text_in_a_document_is_text(small: Tokenizer) -> None:
+def test_end_of_text_in_a_document_is_text(small: Tokenizer):
     assert small.eot not in small.encode("one<|endoftext|>two")
     assert small.decode([small.eot]) == "<|endoftext|>"
 
@@ -148,14 +148,14 @@ def test_end_of_text_in_a_document_is_text(small: Tokenizer) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def test_trained_bpe_is_the_same_every_time(small: Tokenizer) -> None:
+def test_trained_bpe_is_the_same_every_time(small: Tokenizer):
     again = load_tokenizer("bpe:400", lambda: iter([PROSE]))
     assert again.fingerprint == small.fingerprint
     assert (small.vocab_size, small.eot) == (308, 307)  # the text has no more merges to give
     assert len(small.encode(PROSE)) < 0.5 * len(PROSE.encode())
 
 
-def test_trained_bpe_has_the_size_asked_for_when_the_corpus_gives_it() -> None:
+def test_trained_bpe_has_the_size_asked_for_when_the_corpus_gives_it():
     words = (f"{a}{b}{c} " for a in "abcdef" for b in "ghijkl" for c in "mnopqr")
     text = "".join(word * 3 for word in words)
     tokenizer = load_tokenizer("bpe:300", lambda: iter([text]))
@@ -165,7 +165,7 @@ def test_trained_bpe_has_the_size_asked_for_when_the_corpus_gives_it() -> None:
 @pytest.mark.parametrize(
     "spec", ["bpe:256", "bpe:0", "bpe:", "bpe:-5", "bpe:many", "gtp2", "nothing/here.json"]
 )
-def test_meaningless_specs_are_config_errors(spec: str) -> None:
+def test_meaningless_specs_are_config_errors(spec: str):
     with pytest.raises(MegatokenError) as caught:
         load_tokenizer(spec, lambda: iter(["text"]))
     assert caught.value.code == ExitCode.CONFIG
@@ -175,7 +175,7 @@ def test_meaningless_specs_are_config_errors(spec: str) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path) -> None:
+def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path):
     for tokenizer in (small, load_tokenizer("bytes")):
         tokenizer.save(tmp_path)
         for back in (
@@ -196,7 +196,7 @@ def word_level(*names: str) -> tokenizers.Tokenizer:
     return inner
 
 
-def test_any_tokenizer_json_works(tmp_path: Path) -> None:
+def test_any_tokenizer_json_works(tmp_path: Path):
     inner = word_level("</s>", "<|end_of_text|>")
     inner.enable_truncation(1)
     inner.save(f"{tmp_path}/tokenizer.json")
@@ -205,7 +205,7 @@ def test_any_tokenizer_json_works(tmp_path: Path) -> None:
     assert (tokenizer.eot, tokenizer.vocab_size, tokenizer.split_points) == (4, 5, "nowhere")
 
 
-def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path):
     word_level().save(f"{tmp_path}/tokenizer.json")
     with pytest.raises(DataError):
         load_tokenizer(str(tmp_path))
@@ -219,7 +219,7 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
 
 @needs_gpt2
 @pytest.mark.parametrize("origin", ["tiktoken", "ours", "download"])
-def test_gpt2_is_found_or_downloaded(bare_machine: Path, gpt2: Tokenizer, origin: str) -> None:
+def test_gpt2_is_found_or_downloaded(bare_machine: Path, gpt2: Tokenizer, origin: str):
     place = {
         "tiktoken": bare_machine / "TIKTOKEN_CACHE_DIR" / VOCAB.name,
         "ours": bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe",
@@ -233,7 +233,7 @@ def test_gpt2_is_found_or_downloaded(bare_machine: Path, gpt2: Tokenizer, origin
     )
 
 
-def test_without_gpt2s_vocabulary_a_wrong_file_is_not_used(bare_machine: Path) -> None:
+def test_without_gpt2s_vocabulary_a_wrong_file_is_not_used(bare_machine: Path):
     fake = bare_machine / "TIKTOKEN_CACHE_DIR" / gpt2_vocab.TIKTOKEN_VOCAB
     fake.parent.mkdir()
     fake.write_text("#version: 0.2\na b\n")  # a wrong sha256 is passed over
@@ -242,7 +242,7 @@ def test_without_gpt2s_vocabulary_a_wrong_file_is_not_used(bare_machine: Path) -
     assert caught.value.code == ExitCode.DATA
 
 
-def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
+def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path):
     trained = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50]))
     model = json.loads(trained.to_json())["model"]
     (tmp_path / "vocab.json").write_text(
@@ -258,7 +258,7 @@ def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_begin_of_text_is_what_the_post_processor_adds() -> None:
+def test_begin_of_text_is_what_the_post_processor_adds():
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}))
     special = [("<s>", 1), ("</s>", 2)]
     inner.post_processor = tokenizers.processors.TemplateProcessing(
@@ -271,7 +271,7 @@ def test_begin_of_text_is_what_the_post_processor_adds() -> None:
         Tokenizer(empty, "empty", eot=0).encode("cats")
 
 
-def test_bytes_with_a_prefix_space_are_those_of_tokenizers() -> None:
+def test_bytes_with_a_prefix_space_are_those_of_tokenizers():
     content = json.loads(load_tokenizer("bytes").to_json())
     content["pre_tokenizer"]["add_prefix_space"] = True
     ids = tokenizers.Tokenizer.from_str(json.dumps(content)).encode("ab").ids
@@ -281,7 +281,7 @@ def test_bytes_with_a_prefix_space_are_those_of_tokenizers() -> None:
 
 
 @pytest.mark.fault(32)
-def test_a_changed_or_missing_tokenizer_is_refused(small: Tokenizer, tmp_path: Path) -> None:
+def test_a_changed_or_missing_tokenizer_is_refused(small: Tokenizer, tmp_path: Path):
     small.save(tmp_path)
     path = tmp_path / "tokenizer.json"
     saved = path.read_bytes()
@@ -300,7 +300,7 @@ def test_a_changed_or_missing_tokenizer_is_refused(small: Tokenizer, tmp_path: P
         load_saved_tokenizer(tmp_path)
 
 
-def test_a_huge_id_makes_no_table(tmp_path: Path) -> None:
+def test_a_huge_id_makes_no_table(tmp_path: Path):
     content = json.loads(load_tokenizer("bytes").to_json())
     content["model"]["vocab"]["zzz"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -308,7 +308,7 @@ def test_a_huge_id_makes_no_table(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_download_with_another_hash_is_not_kept(tmp_path: Path) -> None:
+def test_a_download_with_another_hash_is_not_kept(tmp_path: Path):
     (tmp_path / "page").write_text("<html>log in first</html>")
     with pytest.raises(DataError):
         download((tmp_path / "page").as_uri(), tmp_path / "target", "00")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.fault(50)
 )
 def test_ranks_that_do_not_meet(
     rank: int, is_taken: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(comm, "JOIN_SECONDS", 1)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1] if is_taken else find_free_port()
@@ -47,9 +47,7 @@ def join_often(rank: int, port: int) -> None:
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_ranks_that_join_again_at_the_same_address(
-    agent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pytest.MonkeyPatch):
     """agent: torchrun's own store, in which the keys of earlier joinings stay."""
     port = find_free_port()
     if agent:
@@ -66,7 +64,7 @@ def join_at(port: int) -> None:
         pass
 
 
-def test_a_program_that_does_not_answer_at_the_address() -> None:
+def test_a_program_that_does_not_answer_at_the_address():
     """It accepts connections, for which torch alone would wait forever."""
     with socket.create_server(("", 0)) as server:
         process = start_process(join_at, server.getsockname()[1])

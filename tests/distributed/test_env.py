@@ -16,7 +16,7 @@ SLURM = {
 }
 
 
-def test_one_process_without_launcher() -> None:
+def test_one_process_without_launcher():
     assert read_dist_env({}) == DistEnv()
     assert (
         read_dist_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == DistEnv()
@@ -24,7 +24,7 @@ def test_one_process_without_launcher() -> None:
     assert read_dist_env({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}) == DistEnv()
 
 
-def test_variables_round_trip() -> None:
+def test_variables_round_trip():
     dist_env = DistEnv(
         rank=5, world_size=8, local_rank=1, local_world_size=4, address="node-0", port=1234
     )
@@ -32,7 +32,7 @@ def test_variables_round_trip() -> None:
     assert not dist_env.is_main_process
 
 
-def test_slurm_variables() -> None:
+def test_slurm_variables():
     found = read_dist_env(SLURM)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 7, 1, 4)
     assert found.address == "gpu003"
@@ -51,7 +51,7 @@ OPEN_MPI = {
 }
 
 
-def test_open_mpi_variables() -> None:
+def test_open_mpi_variables():
     found = read_dist_env(OPEN_MPI)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 8)
     assert found.address == "127.0.0.1"
@@ -77,7 +77,7 @@ def test_open_mpi_variables() -> None:
         ("rack[1,3]-ib", "rack1-ib"),
     ],
 )
-def test_first_host_of_a_list(hosts: str, first: str) -> None:
+def test_first_host_of_a_list(hosts: str, first: str):
     assert first_host(hosts) == first
 
 
@@ -92,6 +92,6 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
     ],
 )
-def test_invalid_variables_are_refused(variables: dict[str, str]) -> None:
+def test_invalid_variables_are_refused(variables: dict[str, str]):
     with pytest.raises(ConfigError):
         read_dist_env(variables)

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.tiny_model import CPU, tiny_rows, tiny_state, tiny_step_config
 
 
-def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
+def test_buckets_go_from_the_last_parameter_to_the_first():
     tensors = [torch.zeros(size) for size in (100, 10, 20, 30)]
     pairs = [(tensor, tensor) for tensor in tensors]
     sizes = [[pair[0].numel() for pair in bucket] for bucket in fill_buckets(pairs, 4 * 45)]
@@ -54,7 +54,7 @@ def reduce_gradients(comm: Comm, out: Path, master_weights: bool) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")  # bf16 sums in other pieces round to other numbers
-def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path):
     for master_weights in (False, True):
         folder = tmp_path / str(master_weights)
         folder.mkdir()

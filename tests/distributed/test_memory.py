@@ -57,7 +57,7 @@ def predict(values: dict[str, object], gpus: int) -> tuple[Memory, float]:
 def test_the_formula_agrees_with_the_dry_run_to_10_percent(
     micro_batch: int, sharding: str, checkpointing: str, precision: str, micro_steps: int,
     preset: str, n_layer: int, seq_len: int,
-) -> None:  # fmt: skip
+):  # fmt: skip
     gpus = 1 if sharding == "none" else 8
     values = {
         "model.preset": preset,
@@ -74,7 +74,7 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
-def test_the_formula_counts_the_state_of_muon(sharding: str) -> None:
+def test_the_formula_counts_the_state_of_muon(sharding: str):
     gpus = 1 if sharding == "none" else 8
     values = {
         "model.preset": "gpt2-124m",
@@ -102,14 +102,14 @@ def choose(gpus: int, **machine: object) -> str:
     ).sharding
 
 
-def test_the_simplest_sharding_with_which_the_micro_batch_fits() -> None:
+def test_the_simplest_sharding_with_which_the_micro_batch_fits():
     assert choose(8) == choose(8, micro_batch=8) == "none"
     assert choose(8, micro_batch=18) == "zero1"
     assert choose(8, micro_batch=64) == "zero3"  # fits in none
     assert choose(8, micro_batch=64, activation_checkpointing="block") == "none"
 
 
-def test_published_runs_fit() -> None:
+def test_published_runs_fit():
     """GPT-2 1558M with 16 x 1,024 on one H100, 124M with 64 x 1,024 and 1.3B on A100s of 40 GB."""
     for preset, gpu, gpus, machine in (
         ("gpt2-1558m", "H100", 1, MachineConfig(micro_batch=16)),
@@ -139,7 +139,7 @@ def test_published_runs_fit() -> None:
         )
 
 
-def test_tensor_parallel_halves_what_a_layer_needs() -> None:
+def test_tensor_parallel_halves_what_a_layer_needs():
     whole, half = (
         estimate_memory(
             PRESETS["gpt3-1.3b"],

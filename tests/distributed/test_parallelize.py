@@ -274,7 +274,7 @@ def run_single_process(model_config: ModelConfig, gradients: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", DIMS)
-def test_sharded_training_equals_the_plain_model(name: str, results: Results) -> None:
+def test_sharded_training_equals_the_plain_model(name: str, results: Results):
     expected = results.plain[family_of(name)]
     for rank in results.ranks:
         found = rank[name]
@@ -292,13 +292,13 @@ def test_sharded_training_equals_the_plain_model(name: str, results: Results) ->
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_memory_of_a_rank_is_predicted(name: str, results: Results) -> None:
+def test_memory_of_a_rank_is_predicted(name: str, results: Results):
     for rank in results.ranks:
         assert rank[name]["measured"] == pytest.approx(rank[name]["expected"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", DIMS)
-def test_a_checkpoint_has_the_weights_of_its_step(name: str, results: Results) -> None:
+def test_a_checkpoint_has_the_weights_of_its_step(name: str, results: Results):
     """Also when training continues while it is written."""
     saved = results.folder / name / f"step-{STEPS:08d}"
     weights = TensorReader(saved, verify(saved), MODEL)
@@ -319,13 +319,13 @@ def test_a_checkpoint_has_the_weights_of_its_step(name: str, results: Results) -
     ]
 
 
-def test_bf16_gathered_by_fsdp_equals_master_weights(results: Results) -> None:
+def test_bf16_gathered_by_fsdp_equals_master_weights(results: Results):
     state = build_sharded(TINY_GPT, ParallelDims(), Comm(DistEnv()), device=BF16)
     state.enable_master_weights(torch.bfloat16)
     assert results.ranks[0]["bf16"] == pytest.approx(train(state, 3, BF16), rel=1e-4)
 
 
-def test_consolidate_merges_sharded_files(results: Results, tmp_path: Path) -> None:
+def test_consolidate_merges_sharded_files(results: Results, tmp_path: Path):
     split = results.folder / "zero3 x tensor" / f"step-{STEPS:08d}"
     merged = consolidate(split, tmp_path, pytest.fail)
     weights = load_file(merged / "model.safetensors")
@@ -339,7 +339,7 @@ def test_consolidate_merges_sharded_files(results: Results, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", RESUMES)
-def test_four_shards_resume_with_other_dims(name: str, results: Results) -> None:
+def test_four_shards_resume_with_other_dims(name: str, results: Results):
     saved, again = (results.folder / each / f"step-{STEPS:08d}" for each in ("zero3", name))
     for kind in (MODEL, OPTIMIZER):
         first = TensorReader(saved, verify(saved), kind)
@@ -350,14 +350,14 @@ def test_four_shards_resume_with_other_dims(name: str, results: Results) -> None
     assert results.ranks[0][name] == pytest.approx(results.plain["gpt2"]["next"], rel=1e-6)
 
 
-def test_the_curve_does_not_depend_on_ranks_and_micro_batches(results: Results) -> None:
+def test_the_curve_does_not_depend_on_ranks_and_micro_batches(results: Results):
     grids = [results.ranks[0][f"grid {world}"] for world in (1, 2, 3, 4)]
     for grid in grids:
         for curve in grid:
             assert curve == pytest.approx(grids[0][0], rel=1e-6)
 
 
-def test_deterministic_runs_have_the_same_bits_on_1_2_and_4_ranks(results: Results) -> None:
+def test_deterministic_runs_have_the_same_bits_on_1_2_and_4_ranks(results: Results):
     alone, *others = (
         torch.load(results.folder / f"deterministic on {world}.pt", weights_only=True)
         for world in (1, 2, 4)

@@ -108,7 +108,7 @@ def alone() -> dict[int, tuple[list[float], dict[str, Tensor], list[float]]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_process(
     name: str, ranks: list[dict[str, Any]], folder: Path, alone: dict[int, Any]
-) -> None:
+):
     curve, weights, _ = alone[id(LAYOUTS[name][0])]
     for found in ranks:
         assert found[name]["curve"] == pytest.approx(curve, rel=1e-6)
@@ -118,7 +118,7 @@ def test_every_layout_trains_as_one_process(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_matrix_is_computed_once_and_the_work_is_shared(
     name: str, ranks: list[dict[str, Any]]
-) -> None:
+):
     model = GPT(LAYOUTS[name][0])
     expected = [
         [size, model.get_parameter(key).shape[1]]
@@ -132,14 +132,14 @@ def test_every_matrix_is_computed_once_and_the_work_is_shared(
 
 
 @pytest.mark.usefixtures("ranks")
-def test_what_four_processes_saved_one_resumes(folder: Path, alone: dict[int, Any]) -> None:
+def test_what_four_processes_saved_one_resumes(folder: Path, alone: dict[int, Any]):
     state = build_sharded(GPT2, ParallelDims(), Comm(DistEnv()), config=CONFIG)
     saved = folder / "zero3 on 4" / f"step-{STEPS:08d}"
     restore_state(saved, verify(saved), state)
     assert train(state, 2) == pytest.approx(alone[id(GPT2)][2], rel=1e-6)
 
 
-def test_owners_share_gpt2_evenly() -> None:
+def test_owners_share_gpt2_evenly():
     """12 layers of 4 matrices 768 x 768 and 2 of 768 x 3,072, on 8 processes: each has 6 and 3."""
     rows = {
         f"{layer}.{name}": [768] * 3 if name == "qkv" else [768]

@@ -126,7 +126,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str, Any]]) -> None:
+def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str, Any]]):
     for rank in found:
         assert rank[layout]["rates"] == [1, 2]  # what fits on both
         assert rank[layout]["tuned"] == rank[layout]["untouched"]
@@ -135,15 +135,13 @@ def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_failed_compile_changes_nothing(layout: str, found: list[dict[str, Any]]) -> None:
+def test_a_failed_compile_changes_nothing(layout: str, found: list[dict[str, Any]]):
     for rank in found:
         assert "no kernel for this card" in rank[layout]["note"]
         assert rank[layout]["compiled"] == rank[layout]["untouched"]
 
 
-def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(
-    found: list[dict[str, Any]],
-) -> None:
+def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(found: list[dict[str, Any]]):
     whole, failed = (rank["end"] for rank in found)
     assert "rank 1" in failed[0]
     assert (failed[1], whole[1]) == (2, 7)

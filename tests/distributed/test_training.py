@@ -59,9 +59,7 @@ def train_by_command(rank: int, shards: str, out: Path) -> None:
 
 
 @pytest.mark.fault(40)
-def test_the_curve_of_three_processes_is_that_of_one(
-    shards: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_the_curve_of_three_processes_is_that_of_one(shards: Path, alone: Path, tmp_path: Path):
     out = tmp_path / "run"
     run_ranks(train_by_command, str(shards), out, nprocs=3)
     printed = [out.with_name(f"{rank}.json").read_text() for rank in range(3)]
@@ -73,7 +71,7 @@ def test_the_curve_of_three_processes_is_that_of_one(
     assert json.loads((out / "provenance.json").read_text())["processes"] == 3
 
 
-def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path):
     out = tmp_path / "run"
     settings = f"data.path={shards} {RATE} sample.every=4 sample.tokens=3"
     for nproc, layout, step in (
@@ -89,7 +87,7 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
 @pytest.mark.slow
 def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     shards: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """It alone has the weights of a run that started from given ones and made no step."""
     one, two = tmp_path / "1", tmp_path / "2"
     settings = f"data.path={shards} model.init={alone} budget.steps=1 save.every=0"
@@ -111,7 +109,7 @@ ENDLESS = "machine.micro_batch=2 budget.steps=100000 machine.sharding=zero1"
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_killed_rank_ends_all_and_a_signal_to_one_stops_all_at_the_same_step(
     shards: Path, tmp_path: Path
-) -> None:
+):
     out = tmp_path / "run"
     words = command(shards, out, 2, ENDLESS)
     running = subprocess.Popen([*words, "save.every=2"], stderr=subprocess.PIPE)
@@ -141,7 +139,7 @@ def find_rank(pid: int, rank: int) -> int:
 @pytest.mark.slow
 @pytest.mark.fault(9)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
+def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path):
     out = tmp_path / "run"
     words = command(shards, out, 2, ENDLESS, "save.every=0")
     running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
@@ -165,7 +163,7 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.fault(30, 34)
-def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path) -> None:
+def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path):
     """The block that rank 1 reads first at step 2; rank 0 computes on until it misses rank 1."""
     data = tmp_path / "shards"
     prepare(shards.parent / "text.txt", data, tokenizer="bytes", val_fraction=0.1, shard_tokens=64)
@@ -188,9 +186,7 @@ def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path
 
 
 @pytest.mark.fault(7)
-def test_the_error_of_one_rank_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_of_one_rank_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\n"

@@ -35,7 +35,7 @@ def plan_recipe(name: str, gpu: str, gpus: int, *overrides: str, **options: floa
     return plan_run(resolved.config, model, GPUS[gpu], gpus, **options)
 
 
-def test_published_run_of_llm_c() -> None:
+def test_published_run_of_llm_c():
     """GPT-2 124M on 10B tokens: 1 h 47 min, about $20 on eight A100s of 40 GB."""
     plan = plan_recipe("gpt2-124m", "A100-40GB", 8)
     assert plan.fits
@@ -47,7 +47,7 @@ def test_published_run_of_llm_c() -> None:
     assert plan.mfu == pytest.approx(flops / (8 * 312e12))
 
 
-def test_published_runs_fit() -> None:
+def test_published_runs_fit():
     assert plan_recipe(
         "gpt2-1558m", "H100", 8, "machine.micro_batch=16", "machine.sharding=none"
     ).fits
@@ -57,7 +57,7 @@ def test_published_runs_fit() -> None:
     assert plan_recipe("gpt3-1.3b", "A100-40GB", 8).fits
 
 
-def test_what_makes_it_fit() -> None:
+def test_what_makes_it_fit():
     """7B on 24 GB takes all shards and recomputation, on 16 cards; 175B nothing makes fit."""
     plan = plan_recipe("gpt3-6.7b", "RTX-4090", 16, tokens=1e9)
     assert plan.fits
@@ -70,13 +70,13 @@ def test_what_makes_it_fit() -> None:
 @pytest.mark.parametrize(
     ("name", "gpus"), [("gpt2-124m", 128), ("gpt3-125m", 256), ("gpt2-355m", 256)]
 )
-def test_nothing_is_recomputed_that_fits(name: str, gpus: int) -> None:
+def test_nothing_is_recomputed_that_fits(name: str, gpus: int):
     """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
     layout = plan_recipe(name, "H100", gpus).layout
     assert (layout.micro_steps, layout.checkpointing) == (1, "none")
 
 
-def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask) -> None:
+def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
     setting = "machine.activation_checkpointing"
     expected = [
         ("", "gelu", [f"{setting}=gelu"]),
@@ -89,7 +89,7 @@ def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask) -> None:
     assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
 
 
-def test_what_does_not_fit_has_no_price(ask: Ask) -> None:
+def test_what_does_not_fit_has_no_price(ask: Ask):
     answer = ask("plan gpt3-175b --gpus 8xH100")
     assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
     assert answer["fewest_gpus"] == 48
@@ -99,11 +99,11 @@ def test_what_does_not_fit_has_no_price(ask: Ask) -> None:
     assert ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")["fewest_gpus"] is None
 
 
-def test_a_price_that_nobody_knows(ask: Ask) -> None:
+def test_a_price_that_nobody_knows(ask: Ask):
     assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None
 
 
-def test_strong_scaling() -> None:
+def test_strong_scaling():
     resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
     config = resolved.config
     plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
@@ -122,7 +122,7 @@ def test_strong_scaling() -> None:
         assert plan.step.tokens == config.budget.batch_tokens
 
 
-def test_muon_adds_its_products_to_the_optimizer() -> None:
+def test_muon_adds_its_products_to_the_optimizer():
     """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
     model, seconds = PRESETS["gpt2-124m"], {}
     for gpus in (1, 8):
@@ -148,7 +148,7 @@ def test_muon_adds_its_products_to_the_optimizer() -> None:
 )
 def test_products_in_a_precision_that_the_card_lacks_are_fp32(
     gpu: str, given: str, precision: str, program: str
-) -> None:
+):
     words = ("machine.micro_batch=1", f"machine.precision={given}")
     plan = plan_recipe("shakespeare", gpu, 1, *words)
     assert (plan.layout.precision, plan.layout.program) == (precision, program)
@@ -159,13 +159,13 @@ def test_products_in_a_precision_that_the_card_lacks_are_fp32(
 @pytest.mark.parametrize(
     ("adamw", "counted"), [("auto", "fused"), ("loop", "foreach"), ("foreach", "foreach")]
 )
-def test_the_form_of_adamw_counts(adamw: str, counted: str) -> None:
+def test_the_form_of_adamw_counts(adamw: str, counted: str):
     """As the published runs without and with the fused kernel, 55,271 and 78,750 tokens/s."""
     plan = plan_recipe("shakespeare", "H100", 1, f"machine.adamw={adamw}")
     assert plan.step == estimate_step(plan.model, H100, Layout(adamw=counted))
 
 
-def test_deadline_is_the_fewest_gpus() -> None:
+def test_deadline_is_the_fewest_gpus():
     resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
     config = resolved.config
     plan = find_deadline(config, model, A100, 2.0)
@@ -176,7 +176,7 @@ def test_deadline_is_the_fewest_gpus() -> None:
     assert find_deadline(config, model, A100, 0.01) is None
 
 
-def test_compute_optimal_split() -> None:
+def test_compute_optimal_split():
     """Chinchilla: 5.76e23 FLOP are 67B parameters and 1.5T tokens by the first approach; 40B by the third."""
     parameters, tokens = split_compute(5.76e23, "chinchilla")
     assert tokens == pytest.approx(20 * parameters)
@@ -189,7 +189,7 @@ def test_compute_optimal_split() -> None:
     assert math.isclose(6 * fitted * fitted_tokens, 5.76e23)
 
 
-def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask) -> None:
+def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask):
     budget = ask("plan gpt3-125m --gpus 1xRTX-3090 --budget 1e6")["budget"]
     assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
     fitting = plan_recipe("gpt3-760m", "RTX-3090", 1, "budget.batch_start=0", "budget.batch_ramp=0")
@@ -201,9 +201,7 @@ def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask) -> None
 
 
 @pytest.mark.parametrize(("every", "evaluations"), [("30steps", 5), ("0.5dur", 3), ("0", 1)])
-def test_evaluations_before_the_first_step_and_at_the_end_are_counted(
-    every: str, evaluations: int
-) -> None:
+def test_evaluations_before_the_first_step_and_at_the_end_are_counted(every: str, evaluations: int):
     words = (
         "budget.steps=100",
         "budget.batch_tokens=512",
@@ -213,7 +211,7 @@ def test_evaluations_before_the_first_step_and_at_the_end_are_counted(
     assert count_evaluated_tokens(load_config("quickstart", *words), 51_200) == 1000 * evaluations
 
 
-def test_a_batch_that_grows_takes_longer(ask: Ask) -> None:
+def test_a_batch_that_grows_takes_longer(ask: Ask):
     """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs; a first batch is made to divide."""
     common = ("budget.tokens=1e9", "evaluate.every=0", "machine.sharding=zero1")
     whole = plan_recipe("gpt2-124m", "H100", 16, *common, "budget.batch_tokens=262144")
@@ -233,9 +231,7 @@ def test_a_batch_that_grows_takes_longer(ask: Ask) -> None:
     assert answer["hours"] > times[32]
 
 
-def test_the_vocabulary_is_that_of_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert (
         resolve_recipe_or_preset("quickstart", ())[1].vocab_size == 4096
@@ -245,7 +241,7 @@ def test_the_vocabulary_is_that_of_the_data(
     assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
-def test_json_of_the_command(ask: Ask) -> None:
+def test_json_of_the_command(ask: Ask):
     options = "--tokens chinchilla --price 2 --budget 500 --deadline 2d12h"
     answer = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
     assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
@@ -275,12 +271,12 @@ def test_json_of_the_command(ask: Ask) -> None:
         "gpt3-175b --gpus 1000xH100 machine.tensor_parallel=8",
     ],
 )
-def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *words.split()]) == ExitCode.CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask) -> None:
+def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
     """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
     layout = Layout(micro_batch=16, micro_steps=2)
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
@@ -305,7 +301,7 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask) -> None:
     assert plan("8xH100")["tokens_per_second"] == pytest.approx(known["tokens_per_second"] / 1.2)
 
 
-def test_picture(tmp_path: Path, ask: Ask) -> None:
+def test_picture(tmp_path: Path, ask: Ask):
     pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
     words = f"plan gpt2-124m --gpus 8xH100 --plot {tmp_path}/plan"
@@ -316,7 +312,7 @@ def test_picture(tmp_path: Path, ask: Ask) -> None:
 
 def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     run, data, rows = tmp_path / "run", tmp_path / "data", tmp_path / "rows.jsonl"
     save_run(run, draw_model())
     rows.write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400)))

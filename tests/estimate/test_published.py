@@ -9,7 +9,7 @@ NUMBERS = Path(__file__).parents[2] / "docs" / "numbers.md"
 TEST_ONLY = [each for each in ROWS if not each.sets]
 
 
-def test_half_of_the_rows_are_within_15_percent() -> None:
+def test_half_of_the_rows_are_within_15_percent():
     assert len(TEST_ONLY) >= 40
     assert median_error(ROWS) < 0.08
     assert median_error(TEST_ONLY) < 0.08
@@ -17,17 +17,17 @@ def test_half_of_the_rows_are_within_15_percent() -> None:
         assert median_error([each for each in ROWS if each.source == name]) < 0.19, name
 
 
-def test_no_row_is_beyond_40_percent() -> None:
+def test_no_row_is_beyond_40_percent():
     assert [each for each in ROWS if abs(each.error) > 0.4] == []
     assert [each.what for each in ROWS if abs(each.error) > 0.3 and not each.reason] == []
 
 
-def test_the_range_holds_four_in_five() -> None:
+def test_the_range_holds_four_in_five():
     within = [SLOWEST <= 1 / (1 + each.error) <= FASTEST for each in TEST_ONLY]
     assert sum(within) >= 0.8 * len(within)
 
 
-def test_the_page_has_the_computed_table() -> None:
+def test_the_page_has_the_computed_table():
     assert draw_table() in NUMBERS.read_text(), (
         "write the output of `python -m tests.estimate.published` into it"
     )

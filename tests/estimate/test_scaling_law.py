@@ -23,7 +23,7 @@ PARAMETERS, TOKENS = (
 LOSSES = E + A / PARAMETERS**ALPHA + B / TOKENS**BETA
 
 
-def test_chinchillas_law_is_found_again() -> None:
+def test_chinchillas_law_is_found_again():
     law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
     assert law.terms.names == ("N", "D")
     assert law.floor == pytest.approx(E, abs=1e-3)
@@ -34,7 +34,7 @@ def test_chinchillas_law_is_found_again() -> None:
     )
 
 
-def test_the_best_split_has_the_lowest_loss_of_its_flops() -> None:
+def test_the_best_split_has_the_lowest_loss_of_its_flops():
     law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
     n, d = law.best_split(1e21)
     assert 6 * n * d == pytest.approx(1e21)
@@ -42,7 +42,7 @@ def test_the_best_split_has_the_lowest_loss_of_its_flops() -> None:
     assert (law.loss(others, 1e21 / 6 / others) > law.loss(n, d)).all()
 
 
-def test_the_interval_of_noisy_losses_holds_the_truth() -> None:
+def test_the_interval_of_noisy_losses_holds_the_truth():
     noisy = LOSSES * (1 + np.random.default_rng(1).normal(0, 0.003, len(LOSSES)))
     law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, noisy)
     laws = resample(law, PARAMETERS, TOKENS, noisy)
@@ -52,7 +52,7 @@ def test_the_interval_of_noisy_losses_holds_the_truth() -> None:
     assert 0.01 < high - low < 0.2
 
 
-def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that() -> None:
+def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that():
     n, d = np.full(6, 1e8), np.geomspace(1e8, 1e10, 6)
     for parameters, tokens, name in ((n, d, "D"), (d, n, "N"), (d, 20 * d, "C")):
         terms = choose_terms(parameters, tokens)
@@ -66,7 +66,7 @@ def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that() -> None:
     ("parameters", "tokens"),
     [([1e6, 2e6, 1e6, 2e6], [1e6, 1e6, 2e6, 2e6]), ([1e6] * 3, [1e6, 2e6, 3e6])],
 )
-def test_too_few_runs_are_refused(parameters: list[float], tokens: list[float]) -> None:
+def test_too_few_runs_are_refused(parameters: list[float], tokens: list[float]):
     with pytest.raises(DataError):
         choose_terms(np.array(parameters), np.array(tokens))
 
@@ -102,7 +102,7 @@ def read_answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_command_fits_holds_out_and_extrapolates(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "law.png"
     assert (
@@ -121,7 +121,7 @@ def test_command_fits_holds_out_and_extrapolates(
 @pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "checkpoints"])
 def test_runs_that_do_not_count_are_refused(
     runs: list[str], capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+):
     path = Path(runs[3]) / name
     if name == "status.json":
         path.write_text('{"state": "stopped"}')
@@ -133,9 +133,7 @@ def test_runs_that_do_not_count_are_refused(
     assert "w64-100000" in capsys.readouterr().err
 
 
-def test_a_check_that_is_far_off_is_a_warning(
-    runs: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_that_is_far_off_is_a_warning(runs: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["scaling", *runs]) == ExitCode.DONE
     assert "warning" not in capsys.readouterr().out
     log = Path(runs[-1]) / "metrics.jsonl"  # of the largest
@@ -147,7 +145,7 @@ def test_a_check_that_is_far_off_is_a_warning(
 
 def test_other_tokenizers_are_refused_and_other_data_warned_of(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     other = str(write_run(tmp_path / "other", 32, 800_000, tokenizer="u"))
     assert main(["scaling", *runs, other]) == ExitCode.DATA
     capsys.readouterr()

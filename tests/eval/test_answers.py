@@ -53,7 +53,7 @@ def answer_all(right: str, samples: int = 0, **values: object) -> dict[str, obje
     return evaluate_answers(MODEL, TEMPLATE, questions, settings)
 
 
-def test_greedy_answers() -> None:
+def test_greedy_answers():
     texts = [TEMPLATE.tokenizer.decode(answer(prompt)) for prompt in PROMPTS]
     lengths = [len(text.encode()) for text in texts]
     middle = str(sorted(lengths)[2])
@@ -72,7 +72,7 @@ def test_greedy_answers() -> None:
     )
 
 
-def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
+def test_pass_at_k_counts_the_right_ones_of_the_sampled():
     result = answer_all("7", samples=5, temperature=1.5, seed=3)
     right = []
     for number, prompt in enumerate(PROMPTS):
@@ -87,12 +87,12 @@ def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 2), (6, 3, 4), (4, 0, 2), (4, 1, 4)])
-def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int) -> None:
+def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int):
     choices = [any(choice) for choice in itertools.combinations([True] * c + [False] * (n - c), k)]
     assert estimate_pass_at_k(n, c, k) == pytest.approx(statistics.fmean(choices), abs=1e-12)
 
 
-def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path) -> None:
+def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path):
     roles = ("system", "user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "sqarb", strict=True)]
     path = tmp_path / "chats.jsonl"
@@ -113,7 +113,7 @@ def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: P
         read_questions(str(path), 0)
 
 
-def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
+def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40))
@@ -129,7 +129,7 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
         read_questions(f"{tmp_path}/chats", 0)
 
 
-def test_the_command(tmp_path: Path, ask: Ask) -> None:
+def test_the_command(tmp_path: Path, ask: Ask):
     checkpoint = save_run(tmp_path, MODEL, TEMPLATE.tokenizer)
     words = f"eval {checkpoint} --chat exercises-test --limit 4 --tokens 5"
     result = ask(f"{words} --samples 2")["chat"]

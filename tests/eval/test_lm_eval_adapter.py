@@ -96,7 +96,7 @@ def test_results_equal_those_of_the_model(
     tasks: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     target = "megatoken.convert.load_pretrained.load_pretrained"
     monkeypatch.setattr(target, lambda name, warn: loaded)
     line = f"eval any --harness --include {tasks} --examples --device cpu --json --tasks"
@@ -116,7 +116,7 @@ def test_results_equal_those_of_the_model(
     assert main([*line.split(), "hellaswagg"]) == 2
 
 
-def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) -> None:
+def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path):
     """Prompts longer than the context, stop strings, end of text, no room for a prompt."""
     model = make_model(seq_len=48, n_layer=1).eval()
     export(LoadedModel(model, BYTES, "a model"), "hf", tmp_path / "hf")
@@ -143,7 +143,7 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) ->
 CHAT = find_template(add_control_tokens(BYTES))
 
 
-def test_a_conversation_has_the_ids_of_the_template() -> None:
+def test_a_conversation_has_the_ids_of_the_template():
     adapter = Adapter(make_model(seq_len=32, n_layer=1), CHAT.tokenizer, CPU, SINGLE, CHAT)
     rows = [
         {"role": "system", "content": "s"},
@@ -159,7 +159,7 @@ def test_a_conversation_has_the_ids_of_the_template() -> None:
     assert adapter.chat_template(True) == CHAT.jinja
 
 
-def test_a_chat_model_is_asked_by_its_template(tasks: Path) -> None:
+def test_a_chat_model_is_asked_by_its_template(tasks: Path):
     model = make_model(seq_len=128, n_layer=1, vocab_size=CHAT.tokenizer.vocab_size).eval()
     options = Namespace(
         tasks="choice,generated", include=tasks, limit=0, fewshot=None, examples=True, json=True

@@ -45,7 +45,7 @@ def list_predictions(results: list[ExampleResult]) -> list[tuple[int | None, ...
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
-def test_predictions_equal_the_reference(sample: list[Example], count: int) -> None:
+def test_predictions_equal_the_reference(sample: list[Example], count: int):
     sample = sample[:count]
     tokenizer = load_tokenizer(
         "bpe:900", lambda: (context for example in sample for context, _ in example.prompts)
@@ -59,7 +59,7 @@ def test_predictions_equal_the_reference(sample: list[Example], count: int) -> N
     assert len(set(expected)) > 20
 
 
-def test_first_of_equal_choices_wins_and_an_empty_choice_never_does() -> None:
+def test_first_of_equal_choices_wins_and_an_empty_choice_never_does():
     equal = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2, (4, 5, 4))
     empty = Example((("say", " "), ("say", " something long")), 1, (0, 14))
     encoded = encode_examples([equal, empty], BYTES, 256)
@@ -68,7 +68,7 @@ def test_first_of_equal_choices_wins_and_an_empty_choice_never_does() -> None:
     assert results[1].pred_norm == 1
 
 
-def test_token_may_span_context_and_choice() -> None:
+def test_token_may_span_context_and_choice():
     tokenizer = load_tokenizer("bpe:300", lambda: iter(["lower lowest low " * 50]))
     together = encode_prompt(("low", "est"), tokenizer, 64, together=True)
     assert together.ids == tokenizer.encode("lowest").tolist()
@@ -78,7 +78,7 @@ def test_token_may_span_context_and_choice() -> None:
     assert separate.n_targets == len(tokenizer.encode("est"))
 
 
-def test_begin_of_text_is_added_if_the_tokenizer_has_one() -> None:
+def test_begin_of_text_is_added_if_the_tokenizer_has_one():
     tokenizer = llama_tokenizer()
     assert (tokenizer.bos_ids, BYTES.bos_ids) == ([1], [])
     for together in (True, False):
@@ -89,7 +89,7 @@ def test_begin_of_text_is_added_if_the_tokenizer_has_one() -> None:
         assert encode_prompt(("", "king"), tokenizer, 64, together=together).ids[0] == 1
 
 
-def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> None:
+def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted():
     fits = Example((("ab", " c"), ("ab", " d")), gold=0, lengths=(2, 2))
     encoded = encode_examples([EXAMPLES[0], fits], BYTES, 8)
     results = score_examples(make_model(seq_len=8), encoded, CPU, SINGLE)
@@ -107,7 +107,7 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> No
         encode_examples([replace(fits, prompts=(("ab", ""),), where="tasks.jsonl:1")], BYTES, 8)
 
 
-def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path) -> None:
+def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path):
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
     warnings: list[str] = []
     config = EvalConfig(tasks="hellaswag?, lambada", tasks_data=str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path) -> None:
         read_tasks(replace(config, tasks="helaswag?"), BYTES, 256, pytest.fail)
 
 
-def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path) -> None:
+def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path):
     model = make_model()
     with torch.no_grad():
         second = int(model.logits(torch.tensor([[*b"the word "]]))[0, -1, :127].argmax())

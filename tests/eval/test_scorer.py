@@ -49,7 +49,7 @@ def score(model: GPT, examples: list[Example], comm: Comm = SINGLE) -> list[list
     return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, comm)]
 
 
-def test_padding_attends_to_itself_only() -> None:
+def test_padding_attends_to_itself_only():
     trees = [make_tree(([5, 8, 9, 0], 2), ([5, 6, 7, 0], 2)), make_tree(([1, 2], 1))]
     ids, mask = stack_trees(trees, CPU.torch_device)
     assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
@@ -62,7 +62,7 @@ def test_padding_attends_to_itself_only() -> None:
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6),
     st.integers(1, 6),
 )
-def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) -> None:
+def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int):
     counts = [min(count, len(ids) - 1) for ids in sequences]
     tree = make_tree(*zip(sequences, counts, strict=True))
     mask = stack_trees([tree], CPU.torch_device)[1].attn_mask_BTT[0].numpy()
@@ -81,9 +81,7 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("seq_len", [256, 48])
-def test_log_likelihoods_equal_those_of_single_sequences(
-    seq_len: int, fields: dict[str, Any]
-) -> None:
+def test_log_likelihoods_equal_those_of_single_sequences(seq_len: int, fields: dict[str, Any]):
     model = make_model(seq_len=seq_len, **fields)
     for example, scores in zip(EXAMPLES, score(model, EXAMPLES), strict=True):
         for prompt, log_p in zip(example.prompts, scores, strict=True):
@@ -107,9 +105,7 @@ class RankOfMany(Comm):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_sum_over_ranks_is_bit_equal_to_one_rank(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sum_over_ranks_is_bit_equal_to_one_rank(world_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(BATCH_NODES, "cpu", 64)
     model = make_model(seq_len=48)
     parts = [score(model, EXAMPLES, RankOfMany(rank, world_size)) for rank in range(world_size)]
@@ -117,11 +113,11 @@ def test_sum_over_ranks_is_bit_equal_to_one_rank(
     assert total == score(model, EXAMPLES)
 
 
-def test_batches_hold_at_most_max_nodes() -> None:
+def test_batches_hold_at_most_max_nodes():
     assert plan_batches([5, 100, 7, 90, 30, 400], 128) == [[5], [1], [3], [4, 2, 0]]
 
 
-def test_compiled_model_is_scored_uncompiled() -> None:
+def test_compiled_model_is_scored_uncompiled():
     model = make_model(seq_len=48)
     expected = score(model, EXAMPLES)
 
@@ -133,14 +129,14 @@ def test_compiled_model_is_scored_uncompiled() -> None:
     assert score(torch.compile(model, backend=fail), EXAMPLES) == expected  # type: ignore[arg-type]
 
 
-def test_dropout_is_off_and_training_mode_is_restored() -> None:
+def test_dropout_is_off_and_training_mode_is_restored():
     model = GPT(replace(make_model(seq_len=48).config, dropout=0.5))
     first = score(model, EXAMPLES)
     assert model.training
     assert score(model, EXAMPLES) == first
 
 
-def test_padding_ids_have_no_probability() -> None:
+def test_padding_ids_have_no_probability():
     model = make_model()
     expected = score(model, EXAMPLES)
     with torch.no_grad():
@@ -148,7 +144,7 @@ def test_padding_ids_have_no_probability() -> None:
     assert score(model, EXAMPLES) == expected
 
 
-def test_greedy_and_sequences_without_targets() -> None:
+def test_greedy_and_sequences_without_targets():
     model = make_model().eval()
     ids = [*b"the word "]
     with torch.no_grad():

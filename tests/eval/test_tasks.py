@@ -74,7 +74,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("task", PROMPTS)
-def test_prompts_equal_the_harness(task: str) -> None:
+def test_prompts_equal_the_harness(task: str):
     context, choices, gold, lengths = PROMPTS[task]
     example = TASKS[task].parse(ROWS[task])
     assert example.prompts == tuple((context, choice) for choice in choices.split("|"))
@@ -83,13 +83,13 @@ def test_prompts_equal_the_harness(task: str) -> None:
     assert example.raw_prompts == tuple((ROWS[task]["ctx"], f" {ending}") for ending in endings)
 
 
-def test_winogrande_has_a_context_for_each_choice() -> None:
+def test_winogrande_has_a_context_for_each_choice():
     contexts = [f"The trophy did not fit the case as the {word}" for word in ("trophy", "case")]
     prompts = tuple((context, " was too big.") for context in contexts)
     assert TASKS["winogrande"].parse(ROWS["winogrande"]) == Example(prompts=prompts, gold=0)
 
 
-def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
+def test_hellaswag_row_without_ctx_a_uses_ctx():
     row = {"activity_label": "Roof", "ctx": "A man sits.", "endings": ["a", "b"], "label": 1}
     example = TASKS["hellaswag"].parse(row)
     assert example.prompts[0] == ("Roof: A man sits.", " a")
@@ -108,12 +108,12 @@ def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
         ("lambada", {"text": "word"}),
     ],
 )
-def test_malformed_row(task: str, change: dict[str, Any]) -> None:
+def test_malformed_row(task: str, change: dict[str, Any]):
     with pytest.raises(ValueError):
         TASKS[task].parse(ROWS[task] | change)
 
 
-def test_find_tasks() -> None:
+def test_find_tasks():
     assert [task.name for task in find_tasks("piqa, hellaswag")] == ["piqa", "hellaswag"]
     assert find_tasks(["piqa", "hellaswag"]) == find_tasks("piqa,hellaswag,piqa")
     for names in ("piqa,helaswag", "xyz", " ,"):
@@ -135,7 +135,7 @@ def write_rows(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str) -> None:
+def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str):
     path = write_rows(tmp_path, f"piqa{suffix}")
     examples = read_examples(PIQA, path)["piqa"]
     assert [example.prompts[0][0] for example in examples] == [
@@ -157,24 +157,24 @@ def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str) -> Non
         ("a.csv", "goal,sol1", "a.csv:1"),
     ],
 )
-def test_malformed_file(tmp_path: Path, name: str, content: str, where: str) -> None:
+def test_malformed_file(tmp_path: Path, name: str, content: str, where: str):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=where):
         read_examples(PIQA, tmp_path / name)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path):
     for path in (tmp_path / "nowhere.jsonl", tmp_path):
         with pytest.raises(DataError):
             read_examples(PIQA, path)
 
 
-def test_one_file_cannot_be_two_tasks(tmp_path: Path) -> None:
+def test_one_file_cannot_be_two_tasks(tmp_path: Path):
     with pytest.raises(ConfigError):
         read_examples(find_tasks("piqa,lambada"), write_rows(tmp_path, "piqa.jsonl"))
 
 
-def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
     with pytest.raises(DataError, match="baber/piqa"):
         read_examples(PIQA, None)

@@ -22,7 +22,7 @@ BYTES = load_tokenizer("bytes")
 TEXT = "Größe, 大きさ, taille. " * 8
 
 
-def test_mean_over_all_targets_and_bits_per_byte() -> None:
+def test_mean_over_all_targets_and_bits_per_byte():
     model = make_model(seq_len=16, n_layer=1)
     ids = np.array([*BYTES.encode(TEXT)[:80], BYTES.eot, *BYTES.encode(TEXT)[:24]], np.uint16)
     rows = [ids[:34].reshape(2, 17), ids[34:102].reshape(4, 17)]
@@ -38,13 +38,13 @@ def test_mean_over_all_targets_and_bits_per_byte() -> None:
     assert model.training
 
 
-def test_extreme_values() -> None:
+def test_extreme_values():
     assert loss_metrics(1e6, 1, 1)["perplexity"] == pytest.approx(math.exp(709))
     assert math.isnan(loss_metrics(1.0, 1, 0)["bits_per_byte"])
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
-def test_bytes_of_byte_level_ids_sum_to_the_text(spec: str) -> None:
+def test_bytes_of_byte_level_ids_sum_to_the_text(spec: str):
     tokenizer = load_tokenizer(spec, lambda: iter([TEXT]))
     ids = np.array([[tokenizer.eot, *tokenizer.encode(TEXT), tokenizer.eot]], np.int64)
     assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == len(TEXT.encode())
@@ -79,7 +79,7 @@ def build_tokenizer(kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["no U+2581", "prefix", "NFKC", "added space"])
-def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     tokenizer = build_tokenizer(kind)
     model = make_model(seq_len=16, n_layer=1, vocab_size=tokenizer.vocab_size)
     texts = ["a", "an the \ufb01n \u5927 \u2014  the", "then a \n", "\u304d a"]

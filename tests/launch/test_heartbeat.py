@@ -79,7 +79,7 @@ def run(*words: object) -> tuple[int, list[str]]:
 )
 def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
     fault: str, stack: str, tmp_path: Path
-) -> None:
+):
     """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
     code, lines = run(tmp_path, fault)
     assert code == ExitCode.DONE
@@ -94,12 +94,12 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
 
 
 @pytest.mark.fault(48)
-def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
+def test_a_slow_step_is_no_hang(tmp_path: Path):
     assert run(tmp_path, 0.5) == (ExitCode.DONE, [])
 
 
 @pytest.mark.fault(8, 10)
-def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
+def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path):
     code, lines = run(tmp_path, "SIGSEGV")
     assert code == ExitCode.PEER
     where = "rank 1 was killed by SIGSEGV in phase 'step' after step 5"
@@ -107,7 +107,7 @@ def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(12)
-def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
+def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path):
     with start(tmp_path, "1000") as process:
         while not (tmp_path / "fault").exists():
             time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(48)
-def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, [0], 1)
@@ -197,7 +197,7 @@ def test_a_collective_that_others_do_not_join_is_named(
     named: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """All wait in a collective; one in another than the rest, or all in one with the ranks of another machine."""
 
     class Process:
@@ -221,7 +221,7 @@ def test_a_collective_that_others_do_not_join_is_named(
     ]
 
 
-def test_a_wait_is_told_from_work() -> None:
+def test_a_wait_is_told_from_work():
     torch = TORCH
     waits = 'Thread 0x1 (most recent call first):\n  File "threading.py", line 3 in run\n\n'
     waits += f'Current thread 0x2 (most recent call first):\n{torch}  File "pretrain.py", line 2 in train\n'

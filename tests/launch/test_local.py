@@ -79,7 +79,7 @@ def wait_for(folder: Path, word: str) -> None:
 
 @pytest.mark.fault(15)
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
-def test_a_signal_to_the_group_is_one_request(tmp_path: Path) -> None:
+def test_a_signal_to_the_group_is_one_request(tmp_path: Path):
     """Every rank receives it twice; while one call computes, Python runs the second handler much later."""
     with start(tmp_path, "sum(range(3 * 10**7))") as process:
         os.killpg(process.pid, signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_a_signal_to_the_group_is_one_request(tmp_path: Path) -> None:
 
 @pytest.mark.fault(9)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal at its parent's death")
-def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path) -> None:
+def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path):
     with start(tmp_path, "while handler.stop_requested == 'SIGTERM': time.sleep(0.01)") as process:
         process.kill()
         process.wait()
@@ -110,16 +110,14 @@ def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path) -> None:
         (["train", "--ending", "x"], -signal.SIGTERM),
     ],
 )
-def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(
-    words: list[str], code: int
-) -> None:
+def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(words: list[str], code: int):
     assert subprocess.run([sys.executable, "-c", EARLY, *words]).returncode == code
     assert __main__.STOP_SIGNALS == STOP_SIGNALS
     assert __main__.STOPPED == ExitCode.STOPPED
 
 
 @pytest.mark.fault(50)
-def test_a_reserved_port_is_free_for_rank_0_only() -> None:
+def test_a_reserved_port_is_free_for_rank_0_only():
     with reserve_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
@@ -128,7 +126,7 @@ def test_a_reserved_port_is_free_for_rank_0_only() -> None:
 
 
 @pytest.mark.fault(14)
-def test_a_second_signal_kills_the_ranks(tmp_path: Path) -> None:
+def test_a_second_signal_kills_the_ranks(tmp_path: Path):
     with start(tmp_path, "time.sleep(1000)") as process:
         process.send_signal(signal.SIGTERM)
         wait_for(tmp_path, "asked")
@@ -141,7 +139,7 @@ def test_a_second_signal_kills_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.fault(6, 8)
 def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     """torchrun or Slurm starts all machines again."""
     program = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'x').write(str(sorted(os.environ.items()))); "
     program += "os.environ['RANK'] == '3' and os.abort()"
@@ -166,7 +164,7 @@ def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("with_marker", [False, True])
-def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path) -> None:
+def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path):
     marker = tmp_path / "ending"
     command = [sys.executable, "-c", PROGRAM, *([str(marker)] if with_marker else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

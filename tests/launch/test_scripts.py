@@ -31,7 +31,7 @@ JOB = Job(
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_shellcheck_finds_nothing(engine: str, tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing(engine: str, tmp_path: Path):
     """With the scripts, and with the commands inside the YAML files."""
     text = write_script(engine, JOB)
     if engine == "k8s":
@@ -47,7 +47,7 @@ def test_shellcheck_finds_nothing(engine: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
+def test_arguments_arrive_unchanged(tmp_path: Path):
     """Run torchrun's script with a python that shows its arguments."""
     script, fake = tmp_path / "script.sh", tmp_path / "python"
     script.write_text(write_script("torchrun", JOB))
@@ -67,7 +67,7 @@ def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["k8s", "skypilot"])
-def test_yaml_has_the_numbers_of_the_job(engine: str) -> None:
+def test_yaml_has_the_numbers_of_the_job(engine: str):
     documents = list(yaml.safe_load_all(write_script(engine, JOB)))
     if engine == "skypilot":
         (task,) = documents
@@ -88,7 +88,7 @@ def test_yaml_has_the_numbers_of_the_job(engine: str) -> None:
     assert "sample.prompt=it" in container["command"][2]
 
 
-def test_line_ends_in_an_argument_survive_yaml() -> None:
+def test_line_ends_in_an_argument_survive_yaml():
     job = replace(JOB, train_args=["gpt2-124m", "sample.prompt=one\n\n two"])
     _, task = yaml.safe_load_all(write_script("k8s", job))
     (sky,) = yaml.safe_load_all(write_script("skypilot", job))
@@ -105,7 +105,7 @@ OF_A_SITE = {
 }
 
 
-def test_slurm_options_of_a_site(tmp_path: Path) -> None:
+def test_slurm_options_of_a_site(tmp_path: Path):
     """Values in quotes that sbatch reads as a shell does; setup lines run before srun, one that fails ends the job."""
     setup = ["unset_is_fine=$NOT_SET", "export PATH=$PWD/env:$PATH", "type megatoken"]
     script = tmp_path / "job.sh"
@@ -136,7 +136,7 @@ def test_slurm_options_of_a_site(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_values_stay_one_value_in_yaml() -> None:
+def test_values_stay_one_value_in_yaml():
     image = 'x",hostPID:true,a:"${IMAGE}#y'
     service, job = yaml.safe_load_all(
         write_script("k8s", replace(JOB, image=image, namespace="ml"))
@@ -175,7 +175,7 @@ skypilot --gpus=H100:8
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
-def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]):
     engine, option = shlex.split(line)
     words = ["launch", engine, "gpt2-124m", option.replace(r"\n", "\n")]
     assert main(words) == ExitCode.CONFIG
@@ -183,7 +183,7 @@ def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("time", ["0", "6", "90:30", "12:00:00", "2-12", "2-12:30:00"])
-def test_options_of_slurm(time: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_slurm(time: str, capsys: pytest.CaptureFixture[str]):
     words = f"launch slurm gpt2-124m --time {time} --sbatch=--constraint=a=b"
     assert main(words.split()) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
@@ -191,7 +191,7 @@ def test_options_of_slurm(time: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path) -> None:
+def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path):
     """kubectl reads the Job into its own types, which drop unknown fields; it needs no cluster."""
     _, job = yaml.safe_load_all(write_script("k8s", JOB))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
@@ -225,11 +225,11 @@ def list_fields(node: object, path: str = "") -> set[str]:
         ("a" * 60, "a" * 40),
     ],
 )
-def test_job_names_are_host_names(recipe: str, name: str) -> None:
+def test_job_names_are_host_names(recipe: str, name: str):
     assert name_job(recipe) == name
 
 
-def test_the_launch_command_writes(tmp_path: Path, ask: Ask) -> None:
+def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
     script = tmp_path / "job.sh"
     words = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3"
     answer = ask(words)
@@ -254,5 +254,5 @@ def test_the_launch_command_writes(tmp_path: Path, ask: Ask) -> None:
         (f"{SIX_SEQS} machine.tensor_parallel=3", ExitCode.CONFIG),
     ],
 )
-def test_the_launch_command_checks_the_batch(words: str, code: ExitCode) -> None:
+def test_the_launch_command_checks_the_batch(words: str, code: ExitCode):
     assert main(["launch", "slurm", *words.split()]) == code

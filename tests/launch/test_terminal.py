@@ -26,7 +26,7 @@ BY_NAME = {case.name: case for case in CASES}
 @pytest.mark.parametrize(
     "case", [BY_NAME["terminal closed in a step"], BY_NAME["| head -1"]], ids=lambda case: case.name
 )
-def test_a_run_whose_output_fails_is_saved_or_runs_on(case: Case, tmp_path: Path) -> None:
+def test_a_run_whose_output_fails_is_saved_or_runs_on(case: Case, tmp_path: Path):
     steps = 100_000 if case.end == SAVED else 40
     short = replace(
         case, words=(*case.words, f"budget.steps={steps}", "sample.every=0", "save.every=20steps")
@@ -34,7 +34,7 @@ def test_a_run_whose_output_fails_is_saved_or_runs_on(case: Case, tmp_path: Path
     assert find_end(short, write_recipe(tmp_path / "job"), tmp_path / "run") == case.end
 
 
-def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
+def test_an_error_that_cannot_be_printed_keeps_its_code():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, "verify", "/nope", "--debug"], stdout=full, stderr=full)
     assert done.returncode == ExitCode.DATA
@@ -42,7 +42,7 @@ def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
 
 def test_a_heartbeat_that_cannot_be_written_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv(HEARTBEAT, f"{tmp_path}/rank-0")
     heartbeat = Heartbeat()
     own = heartbeat._file

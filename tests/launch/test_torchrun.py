@@ -81,7 +81,7 @@ def stop_in_a_step(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(12, 47)
-def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, list[str]]) -> None:
+def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, list[str]]):
     out, command = start
     with run(command) as running:
         wait_for_step(out, 5, running)

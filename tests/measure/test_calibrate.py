@@ -54,7 +54,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_layers_and_micro_batches_add_up() -> None:
+def test_layers_and_micro_batches_add_up():
     known = Calibration(
         layers=[1, 4],
         micro_batch=8,
@@ -77,7 +77,7 @@ def test_layers_and_micro_batches_add_up() -> None:
 
 def test_the_micro_batch_is_the_one_that_a_run_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
+):
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     rates = iter([{1: 50.0, 2: 90.0, 4: 101.0, 8: 100.0}])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
@@ -105,7 +105,7 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:
+):
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     sizes = f"budget.batch_tokens={batch_seqs * 32}", f"machine.micro_batch={micro_batch}"
     config = load_config("quickstart", *WORDS, "model.seq_len=32", "model.n_layer=2", *sizes)
@@ -129,7 +129,7 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:
+):
     monkeypatch.setattr(plan, "CALIBRATE_SECONDS", 0.0)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
@@ -173,7 +173,7 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.MonkeyPatch):
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
@@ -188,7 +188,7 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     assert costs == ([pytest.approx(hours), pytest.approx(3 * hours)] if fits else [None, None])
 
 
-def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch):
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
@@ -214,7 +214,7 @@ def test_a_gpu_that_is_known_is_planned_by_arithmetic(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:
+):
     """A CPU under the name of an H100: the line has the planner's speed for that card."""
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
     monkeypatch.setattr(device, "find_processor_name", lambda: GPUS["H100"].driver)

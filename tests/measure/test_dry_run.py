@@ -41,7 +41,7 @@ def small_run(**machine: object) -> Config:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 8, 16])
-def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int) -> None:
+def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
     config = small_run(precision="fp32", micro_batch=micro_batch)
     estimate = dry_run(config, SMALL, 1, H100)
     parameters = count_parameters(SMALL)
@@ -66,7 +66,7 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int) -> None:
     ("precision", "form", "sharding"),
     [("fp16", "fused", "none"), ("fp16", "foreach", "zero3"), ("bf16", "loop", "none")],
 )
-def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sharding: str) -> None:
+def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sharding: str):
     config = small_run(precision=precision, adamw=form, sharding=sharding, micro_batch=8)
     estimate = dry_run(config, replace(SMALL, n_layer=1), 2, H100)
     assert (
@@ -78,7 +78,7 @@ def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sha
 @pytest.mark.parametrize(("sharding", "collective"), [("none", "allgather"), ("zero3", "alltoall")])
 def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(
     sharding: str, collective: str
-) -> None:
+):
     config = small_run(precision="bf16", sharding=sharding, micro_batch=4)
     config = replace(config, optim=replace(config.optim, name="muon"))
     parts = 4 if sharding == "zero3" else 1
@@ -127,7 +127,7 @@ print(resident("VmHWM") - before)
     not Path("/proc/self/status").exists(), reason="reads resident memory from /proc"
 )
 @pytest.mark.slow
-def test_gpt2_124m_needs_the_memory_of_a_real_process_to_10_percent() -> None:
+def test_gpt2_124m_needs_the_memory_of_a_real_process_to_10_percent():
     values = {"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024}
     values |= {"machine.device": "cpu", "machine.precision": "fp32"}
     done = subprocess.run(
@@ -163,7 +163,7 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
     return embeddings + layers * (attention + mlp + 4 * rows(width)) + 2 * rows(width)
 
 
-def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask) -> None:
+def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask):
     """Two of its 96 layers; all of them take two minutes."""
     answer = ask("dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 model.n_layer=2")
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
@@ -173,7 +173,7 @@ def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(("shard", "reduces"), [("none", 0), ("zero1", 1), ("zero3", 4)])
-def test_communication_of_each_sharding(shard: str, reduces: int) -> None:
+def test_communication_of_each_sharding(shard: str, reduces: int):
     """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
     twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks
     twice."""
@@ -192,7 +192,7 @@ def test_communication_of_each_sharding(shard: str, reduces: int) -> None:
     assert estimate.parameter_bytes == pytest.approx(whole / 4, rel=1e-2)
 
 
-def test_checkpointing_and_smaller_micro_batches_need_less() -> None:
+def test_checkpointing_and_smaller_micro_batches_need_less():
     plain = dry_run(small_run(micro_batch=8), SMALL, 1, H100).activation_bytes
     assert (
         dry_run(
@@ -206,17 +206,17 @@ def test_checkpointing_and_smaller_micro_batches_need_less() -> None:
 @pytest.mark.parametrize(
     "words", ["--gpu h1000", "--gpus 0", "--gpus 7", "--gpus 8 --tp 5", "machine.micro_batch=3"]
 )
-def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):
     assert main(["dryrun", "gpt2-124m", *words.split()]) == ExitCode.CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_gpu_memory() -> None:
+def test_gpu_memory():
     assert gpu_memory_bytes("96GB") == 96e9
     assert gpu_memory_bytes("4090") == GPUS["RTX-4090"].memory_bytes
 
 
-def test_auto_takes_the_simplest_sharding_that_fits() -> None:
+def test_auto_takes_the_simplest_sharding_that_fits():
     """What three copies of the state leave is too little for the activations, what a shard of them leaves is not."""
     config = small_run(micro_batch=8)
     need = {

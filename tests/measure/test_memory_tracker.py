@@ -10,7 +10,7 @@ from megatoken.measure.dry_run import fake_process_group
 from megatoken.measure.memory_tracker import MemoryTracker
 
 
-def test_storages_are_counted_once_until_they_are_freed() -> None:
+def test_storages_are_counted_once_until_they_are_freed():
     with MemoryTracker() as tracker:
         a = torch.zeros(1000)
         b = a.view(10, 100)[3:]
@@ -30,7 +30,7 @@ def test_storages_are_counted_once_until_they_are_freed() -> None:
         assert tracker.peak_bytes == 40
 
 
-def test_fake_tensors_count_like_real_ones() -> None:
+def test_fake_tensors_count_like_real_ones():
     def compute() -> int:
         with MemoryTracker() as tracker:
             weight = torch.ones(64, 32, requires_grad=True)
@@ -43,7 +43,7 @@ def test_fake_tensors_count_like_real_ones() -> None:
     assert fake_peak == compute() > 64 * 32 * 4 * 2
 
 
-def test_gradients_at_the_peak_are_counted() -> None:
+def test_gradients_at_the_peak_are_counted():
     with MemoryTracker(lambda: 7) as tracker:
         torch.zeros(10)
     assert tracker.gradients_at_peak == 7
@@ -53,7 +53,7 @@ def test_gradients_at_the_peak_are_counted() -> None:
     "ignore:.*is deprecated:FutureWarning"
 )  # newer names are not in the oldest torch
 @pytest.mark.parametrize("processes", [2, 8])
-def test_ring_traffic(processes: int) -> None:
+def test_ring_traffic(processes: int):
     size, n = 4000, processes
     with fake_process_group(n):
         mesh = init_device_mesh("cpu", (n,))

@@ -14,7 +14,7 @@ from megatoken.model.kernels.cross_entropy import HAS_TRITON, LOAD_BYTES
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_kernels_compile_without_spills_barriers_or_narrow_loads() -> None:
+def test_kernels_compile_without_spills_barriers_or_narrow_loads():
     command = [sys.executable, "-W", "ignore", "-m", "tests.model.compile_kernels"]
     env = os.environ | {"TRITON_INTERPRET": "0"}
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout

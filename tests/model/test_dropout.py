@@ -21,7 +21,7 @@ def kept(keys_B: Tensor, p: float = 0.5, site: int = 0, shape: tuple[int, ...] =
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
-def test_the_share_that_is_kept_and_its_scale(p: float) -> None:
+def test_the_share_that_is_kept_and_its_scale(p: float):
     values = Dropout(p, 2)(keys(), torch.ones(SHAPE))
     assert set(values.unique().tolist()) == {0.0, torch.tensor(1.0).div(1 - p).item()}
     mask = (values > 0).double()
@@ -31,7 +31,7 @@ def test_the_share_that_is_kept_and_its_scale(p: float) -> None:
         assert float((share - (1 - p)).abs().max()) < 4 * sigma
 
 
-def test_masks_of_neighbours_are_not_correlated() -> None:
+def test_masks_of_neighbours_are_not_correlated():
     own = kept(keys())
     others = [
         kept(keys(seed=2)),
@@ -51,7 +51,7 @@ def test_masks_of_neighbours_are_not_correlated() -> None:
     assert float((fours.double().mean() - 0.5).abs()) < 4 * 0.5 / math.sqrt(fours.numel())
 
 
-def test_a_mask_is_the_same_in_any_slice() -> None:
+def test_a_mask_is_the_same_in_any_slice():
     whole = kept(keys())
     assert torch.equal(
         torch.cat([kept(keys(first=n, count=4), shape=(4, *SHAPE[1:])) for n in (0, 4, 8, 12)]),
@@ -65,7 +65,7 @@ def test_a_mask_is_the_same_in_any_slice() -> None:
     assert torch.equal(torch.cat(slices, 1), whole)
 
 
-def test_keys_of_a_batch_differ_and_never_change() -> None:
+def test_keys_of_a_batch_differ_and_never_change():
     """A change here changes the curve of every run with dropout, also of those that resume."""
     assert keys(seed=1337, step=7, first=5, count=3).tolist() == [306510868, 438861281, 922554776]
     assert len(set(keys(step=2**33, count=10_000).tolist())) == 10_000

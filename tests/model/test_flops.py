@@ -63,7 +63,7 @@ MODERN = {  # of weights in matrix products, which their names count; and all pa
 }
 
 
-def test_published_counts() -> None:
+def test_published_counts():
     assert {name: count_parameters(PRESETS[name]) for name in PUBLISHED} == PUBLISHED
     for name, expected in PAPER.items():
         assert count_parameters(PRESETS[name]) == pytest.approx(expected, rel=0.015), name
@@ -90,7 +90,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
-def test_counts_are_those_of_the_module(name: str) -> None:
+def test_counts_are_those_of_the_module(name: str):
     model_config = OTHERS.get(name) or PRESETS[name]
     with torch.device("meta"):  # sizes without memory, up to 405B
         model = GPT(model_config)
@@ -115,7 +115,7 @@ def test_counts_are_those_of_the_module(name: str) -> None:
 @pytest.mark.parametrize(
     "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
-def test_flops_are_those_that_torch_counts(model_config: ModelConfig) -> None:
+def test_flops_are_those_that_torch_counts(model_config: ModelConfig):
     model = GPT(model_config)
     ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
     # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
@@ -130,7 +130,7 @@ def test_flops_are_those_that_torch_counts(model_config: ModelConfig) -> None:
     )
 
 
-def test_published_flops_of_124m() -> None:
+def test_published_flops_of_124m():
     model_config = PRESETS["gpt2-124m"]
     n = 12 * 12 * 768**2 + 50257 * 768
     assert count_matmul_parameters(model_config) == n
@@ -138,6 +138,6 @@ def test_published_flops_of_124m() -> None:
     assert flops_per_token(model_config, causal=True) == 6 * n + 6 * 12 * 768 * 1024
 
 
-def test_expected_initial_loss() -> None:
+def test_expected_initial_loss():
     assert expected_initial_loss(PRESETS["gpt2-124m"]) == pytest.approx(10.825, abs=5e-4)
     assert expected_initial_loss(TINY) == math.log(256)

@@ -37,7 +37,7 @@ def test_loss(
     warps: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(softmax, "WARPS", warps)
     targets = torch.arange(rows, device=DEVICE) * 7 % vocabulary
     targets[rows // 2] = -1 if rows > 1 else 0
@@ -53,7 +53,7 @@ def test_loss(
     assert (results[1][0] == 0).sum() == (rows > 1)
 
 
-def test_loss_without_overwrite_leaves_the_logits() -> None:
+def test_loss_without_overwrite_leaves_the_logits():
     logits = random(4, 40)
     before = logits.clone()
     LOSS["triton"](logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), 33, overwrite=False)

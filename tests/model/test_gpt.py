@@ -34,13 +34,13 @@ def mean_loss(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     return model.loss(ids[:, :-1], ids[:, 1:])
 
 
-def test_golden_losses() -> None:
+def test_golden_losses():
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
     model, ids = build(seed=1337), random_ids(TINY, 4, seed=1337)
     assert learn(model, ids) == pytest.approx([4.570636, 4.222779, 4.034568, 3.804951], abs=1e-5)
 
 
-def test_initial_statistics() -> None:
+def test_initial_statistics():
     model_config = ModelConfig(
         n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256
     )
@@ -58,14 +58,14 @@ def test_initial_statistics() -> None:
     assert sum("norm" in name for name, _ in model.named_parameters()) == 2 * (2 * 8 + 1)
 
 
-def test_construction_leaves_the_global_generator_alone() -> None:
+def test_construction_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     GPT(TINY)
     GPT(TINY, seed=None)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_new_model_is_initialized_and_one_on_the_meta_device_is_not_allocated() -> None:
+def test_a_new_model_is_initialized_and_one_on_the_meta_device_is_not_allocated():
     assert build().state_dict().keys() == GPT(TINY, seed=None).state_dict().keys()
     ids = random_ids(TINY, 4)
     assert GPT(TINY).loss(ids[:, :-1], ids[:, 1:]).item() == pytest.approx(math.log(97), abs=0.05)
@@ -73,7 +73,7 @@ def test_a_new_model_is_initialized_and_one_on_the_meta_device_is_not_allocated(
         assert all(parameter.is_meta for parameter in GPT(TINY).parameters())
 
 
-def test_sizes_left_open_are_resolved_by_the_vocabulary() -> None:
+def test_sizes_left_open_are_resolved_by_the_vocabulary():
     section = ModelConfig(n_layer=1, n_head=2, d_model=32, seq_len=16)
     config = GPT(section, vocab_size=97).config
     assert (config.vocab_size, config.d_ff) == (97, 128)
@@ -84,7 +84,7 @@ def test_sizes_left_open_are_resolved_by_the_vocabulary() -> None:
         GPT(section)
 
 
-def test_loss_is_torchs_mean_over_targets_that_are_not_negative() -> None:
+def test_loss_is_torchs_mean_over_targets_that_are_not_negative():
     model, ids = build(), random_ids(TINY, 2)
     targets = ids.roll(-1, 1)
     targets[:, 9:] = -1
@@ -94,7 +94,7 @@ def test_loss_is_torchs_mean_over_targets_that_are_not_negative() -> None:
     torch.testing.assert_close(model.loss(ids, targets), expected, rtol=1e-6, atol=0)
 
 
-def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits() -> None:
+def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits():
     model, ids = build(), random_ids(TINY, 2)
     assert model.tokens.weight.shape == (128, 32)
     assert torch.count_nonzero(model.tokens.weight[97:]) == 0
@@ -106,7 +106,7 @@ def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits() -> None:
     assert model.logits(ids).shape == model.lm_head(model(ids)).shape == (2, 16, 97)
 
 
-def test_dropout() -> None:
+def test_dropout():
     ids = random_ids(TINY, 2)
     plain, dropping = build(), build(dropout=0.3)
     assert plain.state_dict().keys() == dropping.state_dict().keys()
@@ -122,7 +122,7 @@ def test_dropout() -> None:
     assert torch.equal(dropping(ids), first)
 
 
-def test_dropout_reaches_embeddings_attention_and_both_residual_branches() -> None:
+def test_dropout_reaches_embeddings_attention_and_both_residual_branches():
     """At dropout 1 the final norm sees zeros."""
     model = build(dropout=1.0)
     torch.testing.assert_close(model(random_ids(TINY, 2)), torch.zeros(2, 16, 32), rtol=0, atol=0)

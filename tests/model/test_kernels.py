@@ -53,7 +53,7 @@ def causal(
 @pytest.mark.parametrize("window", [0, 1, 50, 70, 128, 500])
 def test_attention_equals_the_formula(
     name: str, sizes: tuple[int, int, int, int, int], window: int
-) -> None:
+):
     B, H, K, T, D = sizes
     found, expected = [], []
     for results, each in ((found, name), (expected, "explicit")):
@@ -71,7 +71,7 @@ def test_attention_equals_the_formula(
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("T", "S"), [(1, 7), (3, 7), (7, 7)])
-def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, S: int) -> None:
+def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, S: int):
     q, k, v = random(2, 4, T, 8), *random(2, 2, kv_heads, S, 8, seed=1)
     mask = random(2, 1, T, S, seed=2) > 0
     mask[..., -1] = True  # every query sees something
@@ -84,7 +84,7 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_dropout_is_applied_to_the_weights(name: str) -> None:
+def test_dropout_is_applied_to_the_weights(name: str):
     q, k, v = random(3, 1, 2, 32, 8)
 
     def drop_odd_keys(weights_BHTS: Tensor) -> Tensor:
@@ -132,9 +132,7 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)]
 )
-def test_a_custom_attention_computes_training_sampling_and_scoring(
-    family: ModelConfig, fn: object
-) -> None:
+def test_a_custom_attention_computes_training_sampling_and_scoring(family: ModelConfig, fn: object):
     """Earlier only the first: sampling and scoring kept torch's attention."""
     model = GPT(replace(family, n_head=4)).eval()
     with torch.no_grad():

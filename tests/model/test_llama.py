@@ -118,7 +118,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("model_config", CASES.values(), ids=CASES)
-def test_logits_and_gradients_are_those_of_transformers(model_config: ModelConfig) -> None:
+def test_logits_and_gradients_are_those_of_transformers(model_config: ModelConfig):
     pair = build_pair(model_config)
     ids = torch.randint(
         0,
@@ -150,14 +150,14 @@ def test_logits_and_gradients_are_those_of_transformers(model_config: ModelConfi
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-405b", "llama3.2-1b"])
-def test_inverse_frequencies_are_those_of_transformers(name: str) -> None:
+def test_inverse_frequencies_are_those_of_transformers(name: str):
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(configure(PRESETS[name]))
     inv_freq = rope_inv_freq(PRESETS[name], torch.device("cpu"))
     torch.testing.assert_close(inv_freq, rotary.inv_freq, rtol=3e-7, atol=0)
     assert float(inv_freq[0]) == 1.0
 
 
-def test_low_precision_is_rotated_in_fp32_by_exact_angles() -> None:
+def test_low_precision_is_rotated_in_fp32_by_exact_angles():
     """A cosine in bf16 is wrong by up to 1/256, and a position in bf16 by whole tokens."""
     x = torch.randn(
         1, 3000, 2, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)
@@ -170,7 +170,7 @@ def test_low_precision_is_rotated_in_fp32_by_exact_angles() -> None:
     torch.testing.assert_close(low, exact.bfloat16(), rtol=0, atol=0)
 
 
-def test_golden_losses() -> None:
+def test_golden_losses():
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
     model = GPT(replace(TINY_LLAMA, tie_embeddings=False, **SCALED), seed=1337)
     ids = torch.randint(0, 97, (4, 16), generator=torch.Generator().manual_seed(1337))

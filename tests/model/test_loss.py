@@ -77,7 +77,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 )
 def test_every_chunking_gives_torchs_values_and_gradients(
     rows: int, time: int, vocab: int, padding: int, chunk: int, ignored: bool, softcap: float
-) -> None:
+):
     hidden, weight, targets = make(rows, time, 8, vocab, vocab + padding, seed=rows * time + vocab)
     if ignored:
         targets[:, ::3] = -1
@@ -92,7 +92,7 @@ def test_every_chunking_gives_torchs_values_and_gradients(
 
 
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
-def test_ignored_targets_give_zero_and_no_gradient(chunk: int) -> None:
+def test_ignored_targets_give_zero_and_no_gradient(chunk: int):
     hidden, weight, targets = make(2, 6, 8, 11, 16, seed=0)
     total, grad_h, grad_w, count = run(
         hidden, weight, torch.full_like(targets, -1), vocab=11, chunk=chunk
@@ -101,7 +101,7 @@ def test_ignored_targets_give_zero_and_no_gradient(chunk: int) -> None:
     assert torch.count_nonzero(grad_h) == torch.count_nonzero(grad_w) == 0
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow():
     hidden, weight, targets = make(2, 5, 8, 11, 16, seed=1)
     found = run(hidden * 1e4, weight, targets, vocab=11, chunk=3)
     expected = reference(hidden * 1e4, weight, targets, vocab=11)
@@ -114,7 +114,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 10.0])
 def test_half_precision_stays_near_fp32(
     dtype: torch.dtype, tolerance: float, chunk: int, softcap: float
-) -> None:
+):
     """Products in half precision, logits and softmax in fp32: a few units of the dtype's last place (2^-9, 2^-12)."""
     hidden, weight, targets = make(2, 9, 16, 30, 32, seed=4)
     hidden, weight = (
@@ -134,7 +134,7 @@ def test_half_precision_stays_near_fp32(
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_a_loss_scale_keeps_small_fp16_gradients(chunk: int) -> None:
+def test_a_loss_scale_keeps_small_fp16_gradients(chunk: int):
     """Differentiating 2^-20 of the sum underflows fp16 unless the scale is in the logits' gradient."""
     hidden, weight, targets = make(1, 8, 16, 30, 32, seed=5)
     hidden, weight = hidden.half().float(), weight.half().float()

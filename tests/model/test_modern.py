@@ -29,7 +29,7 @@ def scramble(model: GPT) -> GPT:
     return model.eval()
 
 
-def test_golden_losses() -> None:
+def test_golden_losses():
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
     assert learn(GPT(TINY_MODERN, seed=1337), IDS) == pytest.approx(
         [4.583349, 4.179964, 3.853915, 3.557496], abs=1e-5
@@ -38,7 +38,7 @@ def test_golden_losses() -> None:
     assert learn(model, IDS) == pytest.approx([4.574711, 4.34221, 3.992499, 3.633748], abs=1e-5)
 
 
-def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_third_step() -> None:
+def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_third_step():
     config = replace(TINY_MODERN, zero_init=True)
     assert config == TINY_MODERN  # the same network
     model = GPT(config, seed=0)
@@ -62,7 +62,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def test_hidden_states_are_those_of_the_formulas() -> None:
+def test_hidden_states_are_those_of_the_formulas():
     """The whole forward written down once more, with learned positions and a key for every query."""
     config = replace(TINY_MODERN, n_kv_head=0, pos_emb="learned", n_head=4)
     model = scramble(GPT(config, seed=3))
@@ -95,7 +95,7 @@ def test_hidden_states_are_those_of_the_formulas() -> None:
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("attention", ["flash", "blocked", "explicit"])
-def test_low_precision_stays_near_fp32(norm: str, attention: str) -> None:
+def test_low_precision_stays_near_fp32(norm: str, attention: str):
     """Under autocast queries, keys and values have one dtype, whatever their norms and embeddings compute in."""
     model = GPT(replace(TINY_MODERN, norm=norm), seed=3)
     set_attention(model, attention)
@@ -109,7 +109,7 @@ def test_low_precision_stays_near_fp32(norm: str, attention: str) -> None:
     assert low.loss(IDS, IDS.roll(-1, 1)).item() == pytest.approx(expected.item(), rel=1e-2)
 
 
-def test_a_tree_of_tokens_has_the_logits_of_its_sequences() -> None:
+def test_a_tree_of_tokens_has_the_logits_of_its_sequences():
     model = scramble(GPT(TINY_MODERN, seed=0))
     ids = IDS[:2, :8].clone()
     ids[1, :3] = ids[0, :3]
@@ -123,7 +123,7 @@ def test_a_tree_of_tokens_has_the_logits_of_its_sequences() -> None:
     torch.testing.assert_close(tree[8:], expected[1, 3:], rtol=1e-4, atol=1e-4)
 
 
-def test_padding_ids_have_no_logits_and_get_no_gradient() -> None:
+def test_padding_ids_have_no_logits_and_get_no_gradient():
     model = GPT(TINY_MODERN)
     model.loss(IDS, IDS.roll(-1, 1)).backward()
     for weight in (
@@ -135,7 +135,7 @@ def test_padding_ids_have_no_logits_and_get_no_gradient() -> None:
     assert model.logits(IDS).shape == (4, 16, 97)
 
 
-def test_windows_of_layers() -> None:
+def test_windows_of_layers():
     four = ModelConfig(n_layer=9, window=4)
     assert four.windows == [4, 4, 4, 0, 4, 4, 4, 0, 0]
     assert replace(four, window_pattern="SL", n_layer=3).windows == [4, 0, 0]
@@ -145,7 +145,7 @@ def test_windows_of_layers() -> None:
 
 
 @pytest.mark.parametrize("attention", ["flash", "blocked", "explicit"])
-def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str) -> None:
+def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str):
     config = replace(TINY_MODERN, seq_len=200, n_layer=3, window=7, window_pattern="S")
     model, ids = GPT(config, seed=1), torch.arange(200)[None] % 97
     set_attention(model, attention)
@@ -157,7 +157,7 @@ def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str) -> No
     assert difference.nonzero().flatten().tolist() == list(range(50, 50 + 2 * 6 + 1))
 
 
-def test_value_embeddings_of_layers() -> None:
+def test_value_embeddings_of_layers():
     for n_layer, expected in ((1, [0]), (2, [1]), (5, [0, 2, 4])):
         assert (
             list(ModelConfig(n_layer=n_layer, value_embeddings=True).value_embedding_layers)

@@ -49,7 +49,7 @@ def compute(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: torch.dtype):
     B, H, _, T, D = shape
     packed, dy = (
         packed_heads(shape, dtype),
@@ -69,7 +69,7 @@ def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
+def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype):
     shape = (1, 2, 2, 200, 32)
     packed = packed_heads(shape, dtype)
     q, k, v = split(packed, shape)
@@ -90,7 +90,7 @@ def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: int) -> None:
+def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: int):
     shape = (1, 1, 1, 200, 32)
     packed, dy = (
         packed_heads(shape, torch.bfloat16),
@@ -104,7 +104,7 @@ def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 333), (5, 40)])
-def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:
+def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, T, 80, generator=generator).to(dtype)
     k, v = torch.randn(2, 2, 2, 400, 80, generator=generator).to(dtype)[
@@ -120,7 +120,7 @@ def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     shape = (2, 2, 2, 70, 32)
     packed = packed_heads(shape, torch.float32)
     contiguous = compute(native_attention, packed, shape, torch.ones(2, 2, 70, 32))
@@ -134,7 +134,7 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 300, 32), (2, 4, 2, 140, 64)])
-def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
+def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]):
     B, H, _, T, D = shape
     packed = packed_heads(shape, torch.bfloat16)
     dy = packed_heads((B, H, 0, T, D), torch.bfloat16).transpose(1, 2)

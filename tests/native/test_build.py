@@ -24,7 +24,7 @@ def build(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 @needs_compiler
-def test_a_library_that_is_cut_short_is_named(share: float, tmp_path: Path) -> None:
+def test_a_library_that_is_cut_short_is_named(share: float, tmp_path: Path):
     """The loader would end the process by a bus error."""
     source = tmp_path / "empty.c"
     source.touch()
@@ -36,7 +36,7 @@ def test_a_library_that_is_cut_short_is_named(share: float, tmp_path: Path) -> N
         find_library("portable", tmp_path)
 
 
-def test_an_old_compiler_makes_what_it_knows(tmp_path: Path) -> None:
+def test_an_old_compiler_makes_what_it_knows(tmp_path: Path):
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *-march=*) exit 1;; esac\nfor last; do :; done; echo x > "$last"\n'

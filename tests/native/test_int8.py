@@ -27,7 +27,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype):
     for rows, width, outputs in SIZES:
         x, bias = draw(rows, width).to(dtype), draw(outputs, seed=2).to(dtype)
         weight = int8.round_to_int8(draw(outputs, width, seed=1))
@@ -44,7 +44,7 @@ def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype) -> None:
         assert ((got.double() - exact).abs() <= bound + rounding).all()
 
 
-def test_largest_values_do_not_overflow() -> None:
+def test_largest_values_do_not_overflow():
     for width in (768, 4096, 9000):
         got = int8.linear(
             torch.full((1, width), -3.0), int8.round_to_int8(torch.full((2, width), 0.5)), None
@@ -52,7 +52,7 @@ def test_largest_values_do_not_overflow() -> None:
         torch.testing.assert_close(got, torch.full((1, 2), -1.5 * width), rtol=1e-3, atol=0)
 
 
-def test_what_is_not_finite_or_zero() -> None:
+def test_what_is_not_finite_or_zero():
     weight = int8.round_to_int8(torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
     assert int8.linear(torch.zeros(1, 2), weight, torch.ones(2)).tolist() == [[1.0, 1.0]]
     for value in (torch.nan, torch.inf):
@@ -61,12 +61,12 @@ def test_what_is_not_finite_or_zero() -> None:
     torch.testing.assert_close(rows[1], torch.tensor([3.0, 0.0]), rtol=1e-2, atol=1e-6)
 
 
-def test_no_value_moves_by_more_than_half_a_step() -> None:
+def test_no_value_moves_by_more_than_half_a_step():
     weight = draw(50, 70) * torch.logspace(-3, 3, 50)[:, None]
     error = (int8.round_to_int8(weight).to(torch.float32) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 254 * 1.0001).all()
 
 
-def test_same_bits_with_any_number_of_threads() -> None:
+def test_same_bits_with_any_number_of_threads():
     x, weight = draw(1, 300).bfloat16(), int8.round_to_int8(draw(101, 300, seed=1))
     assert_same_on_threads(lambda: [int8.linear(x, weight, None)])

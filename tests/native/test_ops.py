@@ -26,7 +26,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("rms", [False, True])
-def test_norm(library: Library, rms: bool, dtype: torch.dtype) -> None:
+def test_norm(library: Library, rms: bool, dtype: torch.dtype):
     for N, C in SIZES[1:]:
         inputs = [
             3 * draw(N, C, dtype=dtype) + 1,
@@ -43,7 +43,7 @@ def test_norm(library: Library, rms: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", EPS)
-def test_activations(library: Library, dtype: torch.dtype) -> None:
+def test_activations(library: Library, dtype: torch.dtype):
     for N, C in SIZES:
         x, up = 4 * draw(N, C, dtype=dtype), draw(N, C, dtype=dtype, seed=1)
         assert_same(native.gelu, lambda x: F.gelu(x, approximate="tanh"), [x], largest=LARGEST)
@@ -59,7 +59,7 @@ def test_activations(library: Library, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
-def test_cross_entropy(library: Library, dtype: torch.dtype, softcap: float) -> None:
+def test_cross_entropy(library: Library, dtype: torch.dtype, softcap: float):
     for N, V, vocab_size in [(1, 64, 50), (7, 128, 97), (33, 1024, 1024)]:
         logits = 5 * draw(N, V, dtype=dtype)
         targets = torch.arange(N) * 13 % vocab_size
@@ -77,7 +77,7 @@ def test_cross_entropy(library: Library, dtype: torch.dtype, softcap: float) -> 
     ].isnan()
 
 
-def test_adamw(library: Library) -> None:
+def test_adamw(library: Library):
     """Ten updates, decayed and not, with a divisor of the gradient: torch's fused weights to a few roundings."""
     sizes, dtype = [(100, 33), (77,)], torch.float32
     ours, torchs = (
@@ -120,7 +120,7 @@ def test_adamw(library: Library) -> None:
     assert all(copy.grad is None for copy in copies.values())
 
 
-def test_sums_do_not_depend_on_the_threads(library: Library) -> None:
+def test_sums_do_not_depend_on_the_threads(library: Library):
     x, weight, bias = draw(1000, 64), draw(64, seed=1), draw(64, seed=2)
 
     def compute() -> list[Tensor]:

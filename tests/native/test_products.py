@@ -55,7 +55,7 @@ def assert_product(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype) -> None:
+def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype):
     rng = random.Random(0)
     for case in range(40):
         M, N, K = (rng.choice(SIZES) for _ in range(3))
@@ -72,7 +72,7 @@ def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_beyond_the_result_is_written(library: Library, dtype: torch.dtype) -> None:
+def test_nothing_beyond_the_result_is_written(library: Library, dtype: torch.dtype):
     rng = random.Random(1)
     for M, N, K in [(1, 1, 1), (3, 33, 7), (13, 31, 64), (33, 70, 130)]:
         whole = torch.full((M + 2, N + 2), 7.0, dtype=dtype)
@@ -82,7 +82,7 @@ def test_nothing_beyond_the_result_is_written(library: Library, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_sums_in_chunks(library: Library, dtype: torch.dtype) -> None:
+def test_long_sums_in_chunks(library: Library, dtype: torch.dtype):
     rng = random.Random(2)
     for M, N, K in [(70, 50, 6500), (30, 61, 3073)]:
         a, b, sums = draw(M, K, dtype, rng), draw(K, N, dtype, rng), torch.empty(M)
@@ -90,7 +90,7 @@ def test_long_sums_in_chunks(library: Library, dtype: torch.dtype) -> None:
         torch.testing.assert_close(sums.double(), a.double().sum(1), rtol=1e-5, atol=1e-3)
 
 
-def test_long_sums_of_a_large_result_in_strips(fastest: Library) -> None:
+def test_long_sums_of_a_large_result_in_strips(fastest: Library):
     a, b = (
         torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16()
         for seed in (1, 2)
@@ -101,7 +101,7 @@ def test_long_sums_of_a_large_result_in_strips(fastest: Library) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [True, False])
-def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: bool) -> None:
+def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: bool):
     rng = random.Random(4)
     for N, width, hidden in [(1, 16, 40), (3, 37, 65), (70, 64, 96), (129, 130, 33)]:
         x = draw(N, width, dtype, rng).unsqueeze(0)
@@ -119,7 +119,7 @@ def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: boo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_reaches_its_row_and_column_only(
     library: Library, dtype: torch.dtype, value: float
-) -> None:
+):
     a, b = torch.ones(50, 40, dtype=dtype), torch.ones(40, 45, dtype=dtype)
     a[17, 9] = b[3, 21] = value
     finite = products.matmul(a, b).isfinite()
@@ -130,7 +130,7 @@ def test_what_is_not_finite_reaches_its_row_and_column_only(
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_with_any_number_of_threads(dtype: torch.dtype) -> None:
+def test_same_bits_with_any_number_of_threads(dtype: torch.dtype):
     rng = random.Random(5)
     for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]:
         a, b = draw(M, K, dtype, rng), draw(K, N, dtype, rng)

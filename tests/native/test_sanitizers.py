@@ -20,7 +20,7 @@ DRIVERS = [
 
 
 @pytest.mark.parametrize(("driver", "output", "instruction_set"), DRIVERS)
-def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str) -> None:
+def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str):
     compiler, runnable = find_compiler(), runnable_instruction_sets()
     if not compiler:
         pytest.skip("no C++ compiler")

@@ -16,7 +16,7 @@ MATH = ("cublas", "softmax", "Softmax")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 @pytest.mark.parametrize("kind", ["causal", "window", "documents", "decode", "cached prompt"])
-def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str) -> None:
+def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str):
     open_device(MachineConfig(device="cuda"))
     n_queries = {"decode": 1, "cached prompt": 16}.get(kind, T)
     trains = n_queries == T

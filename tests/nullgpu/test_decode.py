@@ -14,7 +14,7 @@ from tests.nullgpu.models import shrink
 TOKENS = 64
 
 
-def test_tokens_need_no_plans() -> None:
+def test_tokens_need_no_plans():
     device = open_device(MachineConfig(device="cuda"))
     model = GPT(shrink(PRESETS["gpt2-124m"], 2), seed=None).to(torch.device("cuda"), torch.bfloat16)
     counters.reset()

@@ -39,7 +39,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_and_resume(tmp_path: Path, layout: str) -> None:
+def test_two_ranks_train_and_resume(tmp_path: Path, layout: str):
     data = write_shards(tmp_path / "data")
     words = [str(TINY), data, "machine.device=cuda", *layout.split(), "--nproc", "2"]
     words += ["budget.steps=3", "save.every=2steps", "--out", str(tmp_path / "run")]
@@ -82,7 +82,7 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "blocks"])
-def test_buckets_are_reduced_during_the_backward(tmp_path: Path, mode: str) -> None:
+def test_buckets_are_reduced_during_the_backward(tmp_path: Path, mode: str):
     run_ranks(record_reductions, mode, tmp_path / "launches.json", nprocs=2)
     *buckets, end = json.loads((tmp_path / "launches.json").read_text())
     shares = [launches / end for launches in buckets]

@@ -34,7 +34,7 @@ def take_step(workload: Workload) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "blocks", "on"])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "modern-124m"])
-def test_the_host_never_waits(preset: str, mode: str) -> None:
+def test_the_host_never_waits(preset: str, mode: str):
     workload = build(shrink(PRESETS[preset], LAYERS), mode, batch_seqs=8, micro_batch=2)
     for _ in range(2):
         take_step(workload)
@@ -54,7 +54,7 @@ def test_the_host_never_waits(preset: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "blocks"])
-def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch):
     workload = build(shrink(PRESETS["gpt2-124m"], LAYERS), mode, batch_seqs=2, micro_batch=2)
     take_step(workload)
     arrivals: list[int] = []

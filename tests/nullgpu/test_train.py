@@ -54,7 +54,7 @@ def train(recipe: str, out: Path, dataset: Path, *words: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_trains_validates_samples_saves_and_resumes(
     dataset: Path, tmp_path: Path, recipe: str, mode: str
-) -> None:
+):
     words = [f"machine.compile={mode}", "machine.micro_batch=2"]
     train(recipe, tmp_path, dataset, *words)
     train(recipe, tmp_path, dataset, *words, "--extend", "1steps")

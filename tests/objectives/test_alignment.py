@@ -94,7 +94,7 @@ def assert_equal_runs(out: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str) -> None:
+def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str):
     """Stopped at step 3, that of no save; the model that the run began with is gone by then.
 
     A stop waits for the last update on a rollout.
@@ -130,7 +130,7 @@ def train_and_die(base: Path, name: str, out: Path, settings: str, step: int) ->
 )
 def test_killed_runs_end_bit_identical(
     base: Path, tmp_path: Path, name: str, settings: str, step: int
-) -> None:
+):
     """Killed behind the second save, before which the first is committed."""
     killed, once = tmp_path / "killed", tmp_path / "once"
     process = start_process(train_and_die, base, name, killed, settings, step)
@@ -156,7 +156,7 @@ def train_as_rank(
     "name",
     [pytest.param(name, marks=[] if name == "dpo" else pytest.mark.slow) for name in OBJECTIVES],
 )
-def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -> None:
+def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str):
     """A rank has no held-out pairs; answers end after different numbers of tokens."""
     model = GPT(MODEL, seed=1)
     with torch.no_grad():  # the answer stops in one of four places
@@ -183,7 +183,7 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
 
 def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     base: Path, tmp_path: Path
-) -> None:
+):
     """The loss does not use the output layer; of the one held-out prompt a rank has none."""
     save_run(tmp_path / "run", GPT(replace(MODEL, tie_embeddings=False), seed=1), TOKENIZER)
     settings = f"model.init={tmp_path / 'run'} budget.steps=2 save.every=0"
@@ -199,7 +199,7 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     assert [row["prompts"] for row in read_rows(tmp_path / "grpo", "val")] == [1, 1]
 
 
-def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path) -> None:
+def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path):
     """Its reference is lost: it is made again, of the model that the hash of the weights names."""
     killed, once = tmp_path / "killed", tmp_path / "once"
     settings = "evaluate.every=6"
@@ -215,7 +215,7 @@ def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: 
     assert_equal_runs(killed, once)
 
 
-def test_what_is_logged(base: Path, tmp_path: Path) -> None:
+def test_what_is_logged(base: Path, tmp_path: Path):
     train(base, "grpo", tmp_path / "run", "objective.kl=0.1", reward=partial(pay_for_letters))
     rows = read_metrics(tmp_path / "run")
     first = next(row for row in rows if row["kind"] == "train")
@@ -236,7 +236,7 @@ def test_what_is_logged(base: Path, tmp_path: Path) -> None:
     assert "| reward 0." in format_step(first, 6, 0, 0.0).split("| loss")[0]
 
 
-def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path) -> None:
+def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path):
     scorer, out = tmp_path / "scorer", tmp_path / "run"
     train(base, "reward", scorer, "optim.lr=3e-3 budget.steps=20")
     assert {*read_column(scorer, "mfu").values()} == {None}
@@ -246,7 +246,7 @@ def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path) ->
         train(base, "grpo", tmp_path / "other", f"objective.reward={base / 'run'}")
 
 
-def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path) -> None:
+def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path):
     init, once, out = tmp_path / "base", tmp_path / "once", tmp_path / "run"
     shutil.copytree(base, init)
     train(init, "dpo", once)
@@ -288,7 +288,7 @@ OTHER_MODEL = "data.path=OTHER"  # of another tokenizer
         ("grpo", OTHER_MODEL),
     ],
 )
-def test_what_does_not_fit(base: Path, tmp_path: Path, name: str, settings: str) -> None:
+def test_what_does_not_fit(base: Path, tmp_path: Path, name: str, settings: str):
     if settings == OTHER_MODEL:
         rows = [{"prompt": f"{n}?", "answer": n} for n in range(40)]
         prepare(tmp_path, "other", rows, add_control_tokens(llama_tokenizer()))
@@ -298,13 +298,13 @@ def test_what_does_not_fit(base: Path, tmp_path: Path, name: str, settings: str)
     assert error.value.code in (ExitCode.CONFIG, ExitCode.DATA)
 
 
-def test_a_value_head_is_left_out_of_an_export(base: Path, tmp_path: Path) -> None:
+def test_a_value_head_is_left_out_of_an_export(base: Path, tmp_path: Path):
     train(base, "reward", tmp_path / "run", "budget.steps=2")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
     assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
-def test_a_reward_that_raises_ends_the_run(base: Path, tmp_path: Path) -> None:
+def test_a_reward_that_raises_ends_the_run(base: Path, tmp_path: Path):
     def fail(prompt: str, answer: str, right: str) -> float:
         raise KeyError(right)
 

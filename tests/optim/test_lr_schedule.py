@@ -28,17 +28,17 @@ def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
     ("decay", "middle", "end"),
     [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("wsd", 1.0, 0.1), ("constant", 1.0, 1.0)],
 )
-def test_warmup_middle_and_end(decay: str, middle: float, end: float) -> None:
+def test_warmup_middle_and_end(decay: str, middle: float, end: float):
     rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 110, 500)]
     assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, end, end])
 
 
-def test_wsd_decays_only_at_the_end() -> None:
+def test_wsd_decays_only_at_the_end():
     wsd = schedule("wsd")
     assert [wsd.lr(s) for s in (89, 90, 100)] == pytest.approx([1.0, 1.0, 0.55])
 
 
-def test_multi_step_is_that_of_deepseek() -> None:
+def test_multi_step_is_that_of_deepseek():
     """arXiv 2401.02954, 2.3: after 80% of the training 31.6% of the maximum, after 90% 10%."""
     length = build_config({"optim.schedule": "multi-step"}).optim.decay_length
     assert str(length) == "0.2dur"
@@ -56,12 +56,12 @@ def test_multi_step_is_that_of_deepseek() -> None:
     assert not steps.is_before_decay(81)
 
 
-def test_no_warmup() -> None:
+def test_no_warmup():
     assert schedule("linear", warmup=0).lr(0) == 1.0
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
-def test_a_decay_of_its_own_length_ends_before_the_run(decay: str) -> None:
+def test_a_decay_of_its_own_length_ends_before_the_run(decay: str):
     short = schedule(decay, decay_length=40)
     assert [short.lr(s) for s in (10, 30, 50, 51, 109)] == pytest.approx([1.0, 0.55, 0.1, 0.1, 0.1])
     assert schedule(decay, decay_length=100).lr(37) == schedule(decay).lr(37)
@@ -75,7 +75,7 @@ GPT3 = {
 }
 
 
-def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth() -> None:
+def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth():
     values = {**GPT3, "model.seq_len": 2048, "budget.batch_tokens": 524288}
     values |= {
         key: parse_value(FIELDS[key], str(values[key])) for key in ("optim.warmup", "optim.decay")

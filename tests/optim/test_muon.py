@@ -56,7 +56,7 @@ def in_double(matrix: Tensor) -> Tensor:
     return x * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
 
 
-def test_orthogonalize_is_the_published_iteration() -> None:
+def test_orthogonalize_is_the_published_iteration():
     matrices = random_matrices()
     for result, matrix in zip(orthogonalize(matrices), matrices, strict=True):
         torch.testing.assert_close(result, in_double(matrix).float(), rtol=1e-4, atol=1e-5)
@@ -66,7 +66,7 @@ def test_orthogonalize_is_the_published_iteration() -> None:
         assert int((singular > 0.6).sum()) >= 15  # of 16; one was near 0
 
 
-def test_a_batch_of_matrices_equals_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_matrices_equals_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     together = orthogonalize(random_matrices())
     monkeypatch.setattr("megatoken.optim.muon.BATCH_NUMBERS", {"cpu": 1})
     for one, other in zip(orthogonalize(random_matrices()), together, strict=True):
@@ -85,7 +85,7 @@ class Layers(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(8)
 
 
-def test_it_equals_torchs_muon() -> None:
+def test_it_equals_torchs_muon():
     """Which computes in bf16; the shapes make sqrt(max(1, rows / columns)) 1.22 once."""
     torch.manual_seed(0)
     ours, theirs = Layers(), Layers()
@@ -113,7 +113,7 @@ def test_it_equals_torchs_muon() -> None:
 @pytest.mark.parametrize(
     "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
-def test_every_parameter_is_in_one_group(model_config: ModelConfig) -> None:
+def test_every_parameter_is_in_one_group(model_config: ModelConfig):
     state = muon_state(model_config, matrix_lr=0.03)
     params = dict(state.model.named_parameters())
     decayed, vectors, hidden = (
@@ -134,7 +134,7 @@ def test_every_parameter_is_in_one_group(model_config: ModelConfig) -> None:
     assert rates == [(3e-3, 0.1), (3e-3, 0.0), (pytest.approx(0.03), 0.1)]
 
 
-def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
+def test_queries_keys_and_values_are_matrices_of_their_own():
     rows = list_hidden_matrices(muon_state(TINY_LLAMA).model)
     assert rows["blocks.0.attention.qkv.weight"] == [32, 16, 16]
     seen = []
@@ -147,7 +147,7 @@ def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
     assert (seen, packed[:, 0].tolist()) == ([(2, 3), (1, 3), (1, 3)], [0, 0, 1, 2])
 
 
-def test_the_other_groups_are_adamw() -> None:
+def test_the_other_groups_are_adamw():
     state = muon_state(grad_clip=0.0)
     params = dict(state.model.named_parameters())
     others = {
@@ -173,7 +173,7 @@ def train_step_with_gradients(state: TrainState, others: dict[str, Tensor], seed
 
 
 @pytest.mark.parametrize("form", ["fused", "loop"])
-def test_clipping_is_that_of_other_optimizers(form: str) -> None:
+def test_clipping_is_that_of_other_optimizers(form: str):
     """A norm far above the limit, twice: momentum mixes gradients of equal lengths."""
     step_config = tiny_step_config(optim__lr=3e-3, optim__grad_clip=0.05)
     state = muon_state(form=form)
@@ -191,7 +191,7 @@ def test_clipping_is_that_of_other_optimizers(form: str) -> None:
     assert float(torch.stack([each.norm() for each in seen]).max()) < 0.05
 
 
-def test_cautious_decay_spares_weights_that_the_update_lets_grow() -> None:
+def test_cautious_decay_spares_weights_that_the_update_lets_grow():
     start = torch.tensor([[0.5, -0.5], [0.25, -0.25]])
     gradient = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
     ends = {}
@@ -211,7 +211,7 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow() -> None:
     torch.testing.assert_close(ends[True], torch.where(shrinks, start * 0.9, start) - 0.1 * update)
 
 
-def test_momentum_grows_from_085() -> None:
+def test_momentum_grows_from_085():
     step_config = tiny_step_config(
         optim__name="muon", optim__momentum=0.95, optim__momentum_warmup=Duration(4)
     )
@@ -236,7 +236,7 @@ def test_momentum_grows_from_085() -> None:
 @pytest.mark.parametrize(
     "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
-def test_state_bytes_are_those_of_the_formula(model_config: ModelConfig) -> None:
+def test_state_bytes_are_those_of_the_formula(model_config: ModelConfig):
     state = muon_state(model_config)
     hidden = list_hidden_matrices(state.model)
     total = 0

@@ -33,7 +33,7 @@ def sgd() -> str:
     return "test-sgd"
 
 
-def test_adamw_takes_every_setting_and_decays_matrices_only() -> None:
+def test_adamw_takes_every_setting_and_decays_matrices_only():
     optim = OptimConfig(lr=3e-4, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
     optimizer = build_optimizer(small_model(), optim)
     matrices, vectors = optimizer.param_groups
@@ -43,19 +43,19 @@ def test_adamw_takes_every_setting_and_decays_matrices_only() -> None:
     assert [tuple(param.shape) for param in vectors["params"]] == [(6,), (6,), (6,)]
 
 
-def test_a_registered_optimizer_is_counted(sgd: str) -> None:
+def test_a_registered_optimizer_is_counted(sgd: str):
     model = ModelConfig(n_layer=2, n_head=2, d_model=32, vocab_size=128, seq_len=16).resolve(0)
     assert 2 * count_optimizer_bytes(sgd, model) == count_optimizer_bytes("adamw", model) > 0
 
 
-def test_group_rates_keep_their_ratio_to_the_schedule(sgd: str) -> None:
+def test_group_rates_keep_their_ratio_to_the_schedule(sgd: str):
     optimizer = build_optimizer(small_model(), OptimConfig(name=sgd, lr=0.5))  # type: ignore[arg-type]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
     set_lr(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, pytest.approx(0.02)]
 
 
-def test_optimizer_built_by_the_user_keeps_its_ratios() -> None:
+def test_optimizer_built_by_the_user_keeps_its_ratios():
     first, second = small_model()
     groups = [{"params": first.parameters(), "lr": 0.2}, {"params": second.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups)
@@ -67,7 +67,7 @@ def test_optimizer_built_by_the_user_keeps_its_ratios() -> None:
     ]
 
 
-def test_optimizer_of_whole_matrices_refuses_shards() -> None:
+def test_optimizer_of_whole_matrices_refuses_shards():
     spec = OptimizerSpec(build=build_sgd, bytes_per_param=0, whole_matrices=True)
     register_optimizer("test-whole", spec)
     params = {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}

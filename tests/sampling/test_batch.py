@@ -52,7 +52,7 @@ def model(request: pytest.FixtureRequest) -> GPT:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int) -> None:
+def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int):
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
     assert generate_batch(model, REQUESTS, rows=rows) == alone
@@ -67,7 +67,7 @@ def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int) -> None:
 )
 def test_sequences_join_and_leave_at_any_time(
     config: ModelConfig, requests: list[Request], pauses: list[int], removed: int
-) -> None:
+):
     model = build(config)
     ids = [list[int]() for _ in requests]
     with BatchDecoder(model, rows=4) as decoder:
@@ -95,7 +95,7 @@ def test_sequences_join_and_leave_at_any_time(
         assert ids[number] == (expected[: len(ids[number])] if number == removed else expected)
 
 
-def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
+def test_log_probabilities_are_those_of_the_full_forward(model: GPT):
     requests = [replace(REQUESTS[i], logprobs=i != 1) for i in (2, 1, 0)]
     for request, completion in zip(requests, generate_batch(model, requests), strict=True):
         if not request.logprobs:
@@ -112,7 +112,7 @@ def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
         )
 
 
-def test_in_the_device_s_precision(device: Device) -> None:
+def test_in_the_device_s_precision(device: Device):
     model = build(replace(TINY_LLAMA, n_layer=1))
     prepare_decoding(model, device)
     requests = [
@@ -124,7 +124,7 @@ def test_in_the_device_s_precision(device: Device) -> None:
     ]
 
 
-def test_wrong_requests_are_refused_and_the_others_continue(model: GPT) -> None:
+def test_wrong_requests_are_refused_and_the_others_continue(model: GPT):
     assert generate_batch(model, []) == []
     with BatchDecoder(model, rows=2) as decoder:
         decoder.add(0, Request([1, 2], Sampling(3)))
@@ -137,7 +137,7 @@ def test_wrong_requests_are_refused_and_the_others_continue(model: GPT) -> None:
         assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_logits_that_are_not_finite_are_an_error():
     model = build()
     with torch.no_grad():
         model.norm.bias[0] = torch.nan

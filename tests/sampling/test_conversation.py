@@ -35,7 +35,7 @@ def make_conversation(**values: object) -> Conversation:
     )
 
 
-def test_an_answer_follows_from_all_messages() -> None:
+def test_an_answer_follows_from_all_messages():
     conversation = make_conversation()
     parts: list[str] = []
     first = conversation.ask("hello", parts.append)
@@ -54,7 +54,7 @@ def test_an_answer_follows_from_all_messages() -> None:
     assert conversation.ask("hello", say_nothing) == first
 
 
-def test_a_stop_token_ends_an_answer() -> None:
+def test_a_stop_token_ends_an_answer():
     stop = make_conversation().ask("hello", say_nothing).ids[2]
     conversation = make_conversation()
     conversation.template = copy(TEMPLATE)
@@ -63,7 +63,7 @@ def test_a_stop_token_ends_an_answer() -> None:
     assert (len(answer.ids), answer.finish_reason) == (2, "stop")
 
 
-def test_answers_draw_by_their_number() -> None:
+def test_answers_draw_by_their_number():
     answers = [
         make_conversation(temperature=1.0, seed=seed).ask("hello", say_nothing)
         for seed in (1, 1, 2)
@@ -77,7 +77,7 @@ def test_answers_draw_by_their_number() -> None:
     assert second.ids == generate_ids(MODEL, ids, sampling)[0]
 
 
-def test_full_turns_are_dropped_from_the_beginning() -> None:
+def test_full_turns_are_dropped_from_the_beginning():
     messages = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
     ids = {
         first: TEMPLATE.encode([SYSTEM, *messages[first:]], reply=True)[0] for first in (1, 3, 5)
@@ -94,7 +94,7 @@ def test_full_turns_are_dropped_from_the_beginning() -> None:
         fit_context(TEMPLATE, messages, context, 1000)
 
 
-def test_the_conversation_continues_beyond_the_context() -> None:
+def test_the_conversation_continues_beyond_the_context():
     conversation = make_conversation()
     for _ in range(6):
         conversation.ask("x" * 20, say_nothing)
@@ -105,7 +105,7 @@ def test_the_conversation_continues_beyond_the_context() -> None:
     assert conversation.ask("y" * 60, say_nothing).finish_reason == "length"
 
 
-def test_ctrl_c_ends_an_answer() -> None:
+def test_ctrl_c_ends_an_answer():
     full = make_conversation().ask("hello", say_nothing)
     conversation = make_conversation()
     parts: list[str] = []

@@ -82,7 +82,7 @@ def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]
 )
 def test_cached_pieces_of_any_size_equal_the_full_forward(
     cuts: list[int], rows: int, model_config: ModelConfig
-) -> None:
+):
     model = build(model_config)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, TINY.vocab_size, (rows, sum(cuts)), generator=generator)
@@ -97,7 +97,7 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(
 SMALL = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=90, seq_len=8)
 
 
-def test_decoding_in_fp32_transposes_wide_weights() -> None:
+def test_decoding_in_fp32_transposes_wide_weights():
     plain = GPT(SMALL)
     column_major = GPT(SMALL)
     prepare_decoding(column_major, tiny_model.CPU)
@@ -113,7 +113,7 @@ def decode_one_by_one(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, 1).float()
 
 
-def test_decoding_in_bf16_is_near_fp32() -> None:
+def test_decoding_in_bf16_is_near_fp32():
     plain = GPT(SMALL)
     low = GPT(SMALL)
     prepare_decoding(low, replace(tiny_model.CPU, precision="bf16"))
@@ -128,7 +128,7 @@ def test_decoding_in_bf16_is_near_fp32() -> None:
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str) -> None:
+def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str):
     config = replace(SMALL, tie_embeddings=tied)
     low = GPT(config)
     device = replace(tiny_model.CPU, precision=precision)
@@ -143,7 +143,7 @@ def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str) -> None:
     assert error.square().mean() < 0.02**2 * expected.square().mean()
 
 
-def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate_module, "find_library", lambda: None)
     with pytest.raises(ConfigError):
         prepare_decoding(GPT(TINY), tiny_model.CPU, int8=True)
@@ -163,9 +163,7 @@ def slide(ids: list[int], prompt: int, context: int) -> list[int]:
     "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
 @pytest.mark.parametrize(("context", "prompt"), [(64, 5), (64, 100), (7, 3), (2, 1), (1, 4)])
-def test_beyond_the_context_the_window_slides(
-    model_config: ModelConfig, context: int, prompt: int
-) -> None:
+def test_beyond_the_context_the_window_slides(model_config: ModelConfig, context: int, prompt: int):
     model = build(replace(model_config, seq_len=context))
     ids = [(7 * i) % 50 for i in range(prompt)]
     expected = list(ids)
@@ -177,7 +175,7 @@ def test_beyond_the_context_the_window_slides(
     assert new_ids == expected[prompt:]
 
 
-def test_note_on_tokens_beyond_the_context() -> None:
+def test_note_on_tokens_beyond_the_context():
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=257))
     with pytest.warns(UserWarning, match="65"):
@@ -185,7 +183,7 @@ def test_note_on_tokens_beyond_the_context() -> None:
     assert text == generate(model, tokenizer, "b" * 64, max_new_tokens=3, temperature=0)
 
 
-def test_sample_i_is_the_one_of_seed_plus_i(model: GPT) -> None:
+def test_sample_i_is_the_one_of_seed_plus_i(model: GPT):
     together = generate_ids(model, [1, 2], Sampling(max_new_tokens=20, seed=5), num_samples=3)
     assert together == [
         generate_ids(model, [1, 2], Sampling(max_new_tokens=20, seed=5 + i))[0] for i in range(3)
@@ -197,16 +195,14 @@ def test_sample_i_is_the_one_of_seed_plus_i(model: GPT) -> None:
 @pytest.mark.parametrize(
     "options", [{"temperature": 1e-46}, {"top_p": 1e-46}, {"temperature": 5e-324, "top_p": 5e-324}]
 )
-def test_settings_too_small_for_single_precision_take_the_likeliest(
-    options: dict[str, float],
-) -> None:
+def test_settings_too_small_for_single_precision_take_the_likeliest(options: dict[str, float]):
     logits = torch.tensor([[2.0, 5.0, 3.0]] * 3)
     draws = torch.tensor([0.0, 0.5, 0.999])
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
     assert choose_ids(logits, draws, **settings).tolist() == [1, 1, 1]
 
 
-def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     """CUDA's cumsum of floats is not deterministic."""
     devices: list[str] = []
     cumsum = torch.Tensor.cumsum
@@ -234,9 +230,7 @@ def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.M
         (99, 1.0, [0.5, 0.0, 0.3, 0.2]),
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest(
-    top_k: int, top_p: float, expected: list[float]
-) -> None:
+def test_top_k_and_top_p_keep_the_likeliest(top_k: int, top_p: float, expected: list[float]):
     logits = torch.tensor([0.5, 1e-9, 0.3, 0.2]).log().expand(8_000, 4)
     draws = (torch.arange(8_000) + 0.5) / 8_000
     ids = choose_ids(logits, draws, 1.0, top_k, top_p)
@@ -254,7 +248,7 @@ def test_top_k_and_top_p_keep_the_likeliest(
 )
 def test_any_draw_gives_an_id_with_probability(
     seed: int, temperature: float, top_k: int, top_p: float
-) -> None:
+):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, 33, generator=generator) * 30
     logits[:, ::3] = -torch.inf
@@ -263,7 +257,7 @@ def test_any_draw_gives_an_id_with_probability(
     assert torch.isfinite(logits.gather(1, ids[:, None])).all()
 
 
-def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
+def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT):
     free = generate_ids(model, [4], Sampling(max_new_tokens=30, seed=2), num_samples=2)
     stop = free[0][6]
     tokens: list[Token] = []
@@ -273,7 +267,7 @@ def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
     assert [[token.id for token in tokens if token.row == i] for i in range(2)] == stopped
 
 
-def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() -> None:
+def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients():
     model = GPT(replace(TINY, dropout=0.5))
     model.train()
     before = torch.get_rng_state()
@@ -290,14 +284,14 @@ def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() ->
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}]
 )
-def test_settings_out_of_range(options: dict[str, float]) -> None:
+def test_settings_out_of_range(options: dict[str, float]):
     with pytest.raises(ConfigError):
         Sampling(**options)  # type: ignore[arg-type]
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.text(max_size=40))
-def test_streamed_text_is_the_text_and_never_a_cut_character(text: str) -> None:
+def test_streamed_text_is_the_text_and_never_a_cut_character(text: str):
     tokenizer = load_tokenizer("bytes")
     stream = TextStream(tokenizer)
     ids = tokenizer.encode(text).tolist()
@@ -307,7 +301,7 @@ def test_streamed_text_is_the_text_and_never_a_cut_character(text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_streamed_garbage_is_shown_like_the_whole() -> None:
+def test_streamed_garbage_is_shown_like_the_whole():
     tokenizer = load_tokenizer("bytes")
     ids = np.random.default_rng(0).integers(0, 257, 400).tolist()
     stream = TextStream(tokenizer)
@@ -316,7 +310,7 @@ def test_streamed_garbage_is_shown_like_the_whole() -> None:
 
 def test_sentencepiece_keeps_the_space_after_the_prompt_and_begins_with_begin_of_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     tokenizer = llama_tokenizer()
     config = replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size)
     model = draw_model(config)
@@ -342,7 +336,7 @@ def test_sentencepiece_keeps_the_space_after_the_prompt_and_begins_with_begin_of
     assert capsys.readouterr().out == f"the king{expected}\n"
 
 
-def test_text_is_the_decoded_ids_and_several_samples_are_a_list() -> None:
+def test_text_is_the_decoded_ids_and_several_samples_are_a_list():
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
     sampling = Sampling(max_new_tokens=9, seed=4, stop_ids=(tokenizer.eot,))

@@ -42,7 +42,7 @@ def say(browser: Browser, text: str) -> None:
     browser.wait_for("document.querySelectorAll('.turn.user').length > 0")
 
 
-def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
+def test_the_policy_allows_the_page_s_own_script_and_style_alone():
     page = PAGE.read_text()
     assert not re.search(
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|https?://|\son\w+=|style=", page
@@ -52,7 +52,7 @@ def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
     assert re.search(r"script-src 'sha256-[\w+/]{43}='; style-src 'sha256-[\w+/]{43}='$", policy)
 
 
-def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
+def test_a_conversation_by_keyboard(browser: Browser, served: Served):
     open_page(browser, served)
     assert browser.evaluate("document.activeElement.id") == "text"
     browser.evaluate("document.getElementById('temperature').value = '0'")
@@ -77,9 +77,7 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
     assert browser.evaluate("document.activeElement.id") == "text"
 
 
-def test_an_answer_is_stopped_by_escape_and_its_row_is_free(
-    browser: Browser, served: Served
-) -> None:
+def test_an_answer_is_stopped_by_escape_and_its_row_is_free(browser: Browser, served: Served):
     hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.03))
     try:
         open_page(browser, served)
@@ -99,7 +97,7 @@ def test_an_answer_is_stopped_by_escape_and_its_row_is_free(
         time.sleep(0.01)
 
 
-def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served) -> None:
+def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served):
     open_page(browser, served)
     browser.write("a" * 300)
     browser.press("Enter")
@@ -108,7 +106,7 @@ def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served)
     assert browser.evaluate(ANSWERS) == []
 
 
-def test_a_key_is_asked_for_and_a_model_without_a_template_continues(browser: Browser) -> None:
+def test_a_key_is_asked_for_and_a_model_without_a_template_continues(browser: Browser):
     with serve(chat=False, api_key="open-sesame") as started:
         open_page(browser, started)
         assert browser.evaluate("document.activeElement.id") == "key"

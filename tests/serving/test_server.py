@@ -37,7 +37,7 @@ def generate_text(prompt: str, tokens: int, **options: Any) -> str:
     return tokenizer.decode(new_ids)
 
 
-def test_completion_equals_generate(served: Served) -> None:
+def test_completion_equals_generate(served: Served):
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
     answer = served.complete("ab", max_tokens=20, **options)
     [choice] = answer["choices"]
@@ -56,7 +56,7 @@ def test_completion_equals_generate(served: Served) -> None:
     assert greedy == generate_text("q", 30, temperature=0)
 
 
-def test_chat_uses_the_template(served: Served) -> None:
+def test_chat_uses_the_template(served: Served):
     messages = [("system", "be"), ("user", "a"), ("assistant", "b"), ("user", "c")]
     rows: list[Any] = [{"role": role, "content": content} for role, content in messages]
     rows[3]["content"] = [{"type": "text", "text": "c"}]
@@ -73,7 +73,7 @@ def test_chat_uses_the_template(served: Served) -> None:
     assert served.post(CHAT, **body).json()["usage"]["total_tokens"] <= SIZES.seq_len
 
 
-def test_stop_token_ends_an_answer_and_is_not_shown(served: Served) -> None:
+def test_stop_token_ends_an_answer_and_is_not_shown(served: Served):
     model, tokenizer = build_model()
     template = find_template(tokenizer)
     ids, _ = template.encode([Message("user", "hello")], reply=True)
@@ -90,7 +90,7 @@ def test_stop_token_ends_an_answer_and_is_not_shown(served: Served) -> None:
     assert answer["usage"]["completion_tokens"] == len(text_ids) + 1
 
 
-def test_stream_is_the_same_text_in_pieces(served: Served) -> None:
+def test_stream_is_the_same_text_in_pieces(served: Served):
     options: dict[str, Any] = {"seed": 5, "max_tokens": 30, "temperature": 1.2}
     plain = served.chat("x", **options)["choices"][0]
     messages = [{"role": "user", "content": "x"}]
@@ -111,7 +111,7 @@ def test_stream_is_the_same_text_in_pieces(served: Served) -> None:
     assert text == generate_text("x", 30, seed=5, temperature=1.2)
 
 
-def test_stop_text_cuts_the_answer_and_is_never_shown_in_part(served: Served) -> None:
+def test_stop_text_cuts_the_answer_and_is_never_shown_in_part(served: Served):
     free = generate_text("q", 30, temperature=0)
     stop = free[11:14]
     expected = free[: free.index(stop)]
@@ -126,7 +126,7 @@ def test_stop_text_cuts_the_answer_and_is_never_shown_in_part(served: Served) ->
     assert (choice["text"], choice["finish_reason"]) == (free, "length")
 
 
-def test_truncation_drops_the_oldest_turns(served: Served) -> None:
+def test_truncation_drops_the_oldest_turns(served: Served):
     turns = [{"role": ("user", "assistant")[i % 2], "content": str(i) * 40} for i in range(5)]
     body: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
     refused = served.post(CHAT, messages=turns, **body)
@@ -141,7 +141,7 @@ def test_truncation_drops_the_oldest_turns(served: Served) -> None:
     assert served.post(CHAT, messages=turns[:1], truncation="auto").status_code == 200
 
 
-def test_concurrent_clients_get_the_text_they_get_alone(served: Served) -> None:
+def test_concurrent_clients_get_the_text_they_get_alone(served: Served):
     def ask(number: int) -> str:
         options = {"seed": number, "max_tokens": 20 + 9 * number, "temperature": number % 3 / 2}
         text = "hello " * (1 + number % 4)
@@ -161,7 +161,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool) -> None:
+def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
     with serve(rows=1, waiting=1) as served, ExitStack() as stack:
         hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.02))
         stack.callback(hook.remove)
@@ -183,14 +183,14 @@ def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool) -> No
         assert served.complete("a", max_tokens=1)
 
 
-def test_free_row_takes_a_request_without_a_queue() -> None:
+def test_free_row_takes_a_request_without_a_queue():
     with serve(rows=1, waiting=0) as served:
         for _ in range(3):
             wait_for(lambda: served.engine.counts == (0, 0))
             served.complete("a", max_tokens=2)
 
 
-def test_api_key() -> None:
+def test_api_key():
     keys = {None: 401, "wrong": 401, "\xfc": 401, "open-sesame": 200}
     with serve(api_key="open-sesame") as served:
         for key, status in keys.items():
@@ -201,7 +201,7 @@ def test_api_key() -> None:
         assert served.client.get("/").status_code == 200
 
 
-def test_foreign_hosts_and_content_types_are_refused(served: Served) -> None:
+def test_foreign_hosts_and_content_types_are_refused(served: Served):
     """A web page's requests carry its own Host (DNS rebinding) or a simple Content-Type (CORS)."""
     hosts = {"localhost:8000": 200, "[::1]:8000": 200, "127.0.0.1.evil.example:8000": 400, "": 400}
     for host, status in hosts.items():
@@ -249,7 +249,7 @@ def assert_invalid(response: httpx2.Response, param: str | None) -> None:
 @pytest.mark.parametrize(
     ("path", "table"), [(CHAT, INVALID_CHATS), (COMPLETIONS, INVALID_COMPLETIONS)]
 )
-def test_invalid_requests(served: Served, path: str, table: str) -> None:
+def test_invalid_requests(served: Served, path: str, table: str):
     for row in table.strip().splitlines():
         param, body = row.replace("LONG", "a" * 200).split(maxsplit=1)
         response = served.post(path, **json.loads(body))
@@ -263,12 +263,12 @@ def test_invalid_requests(served: Served, path: str, table: str) -> None:
     "content",
     [b"", b"\xff{}", rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'],
 )
-def test_bodies_that_are_not_text_are_invalid(served: Served, content: bytes) -> None:
+def test_bodies_that_are_not_text_are_invalid(served: Served, content: bytes):
     headers = {"Content-Type": "application/json"}
     assert_invalid(served.client.post(CHAT, content=content, headers=headers), None)
 
 
-def test_other_statuses(served: Served) -> None:
+def test_other_statuses(served: Served):
     assert served.post(COMPLETIONS, model="gpt-4", prompt="a").status_code == 404
     assert served.client.get("/v1/models/gpt-4").status_code == 404
     assert served.post("/v1/nothing").status_code == 404
@@ -278,7 +278,7 @@ def test_other_statuses(served: Served) -> None:
     assert served.complete("a", **defaults)
 
 
-def test_model_without_a_template_only_completes() -> None:
+def test_model_without_a_template_only_completes():
     with serve(chat=False) as served:
         served.complete("a", max_tokens=2)
         assert served.client.get("/v1/models").json()["data"][0]["chat"] is False
@@ -287,7 +287,7 @@ def test_model_without_a_template_only_completes() -> None:
         assert refused.json()["error"]["code"] == "no_chat_template"
 
 
-def test_server_survives_a_failing_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_survives_a_failing_model(monkeypatch: pytest.MonkeyPatch):
     with serve() as served:
         for name in ("megatoken.sampling.batch.KeyValueCache", "torch.Generator"):
             with monkeypatch.context() as context:

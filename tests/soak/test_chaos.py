@@ -14,7 +14,7 @@ NAMES = ["SIGKILL to all at a save", "SIGTERM", "bit flipped in the newest check
 @pytest.mark.slow
 @pytest.mark.fault(56)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_three_faults_change_nothing(tmp_path: Path) -> None:
+def test_three_faults_change_nothing(tmp_path: Path):
     chaos = Chaos(tmp_path / "chaos", [Layout(1, "none")], seed=0, words=SETTINGS, disk=False)
     try:
         chaos.disturb(seconds=1e9, number=len(NAMES), pause=0.0, names=NAMES)

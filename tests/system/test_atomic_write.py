@@ -8,7 +8,7 @@ from megatoken.system.atomic_write import replace_file, sync_file, sync_folder
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, durable: bool) -> None:
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, durable: bool):
     replace_file(tmp_path / "a.json", "é\n", durable=durable)
     replace_file(tmp_path / "a.json", b"\x00\r\n", durable=durable)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
@@ -17,7 +17,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, durable: bo
 
 def test_a_failed_replacement_keeps_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def fail(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -30,7 +30,7 @@ def test_a_failed_replacement_keeps_the_old_file_and_no_other(
 
 def test_a_file_system_without_folder_sync_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def fail(_: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 

@@ -50,12 +50,12 @@ mps 0 0 fp32
 
 
 @pytest.mark.parametrize("row", AUTO.strip().splitlines())
-def test_auto_precision_is_the_fast_one(row: str) -> None:
+def test_auto_precision_is_the_fast_one(row: str):
     kind, major, minor, precision, *features = row.split()
     assert fast_precision(kind, (int(major), int(minor)), frozenset(features)) == precision
 
 
-def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPatch):
     for preferred in ("fp32", "bf16"):
         monkeypatch.setenv("MEGATOKEN_PRECISION", preferred)
         assert open_device(MachineConfig(device="cpu")).precision == preferred
@@ -68,7 +68,7 @@ def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPa
             open_device(MachineConfig(device="cpu"))
 
 
-def test_a_peak_without_data_sheet_is_measured() -> None:
+def test_a_peak_without_data_sheet_is_measured():
     measured = with_peak(CPU)
     assert measured.peak_flops > 1e9
     assert measured.peak_source == "matrix products measured here"
@@ -82,7 +82,7 @@ def peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "peaks.json"
 
 
-def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path) -> None:
+def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path):
     assert cache_peak(CPU, 2e15) == 2e15
     assert cache_peak(CPU, 1e15) == 2e15
     assert cache_peak(replace(CPU, precision="bf16"), 3e15) == 3e15
@@ -97,7 +97,7 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path) 
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"KEY": -1}', "\0\xff"])
-def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) -> None:
+def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str):
     cache_peak(CPU, 1e9)
     (key,) = json.loads(peaks.read_text())
     peaks.write_text(damage.replace("KEY", key), encoding="latin-1")
@@ -105,13 +105,13 @@ def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) ->
     assert json.loads(peaks.read_text()) == {key: 5e9}
 
 
-def test_measuring_a_peak_keeps_the_random_state() -> None:
+def test_measuring_a_peak_keeps_the_random_state():
     before = torch.get_rng_state()
     assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch):
     cuda = replace(CPU, torch_device=torch.device("cuda"))
     assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("blocks", "")
     assert wants_compile(MachineConfig(compile="auto"), cuda, 100) == ("off", "")
@@ -142,7 +142,7 @@ def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyP
 )
 def test_compiled_steps_equal_eager_ones(
     kind: str, checkpointing: str, model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if kind == "on":  # compiling code for it takes seconds
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     dropout = model_config.dropout
@@ -169,7 +169,7 @@ def test_compiled_steps_equal_eager_ones(
 @pytest.mark.parametrize(("kind", "backend"), [("on", "aot_eager"), ("blocks", "inductor")])
 def test_compile_applies_to_the_low_precision_copy(
     kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, compiled = tiny_state(), tiny_state()
     for state in (plain, compiled):
@@ -194,7 +194,7 @@ def test_compile_applies_to_the_low_precision_copy(
         MemoryError("Unable to allocate 2 TiB"),
     ],
 )
-def test_out_of_memory_is_a_config_error(error: Exception) -> None:
+def test_out_of_memory_is_a_config_error(error: Exception):
     with pytest.raises(ConfigError), memory_errors("rank 1", "lower it"):
         raise error
     with pytest.raises(RuntimeError, match="another"), memory_errors("rank 1", "lower it"):

@@ -29,13 +29,13 @@ AMD Instinct MI300X, bf16, 1307.4
 
 
 @pytest.mark.parametrize("row", DATA_SHEETS.strip().splitlines())
-def test_peaks_are_the_dense_ones_of_the_data_sheets(row: str) -> None:
+def test_peaks_are_the_dense_ones_of_the_data_sheets(row: str):
     name, precision, tera = row.split(", ")
     assert PEAK_FLOPS[name][precision] == pytest.approx(float(tera) * 1e12, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", PEAK_FLOPS)
-def test_rows_are_consistent(name: str) -> None:
+def test_rows_are_consistent(name: str):
     row = PEAK_FLOPS[name]
     assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
     assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # neither sparse nor in another unit
@@ -46,9 +46,7 @@ def save_measurements(names: str) -> None:
         save_measurement("x.json", name, ord(name))
 
 
-def test_processes_merge_their_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_merge_their_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     assert read_measurements("x.json") == {}
     names = ["abcdefghij", "klmnopqrst"]
@@ -61,7 +59,7 @@ def test_processes_merge_their_measurements(
     save_measurement("x.json", "a", 1)  # not writable: no error
 
 
-def test_variables_of_the_user_win() -> None:
+def test_variables_of_the_user_win():
     code = (
         "import os, megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps');"
         "e.prepare_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
@@ -118,7 +116,7 @@ def test_variables_of_the_user_win() -> None:
 )
 def test_limits_of_cgroups_hold(
     names: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -132,7 +130,7 @@ def test_limits_of_cgroups_hold(
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
-def test_the_peak_of_a_process_is_not_its_parents() -> None:
+def test_the_peak_of_a_process_is_not_its_parents():
     code = "from megatoken.system.machine import peak_resident_bytes; print(peak_resident_bytes())"
     held = bytearray(b"x") * (400 << 20)
     done = subprocess.run(

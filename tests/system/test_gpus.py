@@ -18,19 +18,19 @@ from megatoken.system.peak_flops import PEAK_FLOPS
         ("4090", 1, "RTX-4090"),
     ],
 )
-def test_number_and_name(text: str, count: int, name: str) -> None:
+def test_number_and_name(text: str, count: int, name: str):
     assert parse_gpus(text) == (count, GPUS[name])
 
 
 @pytest.mark.parametrize(
     "text", ["0xA100", "-1xH100", "1.5xH100", "999999xH100", "8A100", "", "quux"]
 )
-def test_other_words_are_refused(text: str) -> None:
+def test_other_words_are_refused(text: str):
     with pytest.raises(ConfigError):
         parse_gpus(text)
 
 
-def test_every_gpu_has_a_peak_and_less_memory_than_its_label() -> None:
+def test_every_gpu_has_a_peak_and_less_memory_than_its_label():
     for gpu in GPUS.values():
         assert gpu.driver in PEAK_FLOPS
         assert find_gpu(gpu.driver) == find_gpu(gpu.name) == gpu

@@ -15,7 +15,7 @@ from megatoken.system.process import Child, run_child
 from megatoken.system.sealed_json import parse_sealed, seal
 
 
-def test_a_child_returns_its_exit_code_and_lines() -> None:
+def test_a_child_returns_its_exit_code_and_lines():
     lines: list[str] = []
     program = "print(1, flush=True); sys.stderr.write('2'); sys.exit(3)"
     assert run_child(python_command(program), on_line=lines.append) == 3
@@ -24,7 +24,7 @@ def test_a_child_returns_its_exit_code_and_lines() -> None:
         run_child(["/no/such/program"])
 
 
-def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path):
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     program += "print(1, flush=True); time.sleep(100)"
     log = tmp_path / "log"
@@ -39,7 +39,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_child_dies_with_its_parent(tmp_path: Path):
     log = tmp_path / "pid"
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     parent = "import time; from pathlib import Path; from megatoken.system.process import Child; "
@@ -58,7 +58,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_one_process_at_a_time_holds_a_folder(tmp_path: Path) -> None:
+def test_one_process_at_a_time_holds_a_folder(tmp_path: Path):
     folder = tmp_path / "new"
     with lock_folder(folder, "run"):
         with pytest.raises(LockedError, match=f"pid {os.getpid()} "), lock_folder(folder, "run"):
@@ -70,7 +70,7 @@ def test_one_process_at_a_time_holds_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [64, 128])
-def test_any_flipped_bit_breaks_a_seal(bits: int) -> None:
+def test_any_flipped_bit_breaks_a_seal(bits: int):
     sealed = seal(b'{"a": 1', bits=bits)
     assert parse_sealed(sealed)["a"] == 1
     for bit in range(8 * len(sealed)):

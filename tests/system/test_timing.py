@@ -8,9 +8,7 @@ from megatoken.system.timing import time_calls
 
 
 @pytest.mark.parametrize(("is_warm", "calls"), [(False, 2 + 3), (True, 3)])
-def test_a_long_call_that_is_warm_is_called_no_more_than_it_is_timed(
-    is_warm: bool, calls: int
-) -> None:
+def test_a_long_call_that_is_warm_is_called_no_more_than_it_is_timed(is_warm: bool, calls: int):
     called = []
 
     def wait() -> None:

@@ -19,13 +19,11 @@ PRIVATE = re.compile(
 
 
 @pytest.mark.parametrize("name", torch_compat.DRY_RUN_NAMES)
-def test_torch_has_the_private_name(name: str) -> None:
+def test_torch_has_the_private_name(name: str):
     getattr(torch_compat, name)  # a ConfigError names the feature that breaks
 
 
-def test_a_name_that_torch_has_moved_breaks_its_feature_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(torch._guards, "active_fake_mode")
     with pytest.raises(ConfigError):
         torch_compat.active_fake_mode  # noqa: B018
@@ -34,7 +32,7 @@ def test_a_name_that_torch_has_moved_breaks_its_feature_only(
         torch_compat.no_such_name  # noqa: B018
 
 
-def test_no_other_module_uses_a_private_name_of_torch() -> None:
+def test_no_other_module_uses_a_private_name_of_torch():
     others = [path for path in SRC.rglob("*.py") if path.name != "torch_compat.py"]
     assert len(others) > 50
     found = [
@@ -51,7 +49,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 )
 def test_fused_adamw_honours_found_inf_and_grad_scale(
     found_inf: float, grad_scale: float | None, expected: float
-) -> None:
+):
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, eps=0.0, fused=True)
     weight.grad = torch.ones(1)
@@ -60,7 +58,7 @@ def test_fused_adamw_honours_found_inf_and_grad_scale(
     assert float(weight.detach()) == pytest.approx(expected)
 
 
-def test_scaler_found_inf_names_an_overflow() -> None:
+def test_scaler_found_inf_names_an_overflow():
     weight = torch.ones(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
     weight.grad = scaler.scale(torch.full((1,), float("inf")))
@@ -68,7 +66,7 @@ def test_scaler_found_inf_names_an_overflow() -> None:
     assert [float(flag) for flag in torch_compat.scaler_found_inf(scaler, optimizer)] == [1.0]
 
 
-def test_a_compiled_module_runs_uncompiled() -> None:
+def test_a_compiled_module_runs_uncompiled():
     def fail(*_: object) -> object:
         raise AssertionError("compiled")
 

@@ -33,14 +33,14 @@ def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_batches_are_the_same_for_any_layout(runs: Path) -> None:
+def test_batches_are_the_same_for_any_layout(runs: Path):
     for other in ("whole", "three"):
         losses = read_losses(runs / "alone")
         assert read_losses(runs / other) == pytest.approx(losses, rel=1e-5)
         assert read_column(runs / other, "lr") == read_column(runs / "alone", "lr")
 
 
-def test_tokens_and_warm_up_follow_the_sizes(runs: Path) -> None:
+def test_tokens_and_warm_up_follow_the_sizes(runs: Path):
     tokens = {step: sum(SIZES[:step]) for step in range(1, 13)}
     assert read_column(runs / "alone", "tokens") == tokens
     rates = read_column(runs / "alone", "lr")
@@ -48,14 +48,14 @@ def test_tokens_and_warm_up_follow_the_sizes(runs: Path) -> None:
         assert rates[step] == pytest.approx(1e-2 * min(1.0, tokens[step] / 300))
 
 
-def test_skipped_batches_leave_their_own_sizes_out(runs: Path) -> None:
+def test_skipped_batches_leave_their_own_sizes_out(runs: Path):
     assert final_bits(runs / "skips") == final_bits(runs / "without")
     sizes = [size for batch, size in enumerate([*SIZES, 144, 192]) if batch not in (4, 8)]
     tokens = {step: sum(sizes[:step]) for step in range(1, 13)}
     assert read_column(runs / "skips", "tokens") == tokens
 
 
-def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path) -> None:
+def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path):
     write_shards(tmp_path)
     tokens = load_dataset(tmp_path / "train_0.npy", external_tokenizer="bytes").train
     fixed = {"seq_len": 16, "seed": 3}

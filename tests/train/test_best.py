@@ -41,14 +41,14 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return found
 
 
-def test_patience_counts_the_validations_after_the_best() -> None:
+def test_patience_counts_the_validations_after_the_best():
     progress = Progress(val_losses={0: 2.0, 4: 1.0, 8: 1.0})
     assert [progress.is_out_of_patience(n) for n in (0, 1, 2)] == [False, True, False]
 
 
 def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     settings: str, tmp_path: Path, losses: dict[int, float], capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out = tmp_path / "run"
     summary = train(out, settings, console=Console())
     assert "best, step 16, validation loss 2.9000" in capsys.readouterr().out
@@ -68,9 +68,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
 
 
 @pytest.mark.usefixtures("losses")
-def test_a_run_that_is_stopped_repeatedly_ends_at_the_same_step(
-    settings: str, tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_repeatedly_ends_at_the_same_step(settings: str, tmp_path: Path):
     once, often = tmp_path / "once", tmp_path / "often"
     train(once, settings)
     for stop in (3, 9, 17, 27):
@@ -82,16 +80,14 @@ def test_a_run_that_is_stopped_repeatedly_ends_at_the_same_step(
 
 def test_losses_that_are_not_finite_are_never_best(
     settings: str, tmp_path: Path, losses: dict[int, float]
-) -> None:
+):
     losses.update({0: float("nan"), 4: float("inf"), 8: float("nan")})
     assert train(tmp_path / "run", settings).steps == 8
     assert not (tmp_path / "run" / "best").exists()
 
 
 @pytest.mark.parametrize(("start", "steps"), [("true", [0, 2, 3]), ("false", [2, 3])])
-def test_a_sample_before_the_first_step(
-    data: str, tmp_path: Path, start: str, steps: list[int]
-) -> None:
+def test_a_sample_before_the_first_step(data: str, tmp_path: Path, start: str, steps: list[int]):
     out = tmp_path / "run"
     train(out, data, f"sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start={start}")
     assert list(read_column(out, "text", "sample")) == steps

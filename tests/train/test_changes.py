@@ -52,7 +52,7 @@ def with_value(config: Config, key: str, value: Any) -> Config:
     )
 
 
-def test_every_field_has_the_class_that_fits_it() -> None:
+def test_every_field_has_the_class_that_fits_it():
     classes: Mapping[str, Resume] = {key: resume_class(key) for key in FIELDS}
     assert set(classes.values()) == set(get_args(Resume))
     assert {key for key in classes if classes[key] == "fatal"} == FATAL
@@ -63,7 +63,7 @@ def test_every_field_has_the_class_that_fits_it() -> None:
 
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("key", FIELDS)
-def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path, key: str) -> None:
+def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path, key: str):
     old = flatten(OLD)[key]
     new = with_value(OLD, key, another(FIELDS[key], old))
     (change,) = list_changes(OLD, new)
@@ -84,7 +84,7 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path, ke
 
 def test_numbers_of_a_registered_optimizer_come_from_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr("megatoken.config.fields._REGISTERED", {"optim.name": ["mine"]})
     old = with_value(OLD, "optim.name", "mine")
     assert [c.resume for c in list_changes(old, with_value(old, "optim.weight_decay", 0.5))] == [
@@ -109,7 +109,7 @@ def changes_logged(out: Path) -> list[tuple[int, str, str, str]]:
 
 
 @pytest.mark.fault(43)
-def test_allowed_changes_take_effect_and_are_logged(data: str, run: Path) -> None:
+def test_allowed_changes_take_effect_and_are_logged(data: str, run: Path):
     longer = f"{data} {SHORT} budget.steps=6 optim.lr=0 log.every=2"
     with pytest.raises(ConfigError):
         train(run, longer)
@@ -127,9 +127,7 @@ def test_allowed_changes_take_effect_and_are_logged(data: str, run: Path) -> Non
 
 
 @pytest.mark.fault(43)
-def test_other_data_of_the_same_tokenizer_may_be_allowed(
-    data: str, run: Path, tmp_path: Path
-) -> None:
+def test_other_data_of_the_same_tokenizer_may_be_allowed(data: str, run: Path, tmp_path: Path):
     other = f"{SHORT} {write_shards(tmp_path / 'data', TEXT[1:] * 300)}"
     with pytest.raises(DataError):
         train(run, other)

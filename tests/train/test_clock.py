@@ -15,7 +15,7 @@ from tests.tiny_run import read_column, train
 
 def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     now = 1000.0
     monkeypatch.setattr(
         metrics_log, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
@@ -56,7 +56,7 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
         ]
 
 
-def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: Path) -> None:
+def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: Path):
     out, seen = tmp_path / "run", list[dict[str, Any]]()
     settings = f"{data} save.every=5 log.every=3 evaluate.every=0"
 

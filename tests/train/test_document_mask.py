@@ -54,9 +54,7 @@ def large_state(model_config: ModelConfig) -> TrainState:
 @pytest.mark.parametrize(
     "model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
 )
-def test_documents_of_a_window_are_trained_as_if_alone(
-    model_config: ModelConfig, attention: str
-) -> None:
+def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig, attention: str):
     if attention == "native" and model_config.window:
         pytest.skip("native attention has no windows")
     rows = make_windows()
@@ -86,7 +84,7 @@ def test_documents_of_a_window_are_trained_as_if_alone(
 
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_MODERN], ids=["gpt", "modern"])
-def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelConfig) -> None:
+def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelConfig):
     model, rows = large_state(model_config).model, make_windows()
 
     def measure(windows: list[Any]) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelC
     assert abs(measure([rows])["loss"] - masked["loss"]) > 1e-4
 
 
-def test_a_document_begins_at_its_end_of_text_token() -> None:
+def test_a_document_begins_at_its_end_of_text_token():
     ids = torch.tensor([[5, 9, 6, 9, 9, 7], [9, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 9]])
     starts = separate_documents(Batch(ids, ids), 9).starts_BT
     assert starts is not None
@@ -135,7 +133,7 @@ def masked(settings: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_without_the_mask_is_another(settings: str, masked: Path, tmp_path: Path) -> None:
+def test_a_run_without_the_mask_is_another(settings: str, masked: Path, tmp_path: Path):
     out = tmp_path / "run"
     train(out, settings, "data.document_mask=false")
     for kind in ("train", "val"):
@@ -144,7 +142,7 @@ def test_a_run_without_the_mask_is_another(settings: str, masked: Path, tmp_path
         train(out, settings, "budget.steps=14")
 
 
-def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path: Path):
     train(tmp_path / "run", settings, stop=7)
     train(tmp_path / "run", settings)
     for kind in ("train", "val"):
@@ -152,7 +150,7 @@ def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path
     assert_equal_tensors(tmp_path / "run", masked)
 
 
-def test_two_processes_train_as_one(settings: str, masked: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(settings: str, masked: Path, tmp_path: Path):
     train_on_ranks(2, tmp_path / "run", settings, "machine.micro_batch=2")
     for kind in ("train", "val"):
         losses = read_losses(masked, kind)
@@ -164,6 +162,6 @@ def test_two_processes_train_as_one(settings: str, masked: Path, tmp_path: Path)
 )
 def test_the_micro_batch_and_the_kernels_change_nothing(
     settings: str, masked: Path, tmp_path: Path, setting: str
-) -> None:
+):
     train(tmp_path / "run", settings, setting)
     assert read_losses(tmp_path / "run") == pytest.approx(read_losses(masked), rel=1e-5)

@@ -50,7 +50,7 @@ def train(*words: object) -> int:
 
 def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
     settings: str, tmp_path: Path
-) -> None:
+):
     out = tmp_path / "run"
     tiny_run.train(out, settings, stop=2)
     config = (out / "config.yaml").read_text()
@@ -62,7 +62,7 @@ def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
 
 
 @pytest.mark.parametrize("length", ["4steps", "768tok", "0.5dur"])
-def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str) -> None:
+def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str):
     old = read_column(run, "lr")
     assert train(run, "--extend", length) == 0
     schedule = LRSchedule(
@@ -87,7 +87,7 @@ def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str) -> No
 
 
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path) -> None:
+def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path):
     log = (run / "metrics.jsonl").read_bytes()
     old = read_column(run, "lr")
     assert [old[4], old[5]] == [1e-3, 1e-3]
@@ -108,14 +108,14 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path) -> None:
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
 def test_an_extended_wsd_equals_one_that_was_longer_from_the_start(
     run: Path, settings: str, tmp_path: Path
-) -> None:
+):
     tiny_run.train(tmp_path / "long", settings, WSD, "budget.tokens=2304")
     assert train(run, "--extend", "768tok") == 0
     assert read_column(run, "loss") == read_column(tmp_path / "long", "loss")
 
 
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_without_a_checkpoint_before_the_decay_the_rate_rises(run: Path) -> None:
+def test_without_a_checkpoint_before_the_decay_the_rate_rises(run: Path):
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     assert train(run, "--extend", "4steps") == 0
     (event,) = read_events(run, "schedule changed")
@@ -123,9 +123,7 @@ def test_without_a_checkpoint_before_the_decay_the_rate_rises(run: Path) -> None
     assert {key: event[key] for key in expected} == pytest.approx(expected)
 
 
-def test_the_same_extension_given_again_continues(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_extension_given_again_continues(run: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed before its first save, and stopped after one."""
     with monkeypatch.context() as patch:
         patch.setattr("megatoken.train.train.tune", lambda *_, **__: 1 / 0)
@@ -138,13 +136,13 @@ def test_the_same_extension_given_again_continues(
     assert newest_step(run) == 16
 
 
-def test_a_new_run_is_not_extended(settings: str, tmp_path: Path) -> None:
+def test_a_new_run_is_not_extended(settings: str, tmp_path: Path):
     out = tmp_path / "new"
     assert train(TINY, "--out", out, *settings.split(), "--extend", "4steps") == ExitCode.CONFIG
     assert not out.exists()
 
 
-def test_what_comes_before_a_decay() -> None:
+def test_what_comes_before_a_decay():
     wsd = LRSchedule(
         decay="wsd", peak_lr=1.0, min_lr_ratio=0.1, warmup=10, decay_length=20, total=110
     )

@@ -46,7 +46,7 @@ def finetune(base: Path, out: Path, data: str, *settings: str, **options: Any) -
 @pytest.mark.parametrize(("data", "change"), [("own", 0.01), ("new", -0.2)])
 def test_finetuning_helps_on_new_text_and_does_no_harm(
     base: Path, tmp_path: Path, data: str, change: float
-) -> None:
+):
     assert finetune(base, tmp_path / "run", data).code == ExitCode.DONE
     losses = read_losses(tmp_path / "run", "val")
     assert losses[-1] < losses[0] + change
@@ -55,7 +55,7 @@ def test_finetuning_helps_on_new_text_and_does_no_harm(
         assert losses[0] == pytest.approx(read_losses(base / "run", "val")[-1], rel=1e-6)
 
 
-def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path: Path):
     init, out = tmp_path / "base", tmp_path / "out"
     shutil.copytree(base, init)
     assert finetune(init, out, "own", stop=3).code == ExitCode.STOPPED

@@ -41,13 +41,13 @@ def tune(micro_batch: int, model_config: ModelConfig = TINY_GPT) -> KernelChoice
     return autotune(model_config, MachineConfig(), CPU, micro_batch=micro_batch, dropout=0.0)
 
 
-def test_pick_needs_a_clear_margin() -> None:
+def test_pick_needs_a_clear_margin():
     assert pick({"torch": 1.0, "other": 0.93}, 1.1) == "torch"
     assert pick({"torch": 1.0, "other": 0.9, "third": 0.8}, 1.1) == "third"
     assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
 
 
-def test_options_follow_precision_and_dropout() -> None:
+def test_options_follow_precision_and_dropout():
     options = list_options(MachineConfig(), CPU, 0.0)
     plain = {"loss": ["torch"], "block": ["torch"], "adamw": ["torch"], "mixed": ["autocast"]}
     assert options == {"attention": ["flash", "blocked"], **plain}
@@ -57,7 +57,7 @@ def test_options_follow_precision_and_dropout() -> None:
     assert list_options(MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
 
 
-def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(autotune_module, "find_library", object)
     options = list_options(MachineConfig(), CPU, 0.0)
     assert options["attention"] == ["flash", "native"]
@@ -72,7 +72,7 @@ def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
 @pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA])
-def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConfig) -> None:
+def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConfig):
     losses, hidden = {}, {}
     for block in ("torch", "torch+native"):
         state, batch = tiny_state(model_config=family), tiny_batch()
@@ -83,9 +83,7 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
     assert 0 < (hidden["torch+native"] - hidden["torch"]).abs().max() < 1e-5
 
 
-def test_options_on_cuda_follow_compute_capability_and_triton(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytest.MonkeyPatch):
     card = replace(CPU, torch_device=torch.device("cuda"), name="card", precision="bf16")
     age = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
@@ -117,9 +115,7 @@ def test_options_on_cuda_follow_compute_capability_and_triton(
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: no room")]
 )
-def test_trials_shrink_until_they_fit_in_memory(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: pytest.MonkeyPatch):
     sizes, largest = [], 2
 
     def time_options(
@@ -138,7 +134,7 @@ def test_trials_shrink_until_they_fit_in_memory(
         tune(2, TINY_LLAMA)
 
 
-def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
         raise RuntimeError("no such backend")
 
@@ -153,7 +149,7 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_measurements(CACHE_FILE) == kept
 
 
-def test_cached_timings_decide(tmp_path: Path) -> None:
+def test_cached_timings_decide(tmp_path: Path):
     tune(2)
     kept = json.loads((tmp_path / CACHE_FILE).read_text())
     for seconds, _ in kept.values():
@@ -163,7 +159,7 @@ def test_cached_timings_decide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> None:
+def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig):
     states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
     apply_choice(states[1], KernelChoice(kernels=Kernels(), master_weights=True), BF16)
     assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
@@ -181,7 +177,7 @@ def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> Non
         assert worker.grad is None
 
 
-def test_master_weights_accumulate_gradients_in_fp32() -> None:
+def test_master_weights_accumulate_gradients_in_fp32():
     gradients = []
     for micro_batch in (8, 1):
         state = tiny_state()

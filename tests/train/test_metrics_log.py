@@ -34,7 +34,7 @@ def rows_of(folder: Path) -> list[tuple[str, int]]:
     return [(row["kind"], row["step"]) for row in read_metrics(folder)]
 
 
-def test_row_format(tmp_path: Path) -> None:
+def test_row_format(tmp_path: Path):
     with MetricsLogger.open(tmp_path / "deep" / "run") as log:
         log.write("train", 1, 4096, loss=0.1 + 0.2, grad_norm=numpy.float32(0.5), lr=6e-05)
         log.write("sample", 1, 4096, text="naïve\nline\u2028\udc80", ids=numpy.arange(3))
@@ -45,7 +45,7 @@ def test_row_format(tmp_path: Path) -> None:
     )
 
 
-def test_non_finite_values_round_trip(tmp_path: Path) -> None:
+def test_non_finite_values_round_trip(tmp_path: Path):
     with MetricsLogger.open(tmp_path) as log:
         log.write("train", 1, 2, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None)
         log.write("sample", 1, 2, text="nan")
@@ -60,7 +60,7 @@ def test_non_finite_values_round_trip(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.floats(), st.text(), st.lists(st.integers()))
-def test_values_round_trip_exactly(number: float, text: str, ids: list[int]) -> None:
+def test_values_round_trip_exactly(number: float, text: str, ids: list[int]):
     folder = Path(tempfile.gettempdir()) / f"megatoken-log-{os.getpid()}"
     try:
         with MetricsLogger.open(folder) as log:
@@ -74,7 +74,7 @@ def test_values_round_trip_exactly(number: float, text: str, ids: list[int]) -> 
         shutil.rmtree(folder)
 
 
-def test_rewind_drops_later_rows(tmp_path: Path) -> None:
+def test_rewind_drops_later_rows(tmp_path: Path):
     with MetricsLogger.open(tmp_path) as log:
         for step in (1, 2, 3):
             for kind in ("train", "val", "eval", "sample", "save", "event"):
@@ -95,7 +95,7 @@ def test_rewind_drops_later_rows(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_half_written_last_line_is_dropped(tmp_path: Path) -> None:
+def test_half_written_last_line_is_dropped(tmp_path: Path):
     with MetricsLogger.open(tmp_path) as log:
         log.write("train", 1, 10, loss=1.5)
         log.write("train", 2, 20, loss=1.25)
@@ -110,7 +110,7 @@ def test_half_written_last_line_is_dropped(tmp_path: Path) -> None:
         assert path.read_bytes() == whole[:first]
 
 
-def test_unreadable_line_is_reported_and_dropped_on_resume(tmp_path: Path) -> None:
+def test_unreadable_line_is_reported_and_dropped_on_resume(tmp_path: Path):
     with MetricsLogger.open(tmp_path) as log:
         log.write("train", 1, 10)
         log.write("train", 2, 20)
@@ -133,14 +133,14 @@ def test_unreadable_line_is_reported_and_dropped_on_resume(tmp_path: Path) -> No
         assert rows_of(tmp_path) == [("train", 1), ("train", 2)]
 
 
-def test_missing_log_is_a_data_error(tmp_path: Path) -> None:
+def test_missing_log_is_a_data_error(tmp_path: Path):
     with pytest.raises(MegatokenError) as caught:
         read_metrics(tmp_path)
     assert caught.value.code == ExitCode.DATA
 
 
 @pytest.mark.fault(21)
-def test_partial_write_is_removed(tmp_path: Path) -> None:
+def test_partial_write_is_removed(tmp_path: Path):
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from megatoken.system.metrics_log import MetricsLogger\n"
@@ -159,9 +159,7 @@ def test_partial_write_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
 
 
-def test_progress_is_written_about_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr("megatoken.system.metrics_log.time.monotonic", lambda: now)
     seen = []
@@ -178,7 +176,7 @@ def test_progress_is_written_about_once_a_second(
 
 
 @pytest.mark.fault(22)
-def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path) -> None:
+def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path):
     answers = FORKS.Queue()
     processes = [start_process(hold, tmp_path, answers) for _ in range(3)]
     try:
@@ -199,7 +197,7 @@ def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path) -> None:
     MetricsLogger.open(tmp_path).close()
 
 
-def test_unusable_folders_are_storage_errors(tmp_path: Path) -> None:
+def test_unusable_folders_are_storage_errors(tmp_path: Path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(MegatokenError) as caught:
@@ -207,7 +205,7 @@ def test_unusable_folders_are_storage_errors(tmp_path: Path) -> None:
         assert caught.value.code == ExitCode.STORAGE
 
 
-def test_a_reader_continues_where_it_stopped(tmp_path: Path) -> None:
+def test_a_reader_continues_where_it_stopped(tmp_path: Path):
     log = tmp_path / "metrics.jsonl"
     rows = [{"kind": "train", "step": step, "tokens": step} for step in range(5)]
     lines = [json.dumps(row) + "\n" for row in rows]

@@ -37,11 +37,11 @@ from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_co
 )
 def test_largest_micro_batch_unless_a_smaller_one_is_clearly_faster(
     rates: dict[int, float], picked: int
-) -> None:
+):
     assert pick_micro_batch(rates) == picked
 
 
-def test_candidate_sizes() -> None:
+def test_candidate_sizes():
     assert candidate_sizes(16, 256, "cpu") == [1, 2, 4, 8, 16]
     assert candidate_sizes(48, 1024, "cpu") == [1, 2, 3, 6]
     assert candidate_sizes(12, 1024, "cuda") == [1, 2, 3, 6, 12]
@@ -80,7 +80,7 @@ class Memory:
         return self.seconds
 
 
-def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.MonkeyPatch):
     memory = Memory(largest=4)
     monkeypatch.setattr(micro_batch, "forward_backward", memory)
     monkeypatch.setattr(micro_batch, "time_once", memory.time_once)
@@ -96,7 +96,7 @@ def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.M
 @pytest.mark.parametrize("fault", ["", "lost gradient", "one micro-batch"])
 def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
     fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     state, step_config, rows = tiny_state(), tiny_step_config(2), list[int]()
 
     def compile_to_graphs(model: GPT, mode: str) -> Callable[[Tensor], Tensor]:
@@ -128,19 +128,19 @@ def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_memory_that_ends_during_compilation_is_not_a_failure_of_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(compilation, "forward_backward", Memory(largest=1, batch_seqs=2))
     with pytest.raises(torch.OutOfMemoryError):
         compile_forward(tiny_state(), tiny_step_config(2), CPU, "blocks")
 
 
-def test_model_too_large_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_too_large_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(micro_batch, "forward_backward", Memory(largest=0))
     with pytest.raises(ConfigError):
         tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 16)
 
 
-def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyPatch):
     memory = Memory(largest=64, fast=2, batch_seqs=64)
     monkeypatch.setattr(micro_batch, "forward_backward", memory)
     monkeypatch.setattr(micro_batch, "time_once", memory.time_once)
@@ -149,7 +149,7 @@ def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyP
 
 def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     seconds = iter(
         [2.0, 10.0, 2.5, 4.0, 5.0]
     )  # of 1 sequence; of 2, disturbed, then not; of 4; of 8
@@ -162,7 +162,7 @@ def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(
 
 def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
     first, second, third = {1: 50.0, 2: 90.0}, {1: 60.0, 4: 100.0}, {1: 70.0}
     rates = iter([first, second, third])
@@ -182,7 +182,7 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     assert find(16) == (third, False)
 
 
-def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:
+def test_a_measurement_changes_neither_weights_nor_the_next_step():
     measured, plain = tiny_state(), tiny_state()
     assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
     steps = [

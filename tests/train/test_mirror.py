@@ -29,7 +29,7 @@ def shard(data: str) -> Path:
     return Path(data.removeprefix("data.path=")).with_name("train_0.npy")
 
 
-def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path) -> None:
+def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path):
     """Data and checkpoints are on S3. The run is stopped, its folder lost, and resumed elsewhere."""
     ObjectStore(f"{s3}/data").write(shard.name, shard.read_bytes())
     settings = f"data.path={s3}/data {SAVING}{s3}/run"
@@ -54,14 +54,14 @@ def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path) -> None:
 
 def test_a_mirror_that_cannot_be_written_is_refused_before_the_first_step(
     data: str, tmp_path: Path
-) -> None:
+):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         train(tmp_path / "run", data, f"save.mirror={tmp_path}/file/copy save.every=0")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path) -> None:
+def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
     """It is a file from step 5 on; once it is a folder again, the same command copies the rest."""
     copy, out = tmp_path / "copy", tmp_path / "run"
     settings = f"data.path={shard} {SAVING}{copy}"
@@ -87,7 +87,7 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path) -> None:
 
 def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Its status is not copied; its machine.json, with the micro-batch, is of another machine."""
     settings = f"data.path=file://{shard} {SAVING}{tmp_path / 'copy'} machine.micro_batch=auto"
     train(tmp_path / "run", settings, console=Console())

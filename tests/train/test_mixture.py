@@ -43,7 +43,7 @@ def mixed(folder: Path) -> str:
     )
 
 
-def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Path) -> None:
+def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Path):
     mixture = load_mixture(f"{folder}/letters:3,{folder}/digits:1", external_tokenizer="bytes")
     assert [part.share for part in mixture.parts] == [0.75, 0.25]
     sources = [(len(part.dataset.train), part.share) for part in mixture.parts]
@@ -62,7 +62,7 @@ def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Pa
 
 def test_each_source_is_validated_and_the_mean_has_the_weights(
     folder: Path, mixed: str, tmp_path: Path
-) -> None:
+):
     train(tmp_path / "run", mixed)
     rows = read_rows(tmp_path / "run", "val")
     assert [row["step"] for row in rows] == [0, 6, 12]
@@ -76,7 +76,7 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
     assert refused.value.code in (ExitCode.CONFIG, ExitCode.DATA)
 
 
-def test_a_mixture_resumes_bit_for_bit(mixed: str, tmp_path: Path) -> None:
+def test_a_mixture_resumes_bit_for_bit(mixed: str, tmp_path: Path):
     once, cut = tmp_path / "once", tmp_path / "cut"
     train(once, mixed)
     train(cut, mixed, stop=7)
@@ -86,7 +86,7 @@ def test_a_mixture_resumes_bit_for_bit(mixed: str, tmp_path: Path) -> None:
     assert read_column(cut, "sources", "val") == read_column(once, "sources", "val")
 
 
-def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path) -> None:
+def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text of letters, and more of it " * 50)
     # The last two: what the error recommends, and the tokenizer's file, which has another name.
     for name, tokenizer in (
@@ -121,9 +121,7 @@ def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
     return batches
 
 
-def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(
-    tmp_path: Path,
-) -> None:
+def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path):
     rng = np.random.default_rng(0)
     shards = [
         rng.integers(0, 256, size).astype(np.uint16) for size in (1000, 8 * 16 + 1, 700, 8 * 16 * 3)
@@ -143,7 +141,7 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(
     assert np.array_equal(rank.rows(20), loader.rows(20)[4:])
 
 
-def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path) -> None:
+def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path):
     out = tmp_path / "run"
     command = ["train", str(TINY), "--overfit-batch", "--out", str(out)]
     command += [f"data.path={folder}/letters", "budget.steps=60", "budget.batch_tokens=64"]

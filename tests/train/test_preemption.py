@@ -52,7 +52,7 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
-def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
+def test_signal_sets_the_reason_and_handlers_are_restored(name: str):
     number = getattr(signal, name)
     before = {
         other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,7 +67,7 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
 
 
 @pytest.mark.fault(12, 16)
-def test_process_exits_after_a_signal() -> None:
+def test_process_exits_after_a_signal():
     process = start()
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
@@ -75,7 +75,7 @@ def test_process_exits_after_a_signal() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-def test_ignored_signals_stay_ignored() -> None:
+def test_ignored_signals_stay_ignored():
     """As `nohup` asks for."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -93,7 +93,7 @@ def test_ignored_signals_stay_ignored() -> None:
 
 
 @pytest.mark.fault(14)
-def test_second_signal_exits_immediately() -> None:
+def test_second_signal_exits_immediately():
     process = start("save")
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
@@ -104,7 +104,7 @@ def test_second_signal_exits_immediately() -> None:
     assert process.returncode == ExitCode.STOPPED
 
 
-def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]) -> None:
+def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]):
     with PreemptionHandler() as handler:
         for number, seconds in (
             (signal.SIGUSR1, 1.0),
@@ -120,7 +120,7 @@ def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]) -> None:
 @pytest.mark.fault(15)
 def test_a_rank_leaves_the_second_signal_to_its_launcher(
     now: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """What arrives as a copy of the first may be handled after a call of seconds."""
     monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(tmp_path / "rank-0"))
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
@@ -131,7 +131,7 @@ def test_a_rank_leaves_the_second_signal_to_its_launcher(
         assert handler.stop_requested == "SIGTERM"
 
 
-def test_outside_the_main_thread_only_the_time_limit_works() -> None:
+def test_outside_the_main_thread_only_the_time_limit_works():
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
 
@@ -146,7 +146,7 @@ def test_outside_the_main_thread_only_the_time_limit_works() -> None:
     assert seen == [before, "time limit 0s"]
 
 
-def test_time_limit_reserves_a_step_and_a_save() -> None:
+def test_time_limit_reserves_a_step_and_a_save():
     handler = PreemptionHandler(time_limit_seconds=100)
     assert handler.reserve_seconds == 1.5 * 5
     handler.observe(10, save_seconds=20)
@@ -164,7 +164,7 @@ def test_time_limit_reserves_a_step_and_a_save() -> None:
     assert handler.stop_requested == "time limit 1m40s"
 
 
-def test_time_limit_reserves_the_steps_that_cannot_be_left() -> None:
+def test_time_limit_reserves_the_steps_that_cannot_be_left():
     handler = PreemptionHandler(time_limit_seconds=100, steps=20)
     handler.observe(2.0, save_seconds=10)
     for _ in range(19):  # the longest of them all, at which answers were sampled, is not forgotten
@@ -172,7 +172,7 @@ def test_time_limit_reserves_the_steps_that_cannot_be_left() -> None:
     assert handler.reserve_seconds == 1.5 * (20 * 2 + 10)
 
 
-def test_time_limit_counts_what_comes_next() -> None:
+def test_time_limit_counts_what_comes_next():
     handler = PreemptionHandler(time_limit_seconds=100)
     handler.observe(10, save_seconds=20)
     assert handler.stop_before(30) == ""  # 1.5 * (10 + 20 + 30) = 90
@@ -180,7 +180,7 @@ def test_time_limit_counts_what_comes_next() -> None:
     assert handler.stop_requested == "time limit 1m40s"
 
 
-def test_loop_stops_before_the_time_limit(now: list[float]) -> None:
+def test_loop_stops_before_the_time_limit(now: list[float]):
     handler = PreemptionHandler(time_limit_seconds=50.0)
     handler.observe(save_seconds=10.0)
     while not handler.stop_requested:

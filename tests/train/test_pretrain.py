@@ -83,7 +83,7 @@ def copy(clean: Path, out: Path) -> Path:
     return Path(shutil.copytree(clean, out))
 
 
-def test_run_folder_contents(clean: Path) -> None:
+def test_run_folder_contents(clean: Path):
     trained = read_rows(clean, "train")
     assert [row["step"] for row in trained] == list(range(1, 31))
     keys = {"loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "mfu_causal"}
@@ -105,7 +105,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-def test_finished_run_is_not_touched(copy: Path, train: Train) -> None:
+def test_finished_run_is_not_touched(copy: Path, train: Train):
     files = read_files(copy)
     summary = train(copy)
     assert read_files(copy) == files
@@ -113,7 +113,7 @@ def test_finished_run_is_not_touched(copy: Path, train: Train) -> None:
 
 
 @pytest.mark.fault(41)
-def test_runtime_settings_do_not_change_the_loss_curve(data: str, tmp_path: Path) -> None:
+def test_runtime_settings_do_not_change_the_loss_curve(data: str, tmp_path: Path):
     curves = []
     for setting in ("micro_batch=4", "micro_batch=1", "loss_chunk=0", "micro_batch=auto"):
         out = tmp_path / setting
@@ -123,7 +123,7 @@ def test_runtime_settings_do_not_change_the_loss_curve(data: str, tmp_path: Path
         assert curve == pytest.approx(curves[0], rel=1e-5)
 
 
-def test_damaged_checkpoint_is_reported_and_skipped(copy: Path, clean: Path, train: Train) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(copy: Path, clean: Path, train: Train):
     newest = copy / "checkpoints" / "step-00000030" / "model.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 4
@@ -172,7 +172,7 @@ def train_and_die(out: Path, settings: str, number: int) -> None:
 
 
 @pytest.mark.fault(1, 2, 5)
-def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, train: Train) -> None:
+def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, train: Train):
     """Killed before the first save, in the second, and perhaps in the fourth."""
     with held_process(out, long, 5):
         pass
@@ -192,7 +192,7 @@ def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, tra
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 def test_sigterm_saves_and_loses_no_step_and_a_second_run_is_refused(
     long: str, out: Path, clean: Path, train: Train
-) -> None:
+):
     with held_process(out, long, 9) as (process, go):
         with pytest.raises(MegatokenError, match=f"pid {process.pid}") as error:
             train(out)
@@ -207,13 +207,13 @@ def test_sigterm_saves_and_loses_no_step_and_a_second_run_is_refused(
     assert fingerprint(out) == fingerprint(clean)
 
 
-def test_time_limit_saves_and_stops(out: Path, train: Train) -> None:
+def test_time_limit_saves_and_stops(out: Path, train: Train):
     summary = train(out, "save.time_limit=1s budget.steps=100000 sample.every=0")
     assert summary.code == ExitCode.STOPPED
     assert newest_step(out) == summary.steps < 100000  # on a slow machine perhaps 0
 
 
-def test_a_llama_trains_resumes_and_grows_its_context(tmp_path: Path, train: Train) -> None:
+def test_a_llama_trains_resumes_and_grows_its_context(tmp_path: Path, train: Train):
     out, longer = tmp_path / "run", tmp_path / "longer"
     train(out, LLAMA)
     before, losses = fingerprint(out), read_losses(out)
@@ -226,7 +226,7 @@ def test_a_llama_trains_resumes_and_grows_its_context(tmp_path: Path, train: Tra
     assert read_losses(longer, "val")[0] < losses[0] - 2
 
 
-def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train) -> None:
+def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
     """Another kernel adds in another order: a resume with it would not be bit-identical."""
     auto = f"{SHORT} machine.micro_batch=auto machine.attention=auto"
 
@@ -250,7 +250,7 @@ def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train) -> Non
 @pytest.mark.fault(18)
 def test_space_is_asked_for_the_checkpoints_that_are_missing(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     out = tmp_path / "run"
     settings = f"{SHORT} budget.steps=4 save.every=1 save.keep_last=2"
     train(out, settings)
@@ -266,7 +266,7 @@ def test_space_is_asked_for_the_checkpoints_that_are_missing(
     assert train(out, settings).steps == 4
 
 
-def test_missing_dataset(tmp_path: Path, train: Train) -> None:
+def test_missing_dataset(tmp_path: Path, train: Train):
     with pytest.raises(MegatokenError) as error:
         train(tmp_path / "run", f"data.path={tmp_path}/nothing")
     assert error.value.code == ExitCode.DATA
@@ -276,7 +276,7 @@ def test_missing_dataset(tmp_path: Path, train: Train) -> None:
 @pytest.mark.parametrize(
     "name", ["thesis.txt", "config.yaml", "metrics.jsonl", "checkpoints/step-00000010/weights.pt"]
 )
-def test_folder_that_is_not_a_run_is_not_touched(tmp_path: Path, name: str, train: Train) -> None:
+def test_folder_that_is_not_a_run_is_not_touched(tmp_path: Path, name: str, train: Train):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("model: {n_layer: 2}")
     files = read_files(tmp_path)
@@ -288,7 +288,7 @@ def test_folder_that_is_not_a_run_is_not_touched(tmp_path: Path, name: str, trai
 
 def test_start_on_a_full_disk_leaves_a_folder_that_can_be_started_again(
     out: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def replace_file(path: Path, content: str, durable: bool = False) -> None:
         path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -302,7 +302,7 @@ def test_start_on_a_full_disk_leaves_a_folder_that_can_be_started_again(
     assert train(out, SHORT).steps == 2
 
 
-def test_damaged_or_missing_config_is_restored_from_a_checkpoint(out: Path, train: Train) -> None:
+def test_damaged_or_missing_config_is_restored_from_a_checkpoint(out: Path, train: Train):
     train(out, SHORT, "save.every=1")
     config = (out / "config.yaml").read_text()
     for damaged in ("", config[:300], None):
@@ -316,7 +316,7 @@ def test_damaged_or_missing_config_is_restored_from_a_checkpoint(out: Path, trai
     assert (out / "config.yaml").read_text() == config
 
 
-def test_tokenizer_of_the_dataset_replaces_a_stale_one(out: Path, train: Train) -> None:
+def test_tokenizer_of_the_dataset_replaces_a_stale_one(out: Path, train: Train):
     train(out, "budget.steps=1")
     shutil.rmtree(out / "checkpoints")  # as if the first start had failed
     text = "the cat sat on the mat. " * 50
@@ -329,7 +329,7 @@ def test_tokenizer_of_the_dataset_replaces_a_stale_one(out: Path, train: Train) 
 @pytest.mark.fault(14)
 def test_the_last_step_is_saved_before_the_last_evaluation(
     out: Path, clean: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A signal stops an evaluation before its next batch; the resumed run evaluates again."""
     checks: list[tuple[int, int]] = []
     check_stop = Run.check_stop
@@ -360,7 +360,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
 
 def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
     out: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write = save.write_files
 
     def write_slowly(*arguments: Any) -> dict[str, FileEntry]:
@@ -381,7 +381,7 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
 @pytest.mark.fault(14)
 def test_a_save_that_failed_is_tried_again_when_the_run_stops_there(
     out: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     failing, begin = [True], save.AsyncSave.__init__
 
     def fail_once(self: save.AsyncSave, *arguments: Any, **others: Any) -> None:
@@ -397,7 +397,7 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops_there(
     assert newest_step(out) == 2
 
 
-def test_sample_that_cannot_be_written_does_not_stop_training(out: Path, train: Train) -> None:
+def test_sample_that_cannot_be_written_does_not_stop_training(out: Path, train: Train):
     out.mkdir()
     (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')
     (out / "samples").write_text("in the way")

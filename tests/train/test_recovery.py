@@ -28,7 +28,7 @@ BAD = (4, 7)  # batches
 GOOD = {"code": 0, "error": ""}
 
 
-def test_batches_go_in_order_without_those_that_are_skipped() -> None:
+def test_batches_go_in_order_without_those_that_are_skipped():
     rng = random.Random(0)
     for _ in range(50):
         skipped = sorted(rng.sample(range(40), rng.randrange(30)))
@@ -73,7 +73,7 @@ def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, runs: Path) -> None:
+def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, runs: Path):
     bits = final_bits(runs / layout)
     assert bits == final_bits(runs / f"{layout}-without")
     assert (bits["step"], bits["skipped_batches"]) == (12, [4, 7])
@@ -83,7 +83,7 @@ def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, r
     assert read_events(runs / f"{layout}-without", "batch skipped") == []
 
 
-def test_a_resumed_run_knows_the_skipped_batches_and_the_recent_steps(runs: Path) -> None:
+def test_a_resumed_run_knows_the_skipped_batches_and_the_recent_steps(runs: Path):
     assert final_bits(runs / "resumed") == final_bits(runs / "1-fused-without")
     assert [row["batch"] for row in read_events(runs / "resumed", "batch skipped")] == [4, 7]
 
@@ -92,7 +92,7 @@ def test_a_resumed_run_knows_the_skipped_batches_and_the_recent_steps(runs: Path
 @pytest.mark.parametrize(("name", "step"), [("flipped", 10), ("infinite", 7)])
 def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
     name: str, step: int, runs: Path
-) -> None:
+):
     """Found before a save, or when an infinite weight makes the next batch bad: none is skipped."""
     assert final_bits(runs / name) == final_bits(runs / "3-late-without")
     (row,) = read_events(runs / name, "replicas differ")
@@ -102,13 +102,13 @@ def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
 
 
 @pytest.mark.fault(49)
-def test_a_slow_rank_is_named(runs: Path) -> None:
+def test_a_slow_rank_is_named(runs: Path):
     (row,) = [row for row in read_events(runs / "slow", "slow rank") if row["phase"] == "compute"]
     assert (row["step"], row["rank"]) == (16, 1)
 
 
 @pytest.mark.fault(45)
-def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path) -> None:
+def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path):
     settings = "budget.steps=68 optim.warmup=0 optim.lr=1e-3 machine.micro_batch=12 save.every=0"
     skip = f"{settings} optim.spike=skip"
     spike: dict[str, Any] = {"fault": "spike", "rank": 0, "batches": (66,)}
@@ -131,7 +131,7 @@ def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path) -> None:
 @pytest.mark.fault(44)
 def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
     data: str, tmp_path: Path
-) -> None:
+):
     nan: dict[str, Any] = {"fault": "nan", "rank": 0}
     jobs = [
         Job(name="bad", batches=(7, 8, 9), **nan),
@@ -152,14 +152,14 @@ def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
 
 
 @pytest.mark.fault(45)
-def test_clean_steps_raise_no_alarm() -> None:
+def test_clean_steps_raise_no_alarm():
     """The soak has 100,000 steps."""
     assert count_false_alarms(5_000) == 0
 
 
 @pytest.mark.fault(45)
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.3])
-def test_gradients_times_1000_are_found(sigma: float) -> None:
+def test_gradients_times_1000_are_found(sigma: float):
     found = 0
     for seed in range(30):
         rng, recent = np.random.default_rng(seed), RecentSteps()
@@ -170,7 +170,7 @@ def test_gradients_times_1000_are_found(sigma: float) -> None:
     assert found == 30
 
 
-def test_too_few_steps_have_no_limit() -> None:
+def test_too_few_steps_have_no_limit():
     recent = RecentSteps()
     for _ in range(MIN_STEPS - 1):
         recent.values.append((3.0, 1.0))
@@ -183,7 +183,7 @@ def test_too_few_steps_have_no_limit() -> None:
 
 
 @pytest.mark.fault(46)
-def test_the_replica_that_differs_is_named_by_the_majority() -> None:
+def test_the_replica_that_differs_is_named_by_the_majority():
     names = ["a", "b", "c"]
     assert find_divergence(names, [(0, [1, 2, 3])] * 3) is None
     found = find_divergence(names, [(0, [1, 2, 3]), (0, [1, 5, 3]), (0, [1, 2, 3])])
@@ -199,7 +199,7 @@ def test_the_replica_that_differs_is_named_by_the_majority() -> None:
 @pytest.mark.fault(46)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 129])
-def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int) -> None:
+def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int):
     whole = torch.arange(3 * size + 3).to(dtype)
     tensor = whole[3 : 3 + size]  # at any address
     before = checksum(tensor)
@@ -212,7 +212,7 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int) -> 
             raw[place] ^= 1 << bit
 
 
-def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise() -> None:
+def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise():
     def report(data: float, *compute: float) -> dict[str, tuple[float, ...]]:
         return {"data": (data, data), "compute": compute}
 

@@ -102,7 +102,7 @@ class Node:
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
 def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
     tmp_path: Path, sharding: str
-) -> None:
+):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.yaml").touch()
     config, comm = tiny_config(save__every=2), TwoRanks(DistEnv(world_size=2))
@@ -180,7 +180,7 @@ def damage(run: Node, step: int) -> None:
 @pytest.mark.parametrize("damaged", [None, 0, 1])
 def test_damage_that_one_node_reads_makes_all_fall_back_together(
     nodes: list[Node], damaged: int | None
-) -> None:
+):
     if damaged is not None:
         damage(nodes[damaged], 2)
     assert restore_all(nodes) == [None, None]
@@ -201,7 +201,7 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(
     )
 
 
-def test_damage_everywhere_is_an_error_on_all(nodes: list[Node]) -> None:
+def test_damage_everywhere_is_an_error_on_all(nodes: list[Node]):
     damage(nodes[0], 1)
     damage(nodes[1], 2)
     for error in restore_all(nodes):

@@ -85,7 +85,7 @@ def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_model_learns_to_answer(base: Path, tuned: Path) -> None:
+def test_a_model_learns_to_answer(base: Path, tuned: Path):
     losses = read_losses(tuned, "val")
     assert losses[-1] < 0.6 * losses[0]
     n_trained = sum(open_rows(load_dataset(base / "chats"), "val").marks & 1)
@@ -95,14 +95,14 @@ def test_a_model_learns_to_answer(base: Path, tuned: Path) -> None:
     assert (loaded.model.config.vocab_size, find_template(loaded.tokenizer).name) == (259, "chatml")
 
 
-def test_a_stopped_run_resumes_bit_identical(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_identical(base: Path, tuned: Path, tmp_path: Path):
     assert tune(base, tmp_path / "run", stop=5).code == ExitCode.STOPPED
     assert tune(base, tmp_path / "run").code == ExitCode.DONE
     assert read_losses(tmp_path / "run") == read_losses(tuned)
     assert_equal_tensors(tmp_path / "run", tuned)
 
 
-def test_the_same_command_continues(base: Path, tmp_path: Path) -> None:
+def test_the_same_command_continues(base: Path, tmp_path: Path):
     command = ["train", "sft", "--init", str(base / "run"), "--out", str(tmp_path / "run")]
     command += [f"data.path={base / 'chats'}", *SFT.split()]
     assert main([*command, "evaluate.every=2steps"]) == ExitCode.DONE
@@ -115,19 +115,19 @@ def test_the_same_command_continues(base: Path, tmp_path: Path) -> None:
 )
 def test_the_micro_batch_and_the_attention_change_nothing(
     base: Path, tuned: Path, tmp_path: Path, setting: str
-) -> None:
+):
     tune(base, tmp_path / "run", setting, "evaluate.tokens=0 sample.at_start=false")
     assert read_losses(tmp_path / "run") == pytest.approx(read_losses(tuned), rel=2e-5)
 
 
-def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path):
     train_on_ranks(2, tmp_path / "run", *settings_of(base), recipe="sft")
     for kind in ("train", "val"):
         losses = read_losses(tuned, kind)
         assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=2e-5)
 
 
-def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:
+def test_loss_and_gradients_are_those_of_transformers(base: Path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -182,7 +182,7 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:
 
 @pytest.mark.parametrize("model_config", [TINY_LLAMA, TINY_MODERN], ids=["tied", "untied"])
 @pytest.mark.parametrize("n_old", [97, 127, 128])
-def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int) -> None:
+def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int):
     """Of a model whose logits are far from 0, as trained ones have them: rows of zeros would take nearly all."""
     before = GPT(replace(model_config, vocab_size=n_old), seed=1)
     for table in {before.tokens.weight, before.lm_head_weight}:
@@ -199,7 +199,7 @@ def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int) 
     assert -1e-6 < losses[1] - losses[0] <= bound + 1e-6
 
 
-def test_what_is_refused(base: Path, tmp_path: Path) -> None:
+def test_what_is_refused(base: Path, tmp_path: Path):
     tokenizer = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat " * 20]))
     source = find_source(str(base / "chats.jsonl"))
     prepare_chats(source, tmp_path / "chats", tokenizer, seq_len=CONTEXT)
@@ -216,7 +216,7 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
             tune(base, tmp_path / "run", setting)
 
 
-def test_rows_of_one_conversation_have_no_mask() -> None:
+def test_rows_of_one_conversation_have_no_mask():
     ids, trained = find_template(BYTES).encode([Message("user", "a"), Message("assistant", "b")])
     marks = np.array([[2, *map(int, trained[1:])]], np.uint8)
     batch = make_batch(np.array([ids], np.uint16), marks)

@@ -60,7 +60,7 @@ def list_rows(first: int, last: int) -> Rows:
     return [*rows, (last, {"eval/piqa/acc": 0.5})]
 
 
-def test_every_row_is_sent_once_also_after_a_resume(run: Path, sent: Rows) -> None:
+def test_every_row_is_sent_once_also_after_a_resume(run: Path, sent: Rows):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 5, "tok')  # a row that is being written
     words = ["sync", str(run), "--to", "trackio"]
@@ -76,7 +76,7 @@ def test_every_row_is_sent_once_also_after_a_resume(run: Path, sent: Rows) -> No
 
 def test_following_sends_rows_as_they_come_until_the_run_ends(
     run: Path, sent: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (run / "status.json").write_text('{"state": "running"}')
     starts = iter([5, 7])
 
@@ -93,7 +93,7 @@ def test_following_sends_rows_as_they_come_until_the_run_ends(
 
 def test_rows_of_a_sink_that_fails_are_sent_again(
     run: Path, sent: Rows, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     write_rows(run, 5, 13)
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.STORAGE
     assert capsys.readouterr().err.count("\n") == 1
@@ -104,14 +104,14 @@ def test_rows_of_a_sink_that_fails_are_sent_again(
     assert sent == [*list_rows(1, 4), *list_rows(5, 13), *list_rows(14, 14)]
 
 
-def test_room_is_checked_by_writing(tmp_path: Path) -> None:
+def test_room_is_checked_by_writing(tmp_path: Path):
     sync.check_room(tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         sync.check_room(Path("/dev/full"))
 
 
-def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError):
         load_config("quickstart", "log.sinks=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -119,15 +119,13 @@ def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) 
         check_sinks("wandb")
 
 
-def test_a_sink_process_that_fails_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sink_process_that_fails_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     SinkProcesses("nonsense", tmp_path, Console()).finish()
     assert "nonsense failed" in capsys.readouterr().out
     assert (tmp_path / "sync-nonsense.log").read_text().startswith("error: ")
 
 
-def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
+def test_tensorboard_files_hold_the_numbers(tmp_path: Path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

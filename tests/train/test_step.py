@@ -50,7 +50,7 @@ def gradients(
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
-def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, chunk: int) -> None:
+def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, chunk: int):
     whole_loss, whole = gradients(8, chunk=0)
     loss, split = gradients(micro_batch, chunk)
     assert loss == pytest.approx(whole_loss, rel=1e-6)
@@ -69,14 +69,12 @@ def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, 
         (24, 60, 32),
     ],
 )
-def test_micro_batches_of_shorter_rows_have_more_of_them(
-    rows: int, row_tokens: int, size: int
-) -> None:
+def test_micro_batches_of_shorter_rows_have_more_of_them(rows: int, row_tokens: int, size: int):
     assert fit_rows(16, rows, row_tokens, 256) == size
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(deterministic: bool) -> None:
+def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(deterministic: bool):
     state = tiny_state()
     state.objective = build_objective(tiny_config(objective__name="grpo").objective, 64)
     state.comm.gather = lambda own: [own, 2 * own]  # type: ignore[method-assign,assignment]
@@ -85,7 +83,7 @@ def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(determinist
     assert count_rows(state, step_config, batch) == (2 if deterministic else 4)
 
 
-def test_step_equals_plain_torch() -> None:
+def test_step_equals_plain_torch():
     state = tiny_state()
     twin = copy.deepcopy(state.model)
     step_config = tiny_step_config(2, optim__grad_clip=0.5)
@@ -107,7 +105,7 @@ def test_step_equals_plain_torch() -> None:
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])
-def test_adamw_implementations_agree(form: str, clip: float) -> None:
+def test_adamw_implementations_agree(form: str, clip: float):
     weights = []
     for name in (form, "loop"):
         state = tiny_state(form=name)
@@ -119,7 +117,7 @@ def test_adamw_implementations_agree(form: str, clip: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read(name: Any) -> None:
+def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read(name: Any):
     optim = OptimConfig(name=name, cautious_decay=name == "muon")
     state, alone = tiny_state(optim=optim), tiny_state(optim=optim)
     step_config = tiny_step_config()
@@ -151,7 +149,7 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read(name: An
 
 
 @pytest.mark.parametrize("form", ["fused", "loop"])
-def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) -> None:
+def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str):
     state, step_config = tiny_state(form=form), tiny_step_config()
     train_step(state, step_config, CPU, tiny_batch())
     weights = copy.deepcopy(state.model.state_dict())
@@ -168,7 +166,7 @@ def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) 
 
 def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     state, step_config = tiny_state(), tiny_step_config(2)
     marks = []
 
@@ -217,9 +215,7 @@ def kept_bytes(
 
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_activation_checkpointing_saves_memory_and_keeps_gradients(
-    model_config: ModelConfig,
-) -> None:
+def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config: ModelConfig):
     plain, gelu, block = (kept_bytes(what, model_config) for what in ("none", "gelu", "block"))
     wide = model_config.n_layer * 8 * 16 * model_config.d_ff * 4
     assert gelu[0] <= plain[0] - wide + 4096  # of each layer the MLP's wide output, fp32
@@ -230,7 +226,7 @@ def test_activation_checkpointing_saves_memory_and_keeps_gradients(
 
 
 @pytest.mark.parametrize("recompute", ["gelu", "block"])
-def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
+def test_activation_checkpointing_repeats_dropout(recompute: str):
     gradients = []
     for what in ("none", recompute):
         state = tiny_state(dropout=0.3)
@@ -241,7 +237,7 @@ def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
-def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -> None:
+def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int):
     """Six sequences at once, and as two processes' shares in micro-batches."""
     inputs, targets = (rows[:6] for rows in tiny_rows())
     whole, shared = tiny_state(dropout=0.3), tiny_state(dropout=0.3)
@@ -261,7 +257,7 @@ def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -
         torch.testing.assert_close(gradient / n_ranks, parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_every_step_and_seed_drops_other_values() -> None:
+def test_every_step_and_seed_drops_other_values():
     losses = []
     for dropout, seed, step in ((0.3, 1, 0), (0.3, 1, 0), (0.3, 1, 1), (0.3, 2, 0), (0.0, 1, 0)):
         state = tiny_state(dropout=dropout)
@@ -273,7 +269,7 @@ def test_every_step_and_seed_drops_other_values() -> None:
     assert len(set(losses)) == 4
 
 
-def test_rows_of_one_sequence_need_no_mask() -> None:
+def test_rows_of_one_sequence_need_no_mask():
     inputs, targets = tiny_rows()
     starts = torch.zeros_like(inputs)
     starts[0, 8:] = 8

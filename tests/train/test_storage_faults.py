@@ -67,7 +67,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -
 @pytest.mark.fault(17)
 def test_a_scheduled_save_on_a_full_disk_warns_once_and_the_next_is_tried(
     settings: str, clean: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     failed = fill_disk(monkeypatch, lambda path: "step-00000004" in path)
     assert train(out, settings).code == ExitCode.DONE
     assert failed == 3 * ["model.safetensors"]  # written again twice, beside training
@@ -80,7 +80,7 @@ def test_a_scheduled_save_on_a_full_disk_warns_once_and_the_next_is_tried(
 @pytest.mark.fault(17)
 def test_the_last_save_on_a_full_disk_ends_the_run_and_keeps_what_there_was(
     settings: str, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     failed = fill_disk(monkeypatch, lambda path: "step-00000012" in path)
     with pytest.raises(StorageError):
         train(out, settings)
@@ -94,7 +94,7 @@ def test_the_last_save_on_a_full_disk_ends_the_run_and_keeps_what_there_was(
 @pytest.mark.fault(17)
 def test_the_last_save_succeeds_once_there_is_room(
     settings: str, clean: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     failed = fill_disk(monkeypatch, lambda path: "step-00000012" in path and len(failed) < 8)
     assert train(out, settings).code == ExitCode.DONE
     assert len(failed) == 8
@@ -103,9 +103,7 @@ def test_the_last_save_succeeds_once_there_is_room(
 
 
 @pytest.mark.fault(23)
-def test_checkpoints_removed_during_the_run_do_not_stop_it(
-    settings: str, clean: Path, out: Path
-) -> None:
+def test_checkpoints_removed_during_the_run_do_not_stop_it(settings: str, clean: Path, out: Path):
     def remove(row: dict[str, Any]) -> None:
         if row["kind"] == "save" and row["step"] == 4:
             shutil.rmtree(out / "checkpoints")
@@ -125,7 +123,7 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
     out: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     open_log = MetricsLogger.open
 
     def open_full(folder: Path) -> MetricsLogger:
@@ -163,7 +161,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 @pytest.mark.parametrize("setting", ["model.n_layer=100000000", "model.d_model=100000000"])
 def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
     settings: str, out: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+):
     monkeypatch.setattr(pretrain, "build_train_state", lambda *_, **__: pytest.fail("built"))
     with pytest.raises(ConfigError, match=r"need .* per process"):
         train(out, settings, setting)
@@ -173,7 +171,7 @@ def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
 @pytest.mark.parametrize("options", ["size=4m", "size=64k", "ro,size=1m"])
 def test_a_small_a_full_and_a_read_only_disk_are_refused(
     settings: str, options: str, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """In 4 MB the tensors alone would fit."""
     folder = disk(options)
     if options == "size=64k":
@@ -195,9 +193,7 @@ def train_by_command(rank: int, command: list[str], out: str) -> None:
 
 @pytest.mark.fault(7, 19)
 @pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.STORAGE])
-def test_what_only_rank_0_meets_is_the_same_error_on_all(
-    settings: str, code: ExitCode, out: Path
-) -> None:
+def test_what_only_rank_0_meets_is_the_same_error_on_all(settings: str, code: ExitCode, out: Path):
     (out / "machine.json").mkdir(parents=True)  # cannot be replaced by a file
     if code == ExitCode.STORAGE:
         (out / "provenance.json").write_text('{"megatoken": "0"}')  # a run folder

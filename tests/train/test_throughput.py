@@ -16,7 +16,7 @@ def make_meter(device: Device) -> ThroughputMeter:
     )
 
 
-def test_mfu_is_model_flops_over_peak() -> None:
+def test_mfu_is_model_flops_over_peak():
     peak = 1e9
     device = Device(
         torch_device=CPU.torch_device,
@@ -39,13 +39,13 @@ def test_mfu_is_model_flops_over_peak() -> None:
     assert row["mfu"] - row["mfu_causal"] == pytest.approx(rate * 6 * layers * d * t / peak)
 
 
-def test_unknown_peak_has_no_mfu() -> None:
+def test_unknown_peak_has_no_mfu():
     row = make_meter(CPU).read(128)
     assert (row["mfu"], row["mfu_causal"]) == (None, None)
     assert set(row) == {"seconds", "tokens_per_second", "mfu", "mfu_causal"}
 
 
-def test_remaining_time() -> None:
+def test_remaining_time():
     meter = make_meter(CPU)
     meter.smooth_seconds = 2.0
     assert meter.remaining_seconds(4) == 12.0

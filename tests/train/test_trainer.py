@@ -39,7 +39,7 @@ def fit(config: Config, out: Path, **options: Any) -> Summary:
 
 def test_a_finished_run_was_not_stopped(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The time limit passes after the last step."""
     clock = SimpleNamespace(monotonic=time.monotonic)
     monkeypatch.setattr(preemption, "time", clock)
@@ -55,7 +55,7 @@ def test_a_finished_run_was_not_stopped(
 
 def test_status_says_what_the_run_does_how_fast_and_how_long(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
     out, statuses = tmp_path / "run", {}
 
@@ -81,7 +81,7 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
 
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     events: list[str] = []
     monkeypatch.setattr(Comm, "barrier", lambda comm: events.append("all meet"))
     monkeypatch.setattr(checkpoint_saver, "prune", lambda *_, **__: events.append("prune"))
@@ -94,7 +94,7 @@ def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_validation_and_samples_do_not_recompile_the_blocks(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     compiled: list[bool] = []
 
     def keep_graph(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path) -> None:
+def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path):
     rows: list[tuple[str, int]] = []
 
     def record(row: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path) ->
     assert fit(config, tmp_path / "run").steps == 12
 
 
-def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: Path) -> None:
+def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: Path):
     for name, stops in (("whole", ()), ("stopped", (stop_at(5),))):
         model = GPT(config.model, vocab_size=257, seed=3)
         fit(config, tmp_path / name, model=model, optimizer=momentum_sgd(model), callbacks=stops)
@@ -141,7 +141,7 @@ def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: 
     assert_equal_tensors(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> None:
+def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path):
     def first_loss(seed: int, own: bool = True) -> list[float]:
         out = tmp_path / f"{seed}-{own}"
         model = GPT(config.model, vocab_size=257, seed=seed) if own else None
@@ -151,7 +151,7 @@ def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> 
     assert first_loss(config.seed) == first_loss(config.seed, own=False) != first_loss(3)
 
 
-def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> None:
+def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
     def build(model_class: type[GPT] = GPT, **changes: object) -> GPT:
         return model_class(replace(config.model, **changes), vocab_size=257)  # type: ignore[arg-type]
 
@@ -177,9 +177,7 @@ class OwnLoss(GPT):
         return 0 * super().loss(inputs_BT, targets_BT)
 
 
-def test_resume_with_another_rate_of_the_own_optimizer_is_refused(
-    config: Config, tmp_path: Path
-) -> None:
+def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config, tmp_path: Path):
     model = GPT(config.model, vocab_size=257)
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
     fit(config, tmp_path / "run", model=model, optimizer=optimizer, callbacks=[stop_at(3)])
@@ -190,9 +188,7 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(
         fit(config, tmp_path / "run", model=model, optimizer=slower)
 
 
-def test_registered_attention_is_a_setting_that_checkpoints_record(
-    config: Config, tmp_path: Path
-) -> None:
+def test_registered_attention_is_a_setting_that_checkpoints_record(config: Config, tmp_path: Path):
     def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return explicit_attention(q / 2, k, v, **options)
 
@@ -214,7 +210,7 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(
 
 def test_attention_without_masks_is_refused_before_the_first_step(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setitem(
         ATTENTION, "test-causal", explicit_attention
     )  # so that it is gone afterwards
