@@ -14,6 +14,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatoken.checkpoint.commit import (
     FileWriter,
     count_needed_bytes,
@@ -185,7 +188,7 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
             names = [name for name in tensors if sharded.is_first_copy(param_of[name])]
         if not names and not dist_env.is_main_process:
             continue
-        copies = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        copies = {name: copy_to_cpu(tensors[name].detach()) for name in names}
         n_bytes += sum(tensor.nbytes for tensor in copies.values())
         if is_full:
             files[tensor_file_name(kind)] = partial(write_tensors, tensors=copies)
@@ -197,4 +200,19 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
             }
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
             files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
+    if next(state.model.parameters()).is_cuda:
+        torch.cuda.synchronize()
     return files, n_bytes
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy in CPU memory; a copy from CUDA is complete after a synchronize.
+
+    Torch keeps the pinned memory for the next save. Where there is too little, the copy is
+    pageable, which is slower.
+    """
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -68,7 +68,11 @@ class Batch:
         """Return the batch on a device."""
         if self.inputs_BT.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+
+    def pin(self) -> Self:
+        """Return a copy in pinned memory, from which `to` copies without waiting for the GPU."""
+        return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -337,15 +341,16 @@ class Prefetcher:
             torch.cuda.set_device(self._device)  # otherwise pinning opens a context on device 0
 
     def _make(self, number: int) -> Batch | Tensor:
-        """Return a batch or, for plain text on a GPU, its ids in pinned memory.
+        """Return a batch; for a GPU in pinned memory, and plain text as ids.
 
         The ids keep their stored 16 or 32 bits, so that fewer bytes are copied; `get` widens them
         on the GPU.
         """
         loader = self._loader
-        is_text = not loader.has_marks and loader.document_start is None
-        if self._device.type != "cuda" or not is_text:
+        if self._device.type != "cuda":
             return loader.full_batch(number)
+        if loader.has_marks or loader.document_start is not None:
+            return loader.full_batch(number).pin()
         rows = loader.rows(number)
         return torch.from_numpy(
             rows.view(np.int16 if rows.itemsize == 2 else np.int32)
