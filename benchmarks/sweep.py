@@ -23,7 +23,6 @@ from megatoken.bench.workload import (
     estimate_step_bytes,
     find_allowed_bytes,
     format_peak,
-    reset_peak_memory,
 )
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
@@ -177,7 +176,7 @@ def time_cases(
             if row["skipped"]:
                 continue
             try:
-                reset_peak_memory(device)
+                device.reset_peak_memory()
                 call = case.build()
                 before = device.peak_memory_bytes()
                 call()
@@ -468,7 +467,7 @@ def measure_steps(
             console.warn(f"{size.name}: skipped, needs about {format_quantity(needed, 'B')}")
             continue
         console.step(f"measuring {size.name}")
-        reset_peak_memory(device)
+        device.reset_peak_memory()
         workload = build_workload(
             size.model_config, machine, batch_seqs=size.seqs, micro_batch=size.seqs
         )

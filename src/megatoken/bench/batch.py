@@ -21,7 +21,6 @@ from megatoken.bench.workload import (
     estimate_step_bytes,
     find_allowed_bytes,
     format_peak,
-    reset_peak_memory,
 )
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
@@ -93,7 +92,7 @@ def measure(
         if needed > find_allowed_bytes(device):
             ended = f"micro-batch {seqs}, which needs about {format_quantity(needed, 'B')}"
             break
-        reset_peak_memory(device)
+        device.reset_peak_memory()
         idle_bytes = device.peak_memory_bytes()
         step = workload.resize(seqs).step
         try:

@@ -207,14 +207,3 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
     )
     weights = model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
     return memory.total_bytes + FP32 * weights
-
-
-def reset_peak_memory(device: Device) -> None:
-    """Reset the record of peak memory on CUDA; do nothing on other devices.
-
-    Their peak memory is that of the process, which cannot be reset.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device.torch_device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device.torch_device)

@@ -64,7 +64,9 @@ def count_activation_bytes(
     if item == FP32:
         loss = FP32 * (logits + head) + tanh
     else:  # fp32 softmax and summed chunk gradients; the weight's gradient in both precisions
-        softmax = logits * (item + FP32) + tanh + (rows < tokens) * head * FP32
+        # In fp16, torch's formula also holds fp32 log-probabilities and a copy of the logits.
+        per_logit = 2 * (item + FP32) if precision == "fp16" else item + FP32
+        softmax = logits * per_logit + tanh + (rows < tokens) * head * FP32
         # With sharded weights and one chunk, the matmul's result is the gradient.
         gradient = item if sharded and rows == tokens else FP32 + item
         loss = max(softmax, item * logits + head * gradient) + (not sharded) * item * head

@@ -88,6 +88,13 @@ class Device:
             return torch.mps.driver_allocated_memory()
         return peak_resident_bytes()
 
+    def reset_peak_memory(self) -> None:
+        """Free cached memory and reset the peak on CUDA; a process's peak cannot be reset."""
+        if self.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     def memory_bytes(self, processes: int) -> int:
         """Return the memory that a process can use, or 0 if unknown.
 

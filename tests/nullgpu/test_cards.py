@@ -1,0 +1,86 @@
+"""On every NVIDIA GPU of the planner: the micro-batch that is tuned trains, in the planned memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.config.presets import PRESETS
+from megatoken.distributed.memory import estimate_memory
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.errors import ExitCode
+from megatoken.system.gpus import GPUS, Gpu
+from tests.tiny_run import TEXT, write_shards
+
+CAPABILITIES = {
+    "pascal": 60,
+    "volta": 70,
+    "turing": 75,
+    "ampere": 80,
+    "ampere-graphics": 86,
+    "ada": 89,
+    "hopper": 90,
+    "blackwell": 100,
+}
+PRESET = "gpt2-124m"
+BATCH_SEQS = 1024
+# Cards of one size and architecture compute alike.
+CARDS = list(
+    {
+        (gpu.memory_bytes, gpu.architecture): gpu
+        for gpu in GPUS.values()
+        if gpu.architecture in CAPABILITIES
+    }.values()
+)
+
+
+@pytest.mark.parametrize("gpu", CARDS, ids=lambda gpu: gpu.name)
+def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: Path) -> None:
+    card = {
+        "NULLGPU_NAME": gpu.driver,
+        "NULLGPU_BYTES": str(gpu.memory_bytes),
+        "NULLGPU_CAPABILITY": str(CAPABILITIES[gpu.architecture]),
+        "NULLGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
+    }
+    command = [sys.executable, "-m", "tests.nullgpu.test_cards", str(tmp_path)]
+    subprocess.run(command, env=os.environ | card, check=True)
+    machine = json.loads((tmp_path / "run" / "machine.json").read_text())
+    micro_batch = machine["micro_batch"]
+    planned = estimate_memory(
+        PRESETS[PRESET],
+        ParallelDims(),
+        precision=machine["circumstances"]["precision"],
+        micro_batch=micro_batch,
+        accumulates=micro_batch < BATCH_SEQS,
+    )
+    peak = int((tmp_path / "peak").read_text())
+    assert peak == pytest.approx(planned.total_bytes, rel=0.05)
+    assert peak > 0.4 * gpu.memory_bytes  # twice the micro-batch would not fit
+
+
+def train(folder: Path) -> None:
+    """Train two steps on this process's card, and write the peak of the allocated bytes."""
+    settings = (
+        write_shards(folder / "data", train=TEXT * 60_000),
+        "data.tokenizer=bytes",
+        "machine.device=cuda",
+        "machine.master_weights=off",  # as the planner assumes; both take less memory
+        "machine.fused=off",
+        "machine.compile=off",
+        "budget.steps=2",
+        f"budget.batch_tokens={BATCH_SEQS * PRESETS[PRESET].seq_len}",
+        "evaluate.tasks=",
+        "sample.every=0",
+        "log.plots=false",
+    )
+    assert main(["train", PRESET, *settings, "--out", str(folder / "run")]) == ExitCode.DONE
+    (folder / "peak").write_text(str(torch.cuda.max_memory_allocated()))
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))
