@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,22 @@ def test_a_measurement_changes_neither_weights_nor_the_next_step():
         train_step(state, tiny_step_config(), CPU, tiny_batch()) for state in (measured, plain)
     ]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each size gets code of its own: no dynamic shapes, and no compilation in the next step."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled, plain = tiny_state(), tiny_state()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    assert list(tune_micro_batch(compiled, tiny_step_config(), CPU, 2, "blocks")) == [1, 2]
+    assert counters["stats"]["unique_graphs"] >= 2
+    graphs = counters["stats"]["unique_graphs"]
+    steps = [
+        train_step(state, tiny_step_config(2), CPU, tiny_batch()) for state in (compiled, plain)
+    ]
+    assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == graphs

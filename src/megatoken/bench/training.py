@@ -95,8 +95,9 @@ def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
     constant_lr = replace(workload.step_config.schedule, decay="constant", warmup=0)
     step_config = replace(workload.step_config, schedule=constant_lr)
     if not spec.micro_batch:
-        micro_batch = pick_micro_batch(tune_micro_batch(state, step_config, device, rank_seqs))
-        step_config = replace(step_config, micro_batch=comm.broadcast_from_rank0(micro_batch))
+        rates = tune_micro_batch(state, step_config, device, rank_seqs, mode)
+        micro_batch = comm.broadcast_from_rank0(pick_micro_batch(rates))
+        step_config = replace(step_config, micro_batch=micro_batch)
     if mode != "off":
         note = compile_forward(state, step_config, device, mode)
     state.start_grad_reduction(comm)

@@ -136,7 +136,7 @@ def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
 
 def _compile_blocks(model: GPT) -> None:
     for block in model.blocks:
-        block.compile()
+        block.compile(dynamic=False)  # sizes vary only while the micro-batch is chosen
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.timing import time_once
-from megatoken.train.compilation import free_gradients, without_replicas
+from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
 from megatoken.train.kernel_autotune import list_requests
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
@@ -41,6 +41,7 @@ def find_rates(
     machine: MachineConfig,
     device: Device,
     batch_seqs: int,
+    mode: str = "off",
 ) -> tuple[dict[int, float], bool]:
     """Return tokens/s by micro-batch size, and whether they came from the cache.
 
@@ -49,12 +50,13 @@ def find_rates(
     differ only in depth share a cache entry.
     """
     if device.type != "cpu" or not state.comm.is_single_process:
-        return tune_micro_batch(state, step_config, device, batch_seqs), False
-    key = f"{describe_step(state.model.config, machine, device)}; {batch_seqs} sequences"
+        return tune_micro_batch(state, step_config, device, batch_seqs, mode), False
+    step = describe_step(state.model.config, machine, device)
+    key = f"{step}; compile {mode}; {batch_seqs} sequences"
     cached = read_measurements(RATES).get(key)
     if cached:
         return {int(size): rate for size, rate in cached.items()}, True
-    rates = tune_micro_batch(state, step_config, device, batch_seqs)
+    rates = tune_micro_batch(state, step_config, device, batch_seqs, mode)
     if len(rates) > 1:
         save_measurement(RATES, key, rates)
     return rates, False
@@ -76,7 +78,7 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
 
 
 def tune_micro_batch(
-    state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int
+    state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int, mode: str = "off"
 ) -> dict[int, float]:
     """Time growing micro-batch sizes and return tokens/s by size. All ranks must call it.
 
@@ -85,6 +87,9 @@ def tune_micro_batch(
     and an out-of-memory error is not caught. A size that reaches less than half the best rate is
     timed twice, because the machine may have been busy. If there is only one size to try, it is not
     timed and its rate is 0. Raises ConfigError if not even one sequence fits.
+
+    mode: how the run compiles. With `blocks`, each size is timed compiled. Other modes, which would
+        compile the full model for each size, are timed uncompiled.
     """
     seq_len = state.model.config.seq_len
     sizes = candidate_sizes(batch_seqs, seq_len, device.type)
@@ -94,10 +99,14 @@ def tune_micro_batch(
     rates: dict[int, float] = {}
     n_slower = 0
     bytes_per_seq = 0.0  # of the previous size
+    if mode == "blocks":  # a failure is reported when the run compiles for the chosen size
+        compile_forward(state, replace(step_config, micro_batch=sizes[0]), device, mode)
     for size in sizes:
         # An upper bound: part of the measured memory does not grow with the size.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
+        if rates and mode == "blocks":
+            torch.compiler.reset()  # code for every size would reach the compiler's limit
         best = max(rates.values(), default=0.0)
         sized = replace(step_config, micro_batch=size)
         rows = min(2 * size, batch_seqs)

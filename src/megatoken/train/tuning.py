@@ -36,9 +36,14 @@ def tune(
     explain: whether to print the measurements.
     """
     choose_kernels(state, plan, explain=explain)
-    micro_batch = choose_micro_batch(state, plan, is_at_end=is_at_end)
+    mode, note = wants_compile(plan.config.machine, plan.device, plan.step_config.total_steps)
+    if mode != "off" and not state.dims.is_unsharded:
+        mode = "blocks"  # weights are gathered between them
+    micro_batch = choose_micro_batch(state, plan, mode, is_at_end=is_at_end)
     steps = replace(plan.step_config, micro_batch=micro_batch)
-    return steps, compile_model(state, steps, plan)
+    is_compiled = compile_model(state, steps, plan, mode, note)
+    plan.device.reset_peak_memory()  # sizes that did not fit are not the run's memory
+    return steps, is_compiled
 
 
 def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
@@ -105,7 +110,7 @@ def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
     return choice
 
 
-def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> int:
+def choose_micro_batch(state: TrainState, plan: RunPlan, mode: str, *, is_at_end: bool) -> int:
     """Return the micro-batch from the config, or for `auto` the saved or else the fastest one.
 
     All ranks must call it, because they measure together.
@@ -126,7 +131,7 @@ def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> 
     if saved.get("circumstances") == circumstances:
         size: int = saved["micro_batch"]
         return size
-    rates, is_cached = find_rates(state, plan.step_config, machine, plan.device, batch_seqs)
+    rates, is_cached = find_rates(state, plan.step_config, machine, plan.device, batch_seqs, mode)
     size = pick_micro_batch(rates)
     if len(rates) > 1:
         measured = ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items())
@@ -140,15 +145,14 @@ def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> 
     return size
 
 
-def compile_model(state: TrainState, steps: StepConfig, plan: RunPlan) -> bool:
-    """Compile the forward if `machine.compile` asks for it; warn on failure.
+def compile_model(
+    state: TrainState, steps: StepConfig, plan: RunPlan, mode: str, note: str
+) -> bool:
+    """Compile the forward unless `mode` is "off"; warn on failure.
 
-    Returns whether the model is compiled.
+    Returns whether the model is compiled. note: why the requested mode is impossible, or "".
     """
-    mode, note = wants_compile(plan.config.machine, plan.device, steps.total_steps)
     if mode != "off":
-        if not state.dims.is_unsharded:
-            mode = "blocks"  # weights are gathered between them
         start = time.monotonic()
         note = compile_forward(state, steps, plan.device, mode)
         if not note:
