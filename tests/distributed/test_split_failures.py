@@ -36,7 +36,7 @@ class FailingBackward(torch.autograd.Function):
         raise ctx.error
 
 
-def compile_badly(module: nn.Module) -> None:
+def compile_badly(module: nn.Module, **_: object) -> None:
     """In place of `nn.Module.compile`: the forward works, the backward does not."""
     error = RuntimeError("no kernel for this card")
     module._compiled_call_impl = lambda *args: FailingBackward.apply(
