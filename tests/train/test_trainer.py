@@ -40,16 +40,18 @@ def fit(config: Config, out: Path, **options: Any) -> Summary:
 def test_a_finished_run_was_not_stopped(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The time limit passes after the last step."""
+    """The time limit passes after the last action."""
     clock = SimpleNamespace(monotonic=time.monotonic)
     monkeypatch.setattr(preemption, "time", clock)
+    report_end = pretrain.report_end
 
-    def pass_time(row: dict[str, Any]) -> None:
-        if row["kind"] == "save":
-            clock.monotonic = lambda: math.inf
+    def pass_time(*arguments: Any) -> None:
+        clock.monotonic = lambda: math.inf
+        report_end(*arguments)
 
+    monkeypatch.setattr(pretrain, "report_end", pass_time)
     limited = replace(config, save=replace(config.save, time_limit="9h"))
-    summary = fit(limited, tmp_path / "run", callbacks=[pass_time])
+    summary = fit(limited, tmp_path / "run")
     assert (summary.code, summary.reason, summary.tokens) == (ExitCode.DONE, "", 12 * 192)
 
 
