@@ -28,7 +28,6 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims, count_state_bytes
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.eval.val_loss import validation_loss
-from megatoken.launch.local import find_free_port
 from megatoken.model.gpt import set_attention
 from megatoken.train.state import TrainState, gather_model
 from megatoken.train.step import forward_backward
@@ -207,8 +206,9 @@ def work(env: DistEnv, folder: Path) -> dict[str, Any]:
         found["grid 4"] = train_grid(comm)
         low = build_sharded(TINY_GPT, build_dims("zero3", 1, env), comm, device=BF16)
         found["bf16"] = train(low, 3, BF16)
-        ports = comm.broadcast_from_rank0([find_free_port() for _ in RESUMES])
-    for port, (name, (world, kind, tensor)) in zip(ports, RESUMES.items(), strict=True):
+    # Below the ports that the system gives to other processes.
+    first_port = 10_000 + env.port % 10_000
+    for port, (name, (world, kind, tensor)) in enumerate(RESUMES.items(), start=first_port):
         if env.rank < world:
             smaller = replace(env, world_size=world, local_world_size=world, port=port)
             with join_process_group(smaller, "cpu") as comm:
