@@ -222,3 +222,11 @@ def test_attention_without_masks_is_refused_before_the_first_step(
     with pytest.raises(ConfigError):
         fit(sampling, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_two_processes_started_from_python_train_as_one(config: Config, tmp_path: Path):
+    short = replace(config, budget=replace(config.budget, steps=2))
+    alone = fit(short, tmp_path / "alone")
+    split = fit(short, tmp_path / "split", nproc=2)
+    assert (split.code, split.steps, split.tokens) == (ExitCode.DONE, 2, alone.tokens)
+    assert split.loss == pytest.approx(alone.loss, rel=1e-6)
