@@ -5,7 +5,11 @@ from collections.abc import Iterable
 
 
 def suggest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice closest to `word`, ignoring case, or None if none is close."""
+    """Return the first choice that starts with `word`, or the closest one, or None.
+
+    Case is ignored.
+    """
     choice_of = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(word.lower(), choice_of, n=1)
+    matches = [choice for choice in choice_of if choice.startswith(word.lower())]
+    matches = matches or difflib.get_close_matches(word.lower(), choice_of, n=1)
     return choice_of[matches[0]] if matches else None

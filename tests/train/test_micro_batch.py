@@ -209,3 +209,18 @@ def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
     ]
     assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_size_that_does_not_compile_ends_the_search(monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+
+    def compile_small_sizes(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        sizes.append(max(len(x) for x in inputs if isinstance(x, Tensor) and x.dim() == 3))
+        if sizes[-1] > 1:
+            raise OSError("the compiler was killed")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compile_small_sizes))
+    assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 4, "blocks")) == [1]
+    assert sizes[-1] == 2

@@ -45,6 +45,12 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether torch.compile raised an error."""
+    exceptions = import_module("torch._dynamo.exc")  # imports the compiler
+    return isinstance(error, exceptions.TorchDynamoException)
+
+
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's `step` applies its attributes `found_inf` and `grad_scale`.
 

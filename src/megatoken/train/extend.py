@@ -191,7 +191,7 @@ def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: fl
         verb = "rises" if lr > old_lr else "falls"
         text = f"learning rate {verb} from {old_lr:.2e} to {lr:.2e} at step {step:,}"
     turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < lr)
-    if turn > step + 1:
+    if turn > step + 1 and schedule.lr(step + 1) == lr:
         text += f", constant until step {min(turn, total_steps):,}"
     if end < lr:
         text += f", ends at {end:.2e} at step {total_steps:,}"

@@ -21,6 +21,7 @@ from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.timing import time_once
+from megatoken.system.torch_compat import is_compiler_error
 from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
 from megatoken.train.kernel_autotune import list_requests
 from megatoken.train.state import StepConfig, TrainState
@@ -130,15 +131,15 @@ def _time_on_all(
 ) -> tuple[float, float]:
     """Time `rows` sequences on all ranks; return rank 0's seconds, and bytes per sequence.
 
-    The seconds are 0 on all ranks if any rank runs out of memory. The bytes are measured on this
-    rank.
+    The seconds are 0 on all ranks if any rank runs out of memory or fails to compile. The bytes are
+    measured on this rank.
     """
     seconds = needed = 0.0
     try:
         seconds, needed = _time_forward_backward(without_replicas(state), step_config, device, rows)
     except (RuntimeError, MemoryError) as error:
         # With a sharded model this rank must end, or others would wait for it in a collective.
-        if not state.dims.is_unsharded or not is_out_of_memory(error):
+        if not state.dims.is_unsharded or not (is_out_of_memory(error) or is_compiler_error(error)):
             raise
     free_gradients(state, device)
     if state.comm.any(not seconds):
