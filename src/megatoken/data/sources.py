@@ -218,7 +218,9 @@ def _list_local(
     """Return `paths`, all below `folder`, as a source. Raises DataError if there are none."""
     files = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
     if not files:
-        what = f"no text files here (skipped: {describe_skipped(skipped or {}) or 'none'})"
+        what = (
+            f"no text files (skipped: {describe_skipped(skipped)})" if skipped else "no files here"
+        )
         fix = f"name {', '.join(IN_FOLDERS)} files, or a corpus: {', '.join(NAMES)}"
         raise DataError(what, folder, fix)
     described = tuple(_describe(relative, path) for relative, path in files)
