@@ -1,7 +1,7 @@
 """`bench parts`: where the time of a training step goes, measured by torch.profiler.
 
 An operation belongs to the group that its name matches, or else to the group of its caller.
-Additions, copies and Python code are "other". On CUDA, the times are those of kernels, and the rest
+Additions, copies and Python code are "other". On CUDA, the times are kernel times, and the rest
 of the step is idle time; elsewhere, the times include the profiler's overhead.
 """
 

@@ -153,7 +153,7 @@ def describe_mfu(
 ) -> dict[str, Any]:
     """Return {"mfu": ..., "mfu_causal": ...}; both are None if the device's peak is unknown.
 
-    mfu counts the FLOPs of full attention, mfu_causal those of causal attention. n_peaks: number
+    mfu counts the FLOPs of full attention, mfu_causal only the causal half. n_peaks: number
     of devices, each with the peak FLOP/s of `device`.
     """
     if not device.peak_flops:

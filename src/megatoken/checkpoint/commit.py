@@ -226,7 +226,7 @@ def find_checkpoint(
 ) -> tuple[Path, CheckpointManifest]:
     """Verify a checkpoint or, in a run folder, find the newest valid one.
 
-    Returns its folder and its manifest. Raises CheckpointError if there is none.
+    Returns its folder and manifest. Raises CheckpointError if no checkpoint is valid.
 
     warn: called with a message for each damaged checkpoint. hashes: as in `verify`.
     """

@@ -321,7 +321,7 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
 def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
     """Fetch a checkpoint from a mirror into the cache, and return its local folder.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if no checkpoint is found.
 
     address: of a mirror, for its newest valid checkpoint, or of one checkpoint in it.
     """

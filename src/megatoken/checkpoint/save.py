@@ -70,8 +70,8 @@ class AsyncSave:
         }
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
             self.meta["attention"] = state.model.attention_name
-        self.files: dict[str, FileEntry] = {}  # those of all ranks, once committed
-        self._entries: dict[str, FileEntry] = {}  # those of this rank
+        self.files: dict[str, FileEntry] = {}  # files of all ranks, once committed
+        self._entries: dict[str, FileEntry] = {}  # files of this rank
         self._error: MegatokenError | None = None
         self.writing_seconds = 0.0
         self._n_bytes = 0  # hashed and made durable
@@ -200,8 +200,9 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
             }
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
             files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
-    if next(state.model.parameters()).is_cuda:
-        torch.cuda.synchronize()
+    device = next(state.model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return files, n_bytes
 
 

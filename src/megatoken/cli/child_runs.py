@@ -52,7 +52,7 @@ def find_log(folder: Path) -> Path:
 
 
 def read_error(folder: Path) -> str:
-    """Return the last error in a run's output, or if there is none, a pointer to the output."""
+    """Return the last error in a run's output; without an error, say where the output is."""
     log = find_log(folder)
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

@@ -118,7 +118,7 @@ def render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> 
 
 
 def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> None:
-    """Append to `options.overrides` the settings that other options stand for.
+    """Append to `options.overrides` the settings that shorthand options set.
 
     Raises ConfigError if the command line contains both an option and its setting.
 

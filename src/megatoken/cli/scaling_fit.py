@@ -27,7 +27,7 @@ CURVE_POINTS = 100
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What the law needs to know of a run.
+    """A run's size, tokens and loss, to which the law is fitted.
 
     parameters: N, the weights used in matmuls. tokens: D, the training tokens. loss: the last
     validation loss in nats. tokenizer, dataset: fingerprints of the data.

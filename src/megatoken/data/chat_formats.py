@@ -101,7 +101,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
 
 
 def _match_format(row: dict[str, Any]) -> Format:
-    """Return the first format whose keys a row has. Raises ValueError if there is none."""
+    """Return the first format whose keys a row has. Raises ValueError if no format matches."""
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
             return row_format

@@ -89,7 +89,7 @@ def hold_lock(out: Path) -> Iterator[None]:
 
 
 def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
-    """Return the manifest of a finished dataset, or None if there is none.
+    """Return the manifest if the folder holds a finished dataset, else None.
 
     Raises DataError if the dataset was made with other settings, or if its inputs have changed.
     """

@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def energy_kwh(self) -> float:
-        """Energy of the GPUs at full power, without that of the rest of the machines."""
+        """Energy of the GPUs at full power; the rest of the machines is not counted."""
         return self.gpu_hours * self.gpu.watts / 1000
 
 

@@ -33,7 +33,7 @@ BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, in
 
 
 class ScoredSequence(NamedTuple):
-    """At least two token ids, of which the last `n_targets` are scored."""
+    """At least two token ids; the last `n_targets` are scored."""
 
     ids: list[int]
     n_targets: int

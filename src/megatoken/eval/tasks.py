@@ -1,6 +1,6 @@
 """The built-in multiple-choice tasks: where their rows come from, and how a row becomes prompts.
 
-Prompts equal those of lm_eval/tasks 0.4.13; there is one space between context and choice.
+Prompts are the same as in lm_eval/tasks 0.4.13, with one space between context and choice.
 """
 
 import dataclasses

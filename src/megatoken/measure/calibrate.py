@@ -183,7 +183,7 @@ def take_largest_step(
 
 
 def time_step(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
-    """Return the seconds of one micro-batch's forward and backward, and those of an update."""
+    """Return the seconds of one micro-batch's forward and backward, and of one update."""
     batch = draw_batch(state, device, 2 * step_config.micro_batch)
     half = batch.split(step_config.micro_batch)[0]
     run_backward = partial(forward_backward, state, step_config, device, half)

@@ -70,7 +70,7 @@ class Estimate:
 def dry_run(
     config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
 ) -> Estimate:
-    """Estimate one step on `processes` processes, of which only the first is simulated.
+    """Estimate one step on `processes` processes. Only the first is simulated.
 
     `sharding=auto` becomes the simplest kind that fits in memory_bytes (0 if unknown). Raises
     ConfigError if the batch, the heads or the processes do not divide evenly.

@@ -294,7 +294,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states (B, T, C) of `ids_BT` (int64).
 
-        cache: keys and values of the preceding tokens, to which those of `ids_BT` are appended.
+        cache: keys and values of the preceding tokens; the keys and values of `ids_BT` are added.
         tree_mask: for rows that hold several sequences or trees; cannot be combined with a cache.
         dropout_keys_B: keys from `sequence_keys` for dropout in training. With None, they are drawn
             from torch's generator.

@@ -46,7 +46,7 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
 def read_prompts(learner: Learner, split: str) -> list[Prompt]:
-    """Return the prompts of a split. `text` is that of the last message only."""
+    """Return the prompts of a split. Their `text` holds only the last message."""
     dataset = learner.dataset.parts[0].dataset
     rows = open_rows(dataset, split)
     prompts = []

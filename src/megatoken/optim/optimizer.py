@@ -59,7 +59,7 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer registered under a name. Raises ConfigError if there is none."""
+    """Return the optimizer registered under a name. Raises ConfigError for an unknown name."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}"

@@ -84,7 +84,7 @@ def allowed_features(features: Iterable[str]) -> frozenset[str]:
 
 
 def _read_cpu_info(*keys: str) -> str:
-    """Return the first value in /proc/cpuinfo of any of the keys; "" if there is none."""
+    """Return the first value in /proc/cpuinfo for any of the keys; "" if none is there."""
     with suppress(OSError), CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith(keys):

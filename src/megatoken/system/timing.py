@@ -53,7 +53,7 @@ def time_interleaved(
     before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time functions in `repeats` rounds, each of which calls every function once.
+    """Time functions in `repeats` rounds. Each round calls every function once.
 
     warmup: number of untimed rounds at the start. before: called with the function's name before
     each timed call. synchronize: waits for the device.

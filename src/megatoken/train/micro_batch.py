@@ -31,7 +31,7 @@ RATES = "micro_batches.json"  # file in the measurement cache
 MAX_CPU_TOKENS = 8192  # fewer already fill a CPU's caches; on a GPU, memory is the limit
 MARGIN = 1.02  # factor by which a smaller size must be faster; a larger one accumulates less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
-REPEATS = 3  # runs of each size, the first of which warms up
+REPEATS = 3  # runs of each size; the first warms up
 LONG_SECONDS = 0.5  # after a longer first run, one more is enough on a CPU
 MEMORY_SHARE = 0.95  # share of free memory that a sharded model may use, because of fragmentation
 

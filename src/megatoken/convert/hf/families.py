@@ -134,7 +134,7 @@ def build_config(
 
 
 def choose_family(config: ModelConfig) -> Family:
-    """Return the family that can hold this architecture. Raises ConfigError if there is none."""
+    """Return the family that can hold this architecture. Raises ConfigError if no family can."""
     switches = config.switched_on
     if (config.norm, config.pos_emb, config.mlp) == ("rmsnorm", "rotary", "swiglu"):
         if not switches:
