@@ -51,7 +51,7 @@ def encode_chunks(
             for chunk in chunks:
                 try:
                     future = pool.submit(_encode, chunk.segments)
-                except OSError as error:  # one worker died while the next was starting
+                except (OSError, ValueError) as error:  # a worker died while the next was starting
                     raise BrokenProcessPool from error
                 pending.append((chunk, future))
                 if len(pending) > 2 * workers:
