@@ -195,13 +195,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
             ).sum()
             if grad_h is not None:
-                # Zero ignored rows of width C here, instead of rows of width V in the gradient.
-                is_target_N1 = (targets >= 0)[:, None]
-                torch.mul(matmul(logits_NV, w_low), is_target_N1, out=grad_h[rows])
+                matmul(logits_NV, w_low, grad_h[rows])
                 if grad_w is None:  # several chunks are summed in fp32
                     sum_dtype = torch.float32 if len(h_NC) > chunk else w_VC.dtype
                     grad_w = torch.empty_like(w_VC, dtype=sum_dtype)
-                matmul(logits_NV.T, h_low[rows] * is_target_N1, grad_w, accumulate=start > 0)
+                matmul(logits_NV.T, h_low[rows], grad_w, accumulate=start > 0)
         if grad_h is not None and grad_w is not None:
             ctx.gradients = grad_h, grad_w.to(w_VC.dtype)
         return total

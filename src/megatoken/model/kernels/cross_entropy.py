@@ -3,7 +3,7 @@
 Logits x may be capped first, to c tanh(x / c). This equals 2 c s - c with s = sigmoid(2 x / c),
 which is much faster than tanh on a CPU, and the softmax ignores the -c. The gradient is then
 multiplied by 4 s (1 - s). Columns from `vocab_size` on are padding, with neither probability nor
-gradient. The caller zeroes the gradient of rows without a target.
+gradient. Rows without a target have no gradient.
 
 `softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
 and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
@@ -73,6 +73,7 @@ def softmax_cross_entropy(
     if overwrite:
         grad_NV = log_p_NV.exp_()
         grad_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
+        grad_NV.masked_fill_((targets_N < 0)[:, None], 0)
         if softcap:
             torch.ops.aten.sigmoid_backward.grad_input(grad_NV, sigmoid_NV, grad_input=grad_NV)
             grad_NV.mul_(4)
@@ -150,12 +151,13 @@ def _cross_entropy(
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - top), 0)
     if OVERWRITE:
+        scale = tl.where(is_target, 1 / total, 0.0)
         for first in range(0, V, THREADS * WIDTH):
             at = first + columns
             x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
             if HAS_CAP:
                 x = _cap(x, SOFTCAP)
-            d = tl.exp(x - top) / total - tl.where(at == target, 1.0, 0.0)
+            d = tl.exp(x - top) * scale - tl.where(at == target, 1.0, 0.0)
             if HAS_CAP:
                 d *= 1 - (x / SOFTCAP) * (x / SOFTCAP)
             d = tl.where(at < vocab_size, d, 0.0)

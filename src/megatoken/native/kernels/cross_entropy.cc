@@ -37,7 +37,7 @@ void cross_entropy(T* logits, const int64_t* targets, float* loss, Index N, Inde
             if (top != top) total = NAN;
             loss[n] = target < 0 ? 0.0f : std::log(total) + top - cap<CAPPED>(to_float(x[target]), softcap);
             if (!overwrite) continue;
-            const float scale = 1.0f / total;
+            const float scale = target < 0 ? 0.0f : 1.0f / total;
             for (Index v = 0; v < vocab_size; v++) e[v] *= scale;
             if (target >= 0) e[target] -= 1.0f;
             if (CAPPED)
