@@ -1,93 +1,152 @@
-"""Run the benchmarks for one GPU, most wanted first, within a time limit; each writes its record.
+"""Measure one GPU in calls of ten minutes, most wanted figures first.
 
-Needs no installation: PYTHONPATH=src python benchmarks/gpu.py. Benchmarks that fail or run out of
-time are listed at the end. `--tiny` runs the same list at sizes for any machine, also a CPU.
+    python -m benchmarks.gpu --out FOLDER --data DATASET
+
+Each figure is a record of its own, written as soon as it is known. A benchmark that has a record in
+the folder is not run again, so after a stop or a kill the same command continues. Batches follow
+the memory of the card. Needs no installation: PYTHONPATH=src. `--tiny` runs the same list at sizes
+for any machine, also a CPU.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD = Path(__file__).with_name("record.py")
+from megatoken.bench.arguments import DOCS
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.distributed.memory import USABLE, estimate_memory
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.system.device import open_device
+
 SKIP_SECONDS = 20.0  # nothing useful is measured in less
+MOST_SEQS = {"gpt2-124m": 64, "gpt2-1558m": 32, "gpt2-355m": 64, "gpt2-774m": 32}
+TINY = "--n-layer 2 --n-head 2 --d-model 64 --seq-len 32 --batch-seqs 2"
+TINY_RUN = "model.n_layer=2 model.n_head=2 model.d_model=64 model.seq_len=64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """A benchmark: its record's name, its arguments and its time limit.
 
-    module: run and record this module instead of `megatoken bench`.
+    module: recorded in place of `megatoken bench` or `python -m benchmarks`.
     """
 
     name: str
     words: str
-    seconds: float = 120.0
+    seconds: float = 90.0
     module: str = ""
 
+    def list_command(self, device: str, out: Path) -> list[str]:
+        """Return the command that measures a device and writes the record to a folder."""
+        words = [*self.words.split(), "--device", device]
+        if self.module:
+            record = [
+                str(Path(__file__).with_name("record.py")),
+                "--out",
+                str(out),
+                self.name,
+                "--",
+            ]
+            return [sys.executable, *record, sys.executable, "-m", self.module, *words]
+        installed = ["megatoken", "bench"]
+        program = installed if words[0] in DOCS else ["benchmarks"]
+        return [sys.executable, "-m", *program, *words, "--out", str(out), "--name", self.name]
 
-def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
-    """Return the benchmarks for one large GPU, most wanted first."""
-    step = "--preset {0} --batch-seqs {1}"
-    small, largest = step.format("gpt2-124m", 64), step.format("gpt2-1558m", 32)
-    sources = (f" --nanogpt {nanogpt}" if nanogpt else "") + (
-        f" --build-nanogpt {build_nanogpt}" if build_nanogpt else ""
-    )
-    return [
+
+def list_benches(memory_bytes: int, data: str, sources: str) -> list[Bench]:
+    """Return the benchmarks of a card with this memory, most wanted first.
+
+    data: dataset folder. sources: options of `peers`.
+    """
+    steps = {
+        preset: f"--preset {preset} --batch-seqs {find_batch(preset, most, memory_bytes)}"
+        for preset, most in MOST_SEQS.items()
+    }
+    small = steps["gpt2-124m"]
+    few = "--preset gpt2-124m --batch-seqs 2"
+    larger = [
         Bench(
-            name="gpu-124m",
-            words=f"knob compile {small} --values on,blocks,off --repeats 10",
+            name=f"gpu-{preset.removeprefix('gpt2-')}", words=f"knob compile {step} --values blocks"
+        )
+        for preset, step in steps.items()
+        if step != small
+    ]
+    return [
+        Bench(name="gpu-124m", words=f"knob compile {small} --values blocks"),
+        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
+        Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
+        Bench(name="gpu-journey", words=f"--data {data}", module="benchmarks.journey"),
+        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
+        Bench(name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on,off"),
+        Bench(name="gpu-masters-124m", words=f"knob master_weights {small} --values on,off"),
+        Bench(
+            name="gpu-peers-124m",
+            words=f"peers {small} --micro-batch 64 --precision bf16 --compile on {sources}",
             seconds=150,
         ),
-        Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
-        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on --repeats 10"),
-        Bench(name="gpu-1558m", words=f"knob compile {largest} --values blocks", seconds=150),
-        Bench(name="gpu-355m", words=f"knob compile {step.format('gpt2-355m', 64)} --values on"),
-        Bench(name="gpu-774m", words=f"knob compile {step.format('gpt2-774m', 32)} --values on"),
-        Bench(name="gpu-peers-124m", words=f"peers {small}{sources}", seconds=180),
-        Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
-        Bench(name="gpu-gemm", words="gemm --largest 8192"),
-        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values flash,cudnn,fa2"),
-        Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {small} --values 8,16,32,64"),
-        Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}"),
-        Bench(name="gpu-mixed-124m", words=f"knob master_weights {small} --values off,on"),
-        Bench(
-            name="gpu-graphs-small",
-            words=f"knob compile {step.format('gpt2-124m', 2)} --values on,graphs",
-        ),
-        Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
+        *larger,
         Bench(
             name="gpu-loss-124m",
-            words="--steps 200 --batch-tokens 65536",
-            seconds=400,
+            words=f"--steps 60 --batch-tokens 16384 --data {data}",
             module="benchmarks.loss_parity",
+            seconds=150,
         ),
+        Bench(name="gpu-graphs-small", words=f"knob compile {few} --values blocks,graphs,off"),
+        Bench(name="gpu-generate", words="generate --tokens 128 --repeats 3"),
+        Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}"),
+        Bench(name="gpu-batch-124m", words=f"knob micro_batch {small} --values 64,32,16,8"),
+        Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
+        Bench(name="gpu-gemm", words="gemm --largest 8192"),
+        Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
     ]
 
 
-def list_tiny_benches() -> list[Bench]:
+def find_batch(preset: str, most: int, memory_bytes: int) -> int:
+    """Return the sequences of a step that fit in memory: at most `most`, halved until they do."""
+    config = PRESETS[preset]
+    seqs = most
+    while seqs > 1:
+        memory = estimate_memory(
+            config, ParallelDims(), precision="bf16", micro_batch=seqs, accumulates=False
+        )
+        if memory.total_bytes <= USABLE * memory_bytes:
+            break
+        seqs //= 2
+    return seqs
+
+
+def list_tiny_benches(data: str) -> list[Bench]:
     """Return the same commands at sizes that take seconds on any machine."""
-    tiny = "--seq-len 32 --batch-seqs 2 --repeats 1"
+    tiny = f"{TINY} --repeats 1"
     return [
-        Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks,off"),
-        Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks"),
         Bench(name="gpu-fused-124m", words=f"knob fused {tiny} --values off,on"),
-        Bench(name="gpu-peers-124m", words=f"peers {tiny} --no-compile --only transformers"),
-        Bench(name="gpu-attention", words="attention --longest 128 --repeats 1"),
-        Bench(name="gpu-gemm", words="gemm --largest 256 --repeats 1"),
+        Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(
+            name="gpu-journey",
+            words=f"--data {data} --steps 16 --batch-seqs 2 {TINY_RUN}",
+            module="benchmarks.journey",
+        ),
         Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
-        Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {tiny} --values 1,2"),
-        Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {tiny}"),
-        Bench(name="gpu-mixed-124m", words=f"knob master_weights {tiny} --values off"),
-        Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
+        Bench(name="gpu-masters-124m", words=f"knob master_weights {tiny} --values on,off"),
+        Bench(name="gpu-peers-124m", words=f"peers {tiny} --compile off --only transformers"),
         Bench(
             name="gpu-loss-124m",
-            words="--steps 5 --batch-tokens 256 --tiny",
+            words=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
             module="benchmarks.loss_parity",
         ),
+        Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
+        Bench(name="gpu-generate", words="generate --tokens 4 --repeats 1"),
+        Bench(name="gpu-batch-124m", words=f"knob micro_batch {tiny} --values 1,2"),
+        Bench(name="gpu-attention", words="attention --longest 128 --repeats 1"),
+        Bench(name="gpu-gemm", words="gemm --largest 256 --repeats 1"),
     ]
 
 
@@ -99,70 +158,50 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("records"), help="folder for the records (default records)"
     )
+    parser.add_argument("--data", default="data/python", help="dataset (default data/python)")
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="time for everything (default 9.5)"
     )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="some of the records")
+    parser.add_argument(
+        "--only", default="", metavar="NAME,...", help="these records, in this order"
+    )
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
-    parser.add_argument(
-        "--nanogpt", default="", metavar="PATH", help="checkout of nanoGPT, for the peers"
-    )
-    parser.add_argument(
-        "--build-nanogpt", default="", metavar="PATH", help="train_gpt2.py of build-nanogpt"
-    )
+    parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
     options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
+    memory_bytes = open_device(MachineConfig(device=options.device)).memory_bytes(1)
     benches = (
-        list_tiny_benches()
+        list_tiny_benches(options.data)
         if options.tiny
-        else list_benches(options.nanogpt, options.build_nanogpt)
+        else list_benches(memory_bytes, options.data, options.sources)
     )
     if options.only:
-        benches = [bench for bench in benches if bench.name in options.only.split(",")]
-    deadline = time.monotonic() + 60 * options.minutes
-    outcome: dict[str, str] = {}
+        names = options.only.split(",")
+        benches = [bench for name in names for bench in benches if bench.name == name]
+    outcomes: dict[str, str] = {}
     for bench in benches:
-        left = deadline - time.monotonic()
-        outcome[bench.name] = run(bench, options.device, options.out, min(left, bench.seconds))
-        print(f"=== {bench.name}: {outcome[bench.name]}\n", flush=True)
-    print(
-        json.dumps(
-            {
-                "benches": outcome,
-                "done": sum(result.startswith("done") for result in outcome.values()),
-            }
-        )
-    )
+        seconds = min(deadline - time.monotonic(), bench.seconds)
+        outcomes[bench.name] = run(bench, options.device, options.out, seconds)
+        print(f"=== {bench.name}: {outcomes[bench.name]}\n", flush=True)
+    print(json.dumps({"benches": outcomes}))
     return 0
 
 
 def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
-    """Run one benchmark and return its outcome."""
+    """Run one benchmark, unless it has a record, and return its outcome."""
+    if (out / f"{bench.name}.json").exists():
+        return "has a record"
     if seconds < SKIP_SECONDS:
         return "skipped: no time left"
-    words = [*bench.words.split(), "--device", device]
-    name = bench.words.split()[0]
-    if bench.module:
-        command = [
-            str(RECORD),
-            "--out",
-            str(out),
-            bench.name,
-            "--",
-            sys.executable,
-            "-m",
-            bench.module,
-            *words,
-        ]
-    else:
-        program = (
-            ["benchmarks"] if name in ("peers", "attention", "gemm") else ["megatoken", "bench"]
-        )
-        command = ["-m", *program, *words, "--out", str(out), "--name", bench.name]
-    print(f"=== {bench.name}: {' '.join(command)}", flush=True)
+    command = bench.list_command(device, out)
+    print(f"=== {bench.name}: {' '.join(command[1:])}", flush=True)
     start = time.monotonic()
+    process = subprocess.Popen(command, start_new_session=True)
     try:
-        code = subprocess.run([sys.executable, *command], timeout=seconds).returncode
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with its workers
+        process.wait()
         return f"not done after {seconds:.0f} s"
     return f"done in {time.monotonic() - start:.0f} s" if code == 0 else f"failed with code {code}"
 

@@ -44,15 +44,17 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """
     sources = find_sources(options)
     ours, device = open_step(options, console)
+    ours = replace(ours, micro_batch=options.micro_batch)
     if "llmc" in sources and device.type != "cpu":
         raise ConfigError("llm.c's C trainer runs on a CPU", "--llmc", "add --device cpu")
     precisions = ["fp32", "bf16"] if device.precision == "bf16" else ["fp32"]
     if options.precision:
         precisions = [options.precision]
+    compiles = {"off": [False], "on": [True]}.get(options.compile, [False, True])
     specs = [
         spec
         for name, source in sources.items()
-        for spec in list_specs(ours, name, source, precisions, not options.no_compile)
+        for spec in list_specs(ours, name, source, precisions, compiles)
     ]
     workers = measure_workers([ours, *specs], options.repeats, console)
     if workers[0].skipped:
@@ -65,7 +67,7 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def list_specs(
-    ours: WorkerSpec, name: str, source: str, precisions: Sequence[str], compiles: bool
+    ours: WorkerSpec, name: str, source: str, precisions: Sequence[str], compiles: Sequence[bool]
 ) -> list[WorkerSpec]:
     """Return the configurations of a program."""
     base = replace(ours, name=name, prepare_process=False, options={"source": source})
@@ -80,7 +82,7 @@ def list_specs(
             options={"source": source, "precision": precision, "compile": is_compiled},
         )
         for precision in precisions
-        for is_compiled in ([False, True] if compiles else [False])
+        for is_compiled in compiles
     ]
 
 

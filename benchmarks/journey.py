@@ -1,0 +1,120 @@
+"""Train as a user does: plan, train, kill, resume, evaluate and sample; measure each.
+
+    python -m benchmarks.journey --data data/python --device cuda
+
+A run is killed once it is halfway between two checkpoints, then resumed. Steps that ran twice must
+have the same losses, but for sums that a GPU adds in any order. Needs no installation:
+PYTHONPATH=src. Prints one JSON line.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatoken.checkpoint.commit import list_steps
+from megatoken.system.metrics_log import read_metrics
+
+PROMPT = "def read_lines(path):\n"
+TOKENS = 128
+POLL_SECONDS = 0.1
+FIRST_STEPS = 5  # after the start, not counted in the speed
+
+
+def megatoken(*words: str) -> list[str]:
+    """Return the command that runs `megatoken WORDS` with this interpreter."""
+    return [sys.executable, "-m", "megatoken", *words]
+
+
+def run_json(*words: str) -> tuple[dict[str, Any], float]:
+    """Run a command with --json; return its answer and its seconds."""
+    start = time.perf_counter()
+    done = subprocess.run([*megatoken(*words), "--json"], check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1]), time.perf_counter() - start
+
+
+def read_losses(run: Path) -> dict[int, float]:
+    """Return the losses of the logged training steps."""
+    if not (run / "metrics.jsonl").exists():
+        return {}
+    return {row["step"]: row["loss"] for row in read_metrics(run) if row["kind"] == "train"}
+
+
+def train_until(command: list[str], run: Path, step: int) -> float:
+    """Train until `step` is logged, then kill the process. Return the seconds to the first row."""
+    start = time.perf_counter()
+    first = 0.0
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    while process.poll() is None:
+        losses = read_losses(run)
+        if losses and not first:
+            first = time.perf_counter() - start
+        if max(losses, default=0) >= step:
+            process.kill()
+            process.wait()
+            return first
+        time.sleep(POLL_SECONDS)
+    raise SystemExit(f"training ended with code {process.returncode} before step {step}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="dataset folder")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch-seqs", type=int, default=128)
+    parser.add_argument("settings", nargs="*", metavar="section.field=value")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        interval = options.steps // 4
+        recipe = ["gpt2-124m", f"data.path={options.data}", f"budget.steps={options.steps}"]
+        recipe += [f"budget.batch_tokens={options.batch_seqs * 1024}", *options.settings]
+        recipe += [f"machine.device={options.device}", "log.every=1", "log.plots=false"]
+        recipe += ["optim.warmup=0.1dur"]
+        recipe += [f"save.every={interval}steps", f"evaluate.every={interval}steps"]
+        command = megatoken("train", *recipe, "--out", str(run))
+        first_seconds = train_until(command, run, 2 * interval + interval // 2)
+        before = read_losses(run)
+        last_saved = max(list_steps(run / "checkpoints"))
+        answer, resumed_seconds = run_json("train", *recipe, "--out", str(run))
+        rows = [row for row in read_metrics(run) if row["kind"] == "train"]
+        after = {row["step"]: row["loss"] for row in rows}
+        again = [step for step in before if step > last_saved]
+        steady = [row for row in rows if row["step"] > 2 * interval + FIRST_STEPS]
+        sample, sample_seconds = run_json(
+            "sample", str(run), PROMPT, "--device", options.device, "--tokens", str(TOKENS)
+        )
+        machine = json.loads((run / "machine.json").read_text())
+    print(
+        json.dumps(
+            {
+                "steps": options.steps,
+                "first_loss": before[1],
+                "loss": answer["loss"],
+                "val_loss": answer["val_loss"],
+                "first_row_seconds": first_seconds,
+                "resumed_seconds": resumed_seconds,
+                "repeated_steps": len(again),
+                "largest_difference": max(abs(before[step] - after[step]) for step in again),
+                "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+                "sample_seconds": sample_seconds,
+                "sample": sample["text"][0],
+                "kernels": machine["forms"]["kernels"],
+                "errors": machine["forms"]["errors"],
+                "micro_batch": machine["micro_batch"],
+                "tuning": machine["tokens_per_second"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
