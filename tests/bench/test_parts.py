@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from megatoken.bench.parts import GROUPS, find_group, measure, profile_step, sum_groups
+from megatoken.bench.parts import (
+    GROUPS,
+    KERNELS,
+    describe_kernels,
+    find_group,
+    measure,
+    profile_step,
+    sum_groups,
+)
 from megatoken.bench.workload import Workload, build_workload
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
@@ -145,6 +153,43 @@ def test_operations_count_for_themselves_or_for_what_calls_them():
     }
     assert seconds == found
     assert sum(sum_groups(events, on_cuda=True).values()) == 2 * len(events)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<cutlass::bfloat16_t>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(cutlass::bfloat16_t)", "attention"),
+        ("_cross_entropy", "loss"),
+        ("void at::native::cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>", "loss"),
+        ("void at::native::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norm"),
+        ("triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_5", "norm"),
+        ("triton_red_fused__fused_rms_norm__to_copy__unsafe_view_add_mul_roll_view_1", "norm"),
+        ("triton_red_fused_gelu_gelu_backward_sum_view_3", "activation"),
+        ("void at::native::vectorized_elementwise_kernel<GeluCUDAKernelImpl>", "activation"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "optimizer"),
+        ("reduce_kernel<512, 1, at::native::NormTwoOps<float, float>>", "optimizer"),
+        ("Memcpy HtoD (Pageable -> Device)", "copies"),
+        ("triton_poi_fused_cat_transpose_6", "copies"),
+        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copies"),
+        ("triton_red_fused_sum_view_0", "other"),
+        ("void at::native::sum_and_scatter<c10::BFloat16, long>", "other"),
+    ],
+)
+def test_kernels_of_cuda(name: str, group: str):
+    assert find_group(Event(name), KERNELS) == group
+
+
+def test_longest_kernels_come_first():
+    names = [f"kernel {number}" for number in range(14)] + ["nvjet", "nvjet"]
+    answer = describe_kernels([Event(name) for name in names])
+    assert answer["launches"] == 16
+    assert len(answer["kernels"]) == 12
+    assert answer["kernels"][0] == {"name": "nvjet", "calls": 2, "seconds": 4.0}
 
 
 def test_sums_are_sums(capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,16 @@
 """`bench parts`: where the time of a training step goes, measured by torch.profiler.
 
 An operation belongs to the group that its name matches, or else to the group of its caller.
-Additions, copies and Python code are "other". On CUDA, the times are kernel times, and the rest
-of the step is idle time; elsewhere, the times include the profiler's overhead.
+Additions, copies and Python code are "other", and the times include the profiler's overhead.
+
+On CUDA, the step is compiled as in training, and its kernels are grouped by their names. Inductor
+fuses several operations into a kernel, which counts for the first group that its name matches: norm
+with its residual addition, activation with its bias gradient. The rest of the step is idle time.
 """
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatoken.bench.report import show_rows
 from megatoken.bench.workload import (
+    STEPS,
     Workload,
     build_workload,
     count_seqs,
@@ -31,8 +36,9 @@ from megatoken.console import Console
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
 from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.device import Device, with_peak
+from megatoken.system.device import Device, open_device, wants_compile, with_peak
 from megatoken.system.timing import Timing, time_once
+from megatoken.train.compilation import compile_forward
 
 GROUPS = {  # names of forward and backward operations; the first match counts
     "matrix products": re.compile(
@@ -45,6 +51,16 @@ GROUPS = {  # names of forward and backward operations; the first match counts
     "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
     "optimizer": re.compile(r"adam|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE),
 }
+KERNELS = {  # names of CUDA kernels: torch's, Inductor's and those of its libraries
+    "matrix products": re.compile("gemm|gemv|nvjet|splitK|triton_tem"),
+    "loss": re.compile("cross_entropy|LogSoftMax|nll_loss"),
+    "attention": re.compile("flash|fmha|sdpa|cudnn|[Ss]oft[Mm]ax"),
+    "norm": re.compile("layer_norm|rms_norm|GammaBeta"),
+    "activation": re.compile("gelu|silu|relu|threshold", re.IGNORECASE),
+    "optimizer": re.compile("multi_tensor_apply|lpnorm|NormTwoOps"),
+    "copies": re.compile("Memcpy|Memset|copy|[Cc]at(_|Array)"),
+}
+SHOWN_KERNELS = 12
 LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
 
@@ -58,8 +74,14 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     model_config = replace(preset, seq_len=seq_len)
     seqs = count_seqs(options.batch_tokens, seq_len)
     machine = MachineConfig(device=options.device, precision=options.precision)
-    workload = build_workload(model_config, machine, batch_seqs=seqs, micro_batch=seqs)
+    mode, _ = wants_compile(machine, open_device(machine), STEPS)
+    workload = build_workload(
+        model_config, machine, batch_seqs=seqs, micro_batch=seqs, compiled=mode != "off"
+    )
     device = with_peak(workload.device)
+    if mode != "off":
+        note = compile_forward(workload.state, workload.step_config, device, mode)
+        mode = note or mode
     console.print(f"a step of {options.preset}, {seqs} x {seq_len} tokens, {format_peak(device)}")
     trace = options.out / "trace.json" if options.trace else None
     answer = measure(workload, device, options.repeats, console, trace)
@@ -70,6 +92,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "seq_len": seq_len,
         "batch_tokens": options.batch_tokens,
         "forms": str(workload.choice),
+        "compile": mode,
         **answer,
     }
 
@@ -90,14 +113,15 @@ def measure(
     for number in range(min(repeats, max(3, int(LONGEST_SECONDS / (3 * once))))):
         console.step(f"round {number + 1}")
         seconds.append(time_once(workload.step, device.synchronize))
-        profiles.append(sum_groups(profile_step(workload, trace), on_cuda=device.type == "cuda"))
+        events = profile_step(workload, trace)
+        profiles.append(sum_groups(events, on_cuda=device.type == "cuda"))
     console.close()
     timing = Timing(tuple(seconds))
     products = 6 * count_matmul_parameters(config) * tokens
     attention = flops_per_token(config, causal=True) * tokens - products
     flops = {"matrix products": products, "attention": attention}
     parts: list[dict[str, Any]] = []
-    for name in [*GROUPS, "other"]:
+    for name in profiles[0]:
         part = Timing(tuple(groups[name] for groups in profiles))
         parts.append(describe_part(name, part, timing.median, flops.get(name), device))
     total = sum(part["seconds"]["median"] for part in parts)
@@ -111,7 +135,21 @@ def measure(
         "floor_tokens_per_second": tokens / floor if floor else None,
         "tokens_per_second": timing.rate(tokens),
         **describe_mfu(tokens / timing.median, config, device),
+        **(describe_kernels(events) if device.type == "cuda" else {}),
     }
+
+
+def describe_kernels(events: list[Any]) -> dict[str, Any]:
+    """Return the launches of a step, and the kernels that take most of its time."""
+    seconds: Counter[str] = Counter()
+    for event in events:
+        seconds[event.name] += 1e-6 * event.self_device_time_total
+    calls = Counter(event.name for event in events)
+    rows = [
+        {"name": name, "calls": calls[name], "seconds": total}
+        for name, total in seconds.most_common(SHOWN_KERNELS)
+    ]
+    return {"launches": len(events), "kernels": rows}
 
 
 def describe_part(
@@ -130,7 +168,7 @@ def describe_part(
 
 
 def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
-    """Profile one step; return torch's CPU-side FunctionEvents.
+    """Profile one step; return torch's FunctionEvents, on CUDA only its kernels and copies.
 
     trace: file for a Chrome trace. Raises StorageError if it cannot be written.
     """
@@ -145,7 +183,10 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
         with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
             trace.write_bytes(b"")  # the profiler does not report write errors
             profiler.export_chrome_trace(str(trace))
-    return [event for event in profiler.events() if event.device_type.name == "CPU"]
+    events = profiler.events()
+    if workload.device.type == "cuda":  # annotations contain the kernels of their block
+        return [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
+    return [event for event in events if event.device_type.name == "CPU"]
 
 
 @contextmanager
@@ -164,10 +205,10 @@ def record_native_kernels() -> Iterator[None]:
         Library.call = call  # type: ignore[method-assign]
 
 
-def find_group(event: Any) -> str:
-    """Return the group that an operation's name matches, or else its closest caller's group."""
+def find_group(event: Any, groups: dict[str, re.Pattern[str]] = GROUPS) -> str:
+    """Return the group that an event's name matches, or else its closest caller's group."""
     while event is not None:
-        for group, names in GROUPS.items():
+        for group, names in groups.items():
             if names.search(event.name):
                 return group
         event = event.cpu_parent
@@ -176,10 +217,11 @@ def find_group(event: Any) -> str:
 
 def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
     """Return the seconds in each group, summed over its events without their children."""
-    seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
+    groups = KERNELS if on_cuda else GROUPS
+    seconds = dict.fromkeys([*groups, "other"], 0.0)
     for event in events:
         micros = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        seconds[find_group(event)] += 1e-6 * micros
+        seconds[find_group(event, groups)] += 1e-6 * micros
     return seconds
 
 
@@ -204,6 +246,8 @@ def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None
         "share_of_peak": "share of peak",
     }
     show_rows(columns, rows, console)
+    columns = {"name": "kernel", "calls": "calls", "seconds": "time"}
+    show_rows(columns, answer.get("kernels", []), console)
     line = f"{answer['tokens_per_second']['median']:,.0f} tokens/s"
     if answer["floor_tokens_per_second"]:
         line += (
