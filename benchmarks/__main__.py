@@ -20,6 +20,7 @@ from megatoken.errors import MegatokenError
 ROOT = Path(__file__).parents[1]
 MODULES = {
     "gemm": "benchmarks.sweep",
+    "products": "benchmarks.products",
     "attention": "benchmarks.sweep",
     "size": "benchmarks.sweep",
     "peers": "benchmarks.peers",
@@ -40,12 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
         add_common(bench)
         if name == "peers":
             add_step(bench, gpt_only=True)
-        if name in ("attention", "generate"):
+        if name in ("products", "attention", "generate"):
             add_preset(bench, gpt_only=True)
         return bench.add_argument
 
     arg = add("gemm", "FLOP/s of matrix products, square and as in layers; the best is the peak")
     arg("--largest", type=count, help="largest square (default by device)")
+    arg = add("products", "every matrix product of a training step, by each BLAS library")
+    arg("--batch-tokens", type=count, help="tokens per step (default 1024, on cuda 65536)")
     arg = add("attention", "time and memory of each attention implementation by context")
     arg("--longest", type=count, help="longest context (default by device)")
     arg("--seqs", type=count, default=1, help="sequences per batch (default 1)")

@@ -91,6 +91,7 @@ def list_benches(memory_bytes: int, data: str, sources: str) -> list[Bench]:
             words=f"peers {small} --micro-batch 64 --precision bf16 --compile on {sources}",
             seconds=150,
         ),
+        Bench(name="gpu-products-124m", words="products --repeats 10", seconds=60),
         *larger,
         Bench(
             name="gpu-loss-124m",
@@ -136,6 +137,7 @@ def list_tiny_benches(data: str) -> list[Bench]:
         ),
         Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
         Bench(name="gpu-masters-124m", words=f"knob master_weights {tiny} --values on,off"),
+        Bench(name="gpu-products-124m", words="products --batch-tokens 64 --repeats 1"),
         Bench(name="gpu-peers-124m", words=f"peers {tiny} --compile off --only transformers"),
         Bench(
             name="gpu-loss-124m",

@@ -33,6 +33,7 @@ PACKAGES = {
     "scaling": f"estimate data {STEP}",
     "attention": "model",
     "gemm": "bench",
+    "products": "model",
     "generate": "native model sampling",
     "serve": "native model sampling serving",
     "harness": "model eval",

@@ -1,0 +1,50 @@
+"""The products of `products` are those of a training step, in number, size and value."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.products import Layer, build_products, list_layers, sum_step
+from megatoken.config.presets import PRESETS
+from megatoken.model.flops import count_matmul_parameters
+from tests.tiny_model import CPU
+
+TOKENS = 4096
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "llama-110m", "modern-hf-124m"])
+def test_products_are_those_of_a_step(preset: str):
+    config = PRESETS[preset]
+    layers = list_layers(config, TOKENS, [1024])
+    flops = sum(6 * layer.rows * layer.width * layer.out * layer.calls for layer in layers)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model
+    assert flops == 6 * (count_matmul_parameters(config) + padding) * TOKENS
+
+
+@pytest.mark.parametrize("chunk", [0, 6])
+def test_products_are_those_of_autograd(chunk: int):
+    layer = Layer(name="up", rows=6, width=3, out=5, has_bias=chunk == 0, calls=2, chunk=chunk)
+    results: dict[str, Tensor] = {}
+    for name, call in build_products(layer, CPU).items():
+        results[name] = call()
+    noise = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*size, generator=noise) for size in ((6, 3), (5, 3), (6, 5)))
+    y = x.requires_grad_() @ weight.requires_grad_().T
+    y.backward(grad)
+    expected = {"forward": y, "input gradient": x.grad, "weight gradient": weight.grad}
+    assert list(results) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value)
+
+
+def test_a_step_has_the_products_of_one_chunk_size():
+    size = {"library": "torch", "rows": 2, "width": 3, "out": 4}
+    rows = [
+        size | {"chunk": 0, "calls": 12, "seconds": {"median": 1.0}},
+        size | {"chunk": 8, "calls": 2, "seconds": {"median": 3.0}},
+        size | {"chunk": 4, "calls": 4, "seconds": {"median": 9.0}},
+        size | {"chunk": 0, "calls": 1, "seconds": {"median": 9.0}, "library": "other"},
+    ]
+    total = sum_step(rows, "torch", 8)
+    assert (total["calls"], total["seconds"]) == (14, 18.0)
+    assert total["flops_per_second"] == 14 * 2 * 2 * 3 * 4 / 18
