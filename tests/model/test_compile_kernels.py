@@ -24,4 +24,4 @@ def test_kernels_compile_without_spills_barriers_or_narrow_loads():
         assert row["registers"] <= 64, row  # two blocks of 16 warps per multiprocessor
         assert (row["spilled_bytes"], row["barriers"]) == (0, 0), row
         assert set(row["load_bits"]) == {8 * LOAD_BYTES}, row
-        assert row["store_bits"] == [8 * LOAD_BYTES] * row["overwrite"], row
+        assert row["store_bits"] == [8 * LOAD_BYTES] * 2 * row["overwrite"], row

@@ -13,6 +13,7 @@ on a CPU, and tests/model/compile_kernels.py compiles it for GPUs on a machine t
 Shapes: N rows, V padded vocabulary.
 """
 
+import math
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ if HAS_TRITON:
 else:
     jit, tl = (lambda kernel: kernel), SimpleNamespace(constexpr=int)
 
+LOG2_E: Any = tl.constexpr(math.log2(math.e))
 WARPS = 16  # per row
 LOAD_BYTES = 16  # of logits that a thread loads at once
 
@@ -104,8 +106,26 @@ def fused_softmax_cross_entropy(
 
 
 @jit
-def _cap(x, SOFTCAP: tl.constexpr):
-    return SOFTCAP * (2 * tl.sigmoid(x * (2 / SOFTCAP)) - 1)  # tanh, which Triton lacks
+def _load(logits, at, V, SOFTCAP: tl.constexpr, IN_ROW: tl.constexpr):
+    """Load logits in fp32, capped. IN_ROW: whether `at` is known to be below V."""
+    HAS_CAP: tl.constexpr = SOFTCAP > 0  # Triton does not accept a float as a condition
+    if IN_ROW:
+        x = tl.load(logits + at).to(tl.float32)
+    else:
+        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+    if HAS_CAP:
+        x = SOFTCAP * (2 * tl.sigmoid(x * (2 / SOFTCAP)) - 1)  # tanh, which Triton lacks
+    return x
+
+
+@jit
+def _gradient(x, log2_total, SOFTCAP: tl.constexpr):
+    """Return softmax(x), times the derivative of the cap."""
+    HAS_CAP: tl.constexpr = SOFTCAP > 0
+    d = tl.exp2(x * LOG2_E - log2_total)
+    if HAS_CAP:
+        d *= 1 - (x / SOFTCAP) * (x / SOFTCAP)
+    return d
 
 
 @jit
@@ -120,48 +140,54 @@ def _cross_entropy(
     THREADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    HAS_CAP: tl.constexpr = SOFTCAP > 0  # Triton does not accept a float as a condition
-    LOWEST: tl.constexpr = -3e38  # finite, so that a thread without logits adds 0, not NaN
+    LOWEST: tl.constexpr = -2e38  # finite, so that a thread without logits adds 0, not NaN
+    STEP: tl.constexpr = THREADS * WIDTH
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
-    # Each thread has WIDTH neighboring columns and its own maximum and sum, so the loop has no
-    # barriers. Loads are bounded by V, which the compiler knows to be divisible by 16; bounded by
-    # vocab_size, they would not be vectorized.
+    # Each thread has WIDTH neighboring columns and its own maximum and sum, so loops have no
+    # barriers. The columns from `tail` on may be padding; only there do loops compare columns, as
+    # instructions limit the kernel. V, unlike vocab_size, is known to be divisible by 16, without
+    # which loads would not be vectorized.
     columns = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tail = vocab_size // STEP * STEP
     target = tl.load(targets + row)
     is_target = target >= 0
     in_vocab = is_target & (target < vocab_size)  # padding has no probability
-    score = tl.load(logits + tl.where(in_vocab, target, 0)).to(tl.float32)
-    if HAS_CAP:
-        score = _cap(score, SOFTCAP)
-    score = tl.where(in_vocab, score, float("-inf"))
+    score = _load(logits, tl.where(in_vocab, target, 0), V, SOFTCAP, True)
     tops = tl.full((THREADS,), LOWEST, tl.float32)
     sums = tl.zeros((THREADS,), tl.float32)
     # Sum exp(x - top), rescaled whenever the maximum rises.
-    for first in range(0, V, THREADS * WIDTH):
-        at = first + columns
-        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
-        if HAS_CAP:
-            x = _cap(x, SOFTCAP)
-        x = tl.where(at < vocab_size, x, LOWEST)
+    for first in range(0, tail, STEP):
+        x = _load(logits, first + columns, V, SOFTCAP, True)
         higher = tl.maximum(tops, tl.max(x, 1))
-        terms = tl.where(at < vocab_size, tl.exp(x - higher[:, None]), 0.0)
-        sums = sums * tl.exp(tops - higher) + tl.sum(terms, 1)
+        terms = tl.exp2(x * LOG2_E - (higher * LOG2_E)[:, None])
+        sums = sums * tl.exp2((tops - higher) * LOG2_E) + tl.sum(terms, 1)
+        tops = higher
+    for first in range(tail, vocab_size, STEP):
+        at = first + columns
+        x = tl.where(at < vocab_size, _load(logits, at, V, SOFTCAP, False), LOWEST)
+        higher = tl.maximum(tops, tl.max(x, 1))
+        terms = tl.where(at < vocab_size, tl.exp2((x - higher[:, None]) * LOG2_E), 0.0)
+        sums = sums * tl.exp2((tops - higher) * LOG2_E) + tl.sum(terms, 1)
         tops = higher
     top = tl.max(tops, 0)
-    total = tl.sum(sums * tl.exp(tops - top), 0)
+    total = tl.sum(sums * tl.exp2((tops - top) * LOG2_E), 0)
     if OVERWRITE:
-        scale = tl.where(is_target, 1 / total, 0.0)
-        for first in range(0, V, THREADS * WIDTH):
+        # An infinite total for rows without a target makes their gradient 0.
+        log2_total = tl.where(is_target, top * LOG2_E + tl.log2(total), float("inf"))
+        for first in range(0, tail, STEP):
+            x = _load(logits, first + columns, V, SOFTCAP, True)
+            d = _gradient(x, log2_total, SOFTCAP)
+            tl.store(logits + first + columns, d.to(logits.dtype.element_ty))
+        for first in range(tail, V, STEP):
             at = first + columns
-            x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
-            if HAS_CAP:
-                x = _cap(x, SOFTCAP)
-            d = tl.exp(x - top) * scale - tl.where(at == target, 1.0, 0.0)
-            if HAS_CAP:
-                d *= 1 - (x / SOFTCAP) * (x / SOFTCAP)
-            d = tl.where(at < vocab_size, d, 0.0)
+            x = _load(logits, at, V, SOFTCAP, False)
+            d = tl.where(at < vocab_size, _gradient(x, log2_total, SOFTCAP), 0.0)
             tl.store(logits + at, d.to(logits.dtype.element_ty), mask=at < V)
+        tl.debug_barrier()  # the target's gradient is written twice
+        d = _gradient(score, log2_total, SOFTCAP) - _gradient(score, score * LOG2_E, SOFTCAP)
+        tl.store(logits + target, d.to(logits.dtype.element_ty), mask=in_vocab)
+    score = tl.where(in_vocab, score, float("-inf"))
     tl.store(loss + row, tl.where(is_target, tl.log(total) + top - score, 0.0))
 
 
