@@ -14,7 +14,7 @@ endif
 # What machine.precision=auto means in tests: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast test-cuda faults soak check docs dist clean
+.PHONY: quickstart test test-fast test-cuda bench-gpu faults soak check docs dist clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -32,6 +32,11 @@ test-cuda: .venv-cuda/.ready
 	.venv-cuda/bin/python -m pip install -q torch==2.11.0 nvidia-cuda-crt pytest pytest-timeout
 	.venv-cuda/bin/python -m pip install -q -e .
 	touch $@
+
+# Speeds of one GPU, most wanted first, in ten minutes; again for the rest. OUT=FOLDER of the records,
+# SOURCES="--nanogpt PATH" for the peers. Installs nothing: PYTHON has torch and our dependencies.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),records) --sources="$(SOURCES)"
 
 # While you edit: config, model, optimizer, training step, checkpoints, API, house rules.
 test-fast: $(VENV)/.dev

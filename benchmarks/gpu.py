@@ -1,6 +1,6 @@
 """Measure one GPU in calls of ten minutes, most wanted figures first.
 
-    python -m benchmarks.gpu --out FOLDER --data DATASET
+    python -m benchmarks.gpu --out FOLDER
 
 Each figure is a record of its own, written as soon as it is known. A benchmark that has a record in
 the folder is not run again, so after a stop or a kill the same command continues. Batches follow
@@ -60,10 +60,10 @@ class Bench:
         return [sys.executable, "-m", *program, *words, "--out", str(out), "--name", self.name]
 
 
-def list_benches(memory_bytes: int, data: str, sources: str) -> list[Bench]:
+def list_benches(memory_bytes: int, sources: str) -> list[Bench]:
     """Return the benchmarks of a card with this memory, most wanted first.
 
-    data: dataset folder. sources: options of `peers`.
+    sources: options of `peers`.
     """
     steps = {
         preset: f"--preset {preset} --batch-seqs {find_batch(preset, most, memory_bytes)}"
@@ -82,7 +82,7 @@ def list_benches(memory_bytes: int, data: str, sources: str) -> list[Bench]:
         Bench(name="gpu-124m", words=f"knob compile {small} --values blocks"),
         Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
-        Bench(name="gpu-journey", words=f"--data {data}", module="benchmarks.journey"),
+        Bench(name="gpu-journey", words="", module="benchmarks.journey"),
         Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
         Bench(name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on,off"),
         Bench(name="gpu-masters-124m", words=f"knob master_weights {small} --values on,off"),
@@ -95,7 +95,7 @@ def list_benches(memory_bytes: int, data: str, sources: str) -> list[Bench]:
         *larger,
         Bench(
             name="gpu-loss-124m",
-            words=f"--steps 60 --batch-tokens 16384 --data {data}",
+            words="--steps 60 --batch-tokens 16384",
             module="benchmarks.loss_parity",
             seconds=150,
         ),
@@ -123,7 +123,7 @@ def find_batch(preset: str, most: int, memory_bytes: int) -> int:
     return seqs
 
 
-def list_tiny_benches(data: str) -> list[Bench]:
+def list_tiny_benches() -> list[Bench]:
     """Return the same commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
@@ -132,7 +132,7 @@ def list_tiny_benches(data: str) -> list[Bench]:
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
         Bench(
             name="gpu-journey",
-            words=f"--data {data} --steps 16 --batch-seqs 2 {TINY_RUN}",
+            words=f"--steps 16 --batch-seqs 2 {TINY_RUN}",
             module="benchmarks.journey",
         ),
         Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
@@ -141,7 +141,7 @@ def list_tiny_benches(data: str) -> list[Bench]:
         Bench(name="gpu-peers-124m", words=f"peers {tiny} --compile off --only transformers"),
         Bench(
             name="gpu-loss-124m",
-            words=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
+            words="--steps 5 --batch-tokens 256 --tiny",
             module="benchmarks.loss_parity",
         ),
         Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
@@ -160,7 +160,6 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("records"), help="folder for the records (default records)"
     )
-    parser.add_argument("--data", default="data/python", help="dataset (default data/python)")
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="time for everything (default 9.5)"
     )
@@ -172,11 +171,7 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     memory_bytes = open_device(MachineConfig(device=options.device)).memory_bytes(1)
-    benches = (
-        list_tiny_benches(options.data)
-        if options.tiny
-        else list_benches(memory_bytes, options.data, options.sources)
-    )
+    benches = list_tiny_benches() if options.tiny else list_benches(memory_bytes, options.sources)
     if options.only:
         names = options.only.split(",")
         benches = [bench for name in names for bench in benches if bench.name == name]

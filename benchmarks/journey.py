@@ -1,6 +1,6 @@
-"""Train as a user does: plan, train, kill, resume, evaluate and sample; measure each.
+"""Train gpt2-124m as a user does: train, kill, resume, sample; measure each.
 
-    python -m benchmarks.journey --data data/python --device cuda
+    python -m benchmarks.journey --device cuda
 
 A run is killed once it is halfway between two checkpoints, then resumed. Steps that ran twice must
 have the same losses, but for sums that a GPU adds in any order. Needs no installation:
@@ -66,7 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="dataset folder")
+    parser.add_argument(
+        "--data", type=Path, help="dataset folder (default: the standard library, 4,096 BPE)"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-seqs", type=int, default=128)
@@ -74,8 +76,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
+        data = options.data or Path(name) / "data"
+        if not options.data:
+            run_json("prepare", "python", "--out", str(data), "--tokenizer", "bpe:4096")
         interval = options.steps // 4
-        recipe = ["gpt2-124m", f"data.path={options.data}", f"budget.steps={options.steps}"]
+        recipe = ["gpt2-124m", f"data.path={data}", "model.vocab_size=50257"]
+        recipe += [f"budget.steps={options.steps}"]
         recipe += [f"budget.batch_tokens={options.batch_seqs * 1024}", *options.settings]
         recipe += [f"machine.device={options.device}", "log.every=1", "log.plots=false"]
         recipe += ["optim.warmup=0.1dur"]

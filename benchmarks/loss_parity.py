@@ -17,13 +17,7 @@ import tempfile
 from pathlib import Path
 
 LAST = 20  # steps whose losses are averaged
-SMALL = [
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.d_model=64",
-    "model.seq_len=64",
-    "model.vocab_size=0",
-]
+SMALL = ["model.n_layer=2", "model.n_head=2", "model.d_model=64", "model.seq_len=64"]
 EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "machine.compile=off"]
 
 
@@ -63,7 +57,7 @@ def main() -> None:
         data = options.data or folder / "data"
         if not options.data:
             megatoken("prepare", "python", "--out", str(data), "--tokenizer", "bpe:4096")
-        model = SMALL if options.tiny else ["model.vocab_size=50257"]
+        model = ["model.vocab_size=50257", *(SMALL if options.tiny else [])]
         common = [*model, f"data.path={data}", f"budget.batch_tokens={options.batch_tokens}", "log.plots=false",
                   f"budget.tokens={options.steps * options.batch_tokens}", f"machine.device={options.device}",
                   "evaluate.tokens=0", "sample.every=0", "save.every=0", "optim.warmup=0.1dur"]  # fmt: skip

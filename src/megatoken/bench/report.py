@@ -17,7 +17,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.errors import MegatokenError
 from megatoken.plots import load_pyplot
 from megatoken.redact import redact
-from megatoken.system.atomic_write import storage_errors
+from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.machine import cpu_count, find_commit
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
@@ -46,7 +46,7 @@ def write_record(
     path = folder / f"{name}.json"
     with storage_errors(folder, what="cannot write record", fix="choose --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        replace_file(path, json.dumps(record, indent=1) + "\n")  # a record is complete or absent
     return path
 
 
