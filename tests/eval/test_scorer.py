@@ -54,7 +54,7 @@ def test_padding_attends_to_itself_only():
     ids, mask = stack_trees(trees, CPU.torch_device)
     assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
     assert mask.positions_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
-    assert mask.attn_mask_BTT[1].int().tolist() == torch.eye(5).tolist()
+    assert mask.attn_mask[1, 0].int().tolist() == torch.eye(5).tolist()
 
 
 @settings(deadline=None, max_examples=60)
@@ -65,7 +65,7 @@ def test_padding_attends_to_itself_only():
 def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int):
     counts = [min(count, len(ids) - 1) for ids in sequences]
     tree = make_tree(*zip(sequences, counts, strict=True))
-    mask = stack_trees([tree], CPU.torch_device)[1].attn_mask_BTT[0].numpy()
+    mask = stack_trees([tree], CPU.torch_device)[1].attn_mask[0, 0].numpy()
     splits = np.cumsum(counts)[:-1]
     nodes = np.split(tree.parents, splits)
     targets = np.split(tree.targets, splits)

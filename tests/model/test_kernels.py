@@ -162,7 +162,7 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
         mask[12:, 3:12] = False
         positions = torch.cat([torch.arange(12), torch.arange(3, 12)])[None]
         tree = model.lm_head(
-            model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask_BTT=mask[None]))
+            model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask=mask[None, None]))
         )
         torch.testing.assert_close(tree[0, :12], expected[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(tree[0, 12:], expected[1, 3:], rtol=1e-4, atol=1e-4)

@@ -116,7 +116,7 @@ def test_a_tree_of_tokens_has_the_logits_of_its_sequences():
     mask = torch.ones(13, 13, dtype=torch.bool).tril()
     mask[8:, 3:8] = False
     positions = torch.cat([torch.arange(8), torch.arange(3, 8)])[None]
-    tree_mask = TreeMask(positions_BT=positions, attn_mask_BTT=mask[None])
+    tree_mask = TreeMask(positions_BT=positions, attn_mask=mask[None, None])
     tree = model.lm_head(model(torch.cat([ids[0], ids[1, 3:]])[None], tree_mask=tree_mask))[0]
     expected = model.logits(ids)
     torch.testing.assert_close(tree[:8], expected[0], rtol=1e-4, atol=1e-4)

@@ -37,8 +37,8 @@ class Batch:
     """A rank's share of a global batch, with one sequence per row.
 
     targets_BT: the loss ignores negative ones. starts_BT: for each token, the position in its row
-    at which its conversation or document begins; None if no row holds more than one. Subclasses add
-    tensors (B, ...) for an objective.
+    at which its conversation or document begins, always on the CPU; None if no row holds more than
+    one. Subclasses add tensors (B, ...) for an objective.
     """
 
     inputs_BT: Tensor
@@ -55,20 +55,19 @@ class Batch:
     def take(self, rows: slice | Tensor) -> Self:
         """Return a batch of the selected rows.
 
-        On a CPU, `starts_BT` becomes None if each selected row is a single sequence. On a GPU, it
-        is kept, because the check would have to wait for the device.
+        `starts_BT` becomes None if each selected row is a single sequence.
         """
         batch = self._map(lambda tensor: tensor[rows])
         starts = batch.starts_BT
-        if starts is not None and starts.device.type == "cpu" and not starts.any():
-            return replace(batch, starts_BT=None)
-        return batch
+        return batch if starts is None or starts.any() else replace(batch, starts_BT=None)
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch on a device."""
+        """Return the batch on a device, except `starts_BT`."""
         if self.inputs_BT.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        rest = replace(self, starts_BT=None)
+        rest = rest._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        return replace(rest, starts_BT=self.starts_BT)
 
     def pin(self) -> Self:
         """Return a copy in pinned memory, from which `to` copies without waiting for the GPU."""

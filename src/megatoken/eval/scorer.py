@@ -111,7 +111,7 @@ def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tr
     nodes_T = torch.arange(T, device=device)
     is_earlier_TT = nodes_T <= nodes_T[:, None]
     mask_BTT = is_earlier_TT & (nodes_T[:, None] < ends[:, None, :])
-    return ids, TreeMask(positions_BT=positions, attn_mask_BTT=mask_BTT)
+    return ids, TreeMask(positions_BT=positions, attn_mask=mask_BTT[:, None])
 
 
 @torch.no_grad()

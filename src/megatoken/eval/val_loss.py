@@ -61,7 +61,7 @@ def validation_loss(
             starts = None if starts is None else F.pad(starts, pad)
         mask = None
         if starts is not None:
-            mask = separate_conversations(starts.to(device.torch_device))
+            mask = separate_conversations(starts, device.torch_device)
         with device.autocast():
             loss_sum, n = cross_entropy(
                 model(inputs.to(device.torch_device), tree_mask=mask),

@@ -40,10 +40,17 @@ from torch.utils.checkpoint import checkpoint
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.dropout import Dropout, fold_in
-from megatoken.model.kernels import ATTENTION, BLOCK, WITHOUT_WINDOW, masked_attention
+from megatoken.model.kernels import (
+    ATTENTION,
+    BLOCK,
+    WITHOUT_WINDOW,
+    attend_documents,
+    masked_attention,
+)
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.model.loss import cap_logits, cross_entropy
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
+from megatoken.system.torch_compat import mark_dynamic
 
 INIT_STD = 0.02
 
@@ -56,17 +63,38 @@ class TreeMask:
     """
 
     positions_BT: Tensor
-    attn_mask_BTT: Tensor  # [b, t, s]: t attends to s
+    attn_mask: Tensor  # bool (B, 1, T, T): [b, 0, t, s]: t attends to s; or bounds of documents
 
 
-def separate_conversations(starts_BT: Tensor) -> TreeMask:
+def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
     """Return the mask for rows that pack several sequences, which must not attend to each other.
 
-    starts_BT: for each token, the index in the row at which its sequence begins.
+    On CUDA, it has their bounds, which are copied without waiting for the GPU.
+
+    starts_BT: for each token, the index in the row at which its sequence begins; on the CPU.
     """
-    index_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    if device.type == "cuda":
+        bounds = find_bounds(starts_BT).pin_memory().to(device, non_blocking=True)
+        mark_dynamic(bounds)
+        index = torch.arange(starts_BT.numel(), dtype=torch.int32, device=device)
+        begins = bounds[torch.bucketize(index, bounds, right=True) - 1]
+        return TreeMask((index - begins).view(starts_BT.shape), bounds)
+    starts_BT = starts_BT.to(device)
+    index_T = torch.arange(starts_BT.shape[1], device=device)
     is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
-    return TreeMask(index_T - starts_BT, is_same_BTT & (index_T[:, None] >= index_T))
+    mask_BTT = is_same_BTT & (index_T[:, None] >= index_T)
+    return TreeMask(index_T - starts_BT, mask_BTT[:, None])
+
+
+def find_bounds(starts_BT: Tensor) -> Tensor:
+    """Return where each sequence begins in the (B * T) tokens, then B * T; int32.
+
+    B * T is repeated until the size is a power of two, so that few sizes occur.
+    """
+    is_start_BT = starts_BT == torch.arange(starts_BT.shape[1])
+    begins = is_start_BT.flatten().nonzero()[:, 0].int()
+    size = 1 << len(begins).bit_length()
+    return F.pad(begins, (0, size - len(begins)), value=starts_BT.numel())
 
 
 class Linear(nn.Linear):
@@ -166,6 +194,10 @@ class Attention(nn.Module):
         if cache is None and mask is None:
             y_BHTD = self.attention_fn(
                 q, k, v, mask=None, causal=True, dropout=dropout, **self.window
+            )
+        elif mask is not None and mask.dim() == 1:
+            y_BHTD = attend_documents(
+                self.masked_attention_fn, q, k, v, bounds=mask, dropout=dropout, **self.window
             )
         else:
             if cache is not None:
@@ -336,9 +368,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
-        A mask is bool (B or 1, 1, T, S), True where a query attends to a key. It is None if plain
-        causal attention is correct; in layers with a window, each query then sees only the keys in
-        its window.
+        A mask is bool (B or 1, 1, T, S), True where a query attends to a key, or bounds of
+        documents. It is None if plain causal attention is correct; in layers with a window, each
+        query then sees only the keys in its window.
         """
         T = ids_BT.shape[1]
         device = ids_BT.device
@@ -347,7 +379,9 @@ class GPT(nn.Module):
         mask = None
         if tree_mask is not None:
             positions = tree_mask.positions_BT
-            mask = tree_mask.attn_mask_BTT[:, None]
+            mask = tree_mask.attn_mask
+            if mask.dim() == 1:
+                return positions, mask, mask
         elif positions.dim() == 2:  # rows of different lengths, with one token each
             mask = (torch.arange(past + 1, device=device) <= positions)[:, None, None]
         elif past and T > 1:  # the lower right corner of the causal square

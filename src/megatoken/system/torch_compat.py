@@ -102,6 +102,30 @@ def scaler_found_inf(
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
+def flash_varlen(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bounds: Tensor, longest: int, window: int
+) -> Tensor:
+    """Compute causal attention within each of the sequences of N tokens by FlashAttention-2.
+
+    bounds: where each sequence begins, then N; int32. longest: at least the length of the longest
+    one. window: number of latest keys that a query sees, or 0 for all.
+    """
+    y_NHD: Tensor = torch.ops.aten._flash_attention_forward(
+        *(q_NHD, k_NKD, v_NKD, bounds, bounds, longest, longest),
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+    return y_NHD
+
+
+def mark_dynamic(tensor: Tensor) -> None:
+    """Make torch.compile generate code for any length of the tensor's first dimension."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
 def abort_nccl() -> None:
     """Abort all NCCL process groups without waiting for running collectives."""
     distributed_c10d._abort_process_group()

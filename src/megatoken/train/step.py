@@ -234,7 +234,7 @@ def forward_hidden(state: TrainState, batch: Batch, dropout_keys_B: Tensor | Non
     if dropout_keys_B is not None:
         options["dropout_keys_B"] = dropout_keys_B
     if batch.starts_BT is not None:
-        options["tree_mask"] = separate_conversations(batch.starts_BT)
+        options["tree_mask"] = separate_conversations(batch.starts_BT, batch.inputs_BT.device)
     return state.forward(batch.inputs_BT, **options)
 
 

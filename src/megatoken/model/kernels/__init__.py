@@ -11,6 +11,7 @@ from megatoken.model.kernels.attention import (
     CUDA_ONLY,
     WITHOUT_WINDOW,
     AttentionFn,
+    attend_documents,
     masked_attention,
     register_attention,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "WITHOUT_WINDOW",
     "AttentionFn",
     "CrossEntropyFn",
+    "attend_documents",
     "masked_attention",
     "register_attention",
 ]

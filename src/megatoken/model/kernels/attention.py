@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatoken.config.fields import register_choice
 from megatoken.errors import ConfigError
 from megatoken.native.attention import attention as compiled_attention
+from megatoken.system.torch_compat import flash_varlen
 
 Mask = Tensor | None
 Dropout = Callable[[Tensor], Tensor] | None  # drops some of the weights (B, H, T, S)
@@ -68,6 +69,17 @@ def causal_mask(T: int, window: int, device: torch.device) -> Tensor:
     return causal_TT.triu(1 - window) if window else causal_TT
 
 
+def document_mask(bounds: Tensor, B: int, T: int, window: int) -> Tensor:
+    """Return a bool mask (B, 1, T, T): causal, and within documents.
+
+    bounds: as in `attend_documents`. window: as in `causal_mask`.
+    """
+    index = torch.arange(B * T, dtype=torch.int32, device=bounds.device)
+    document_BT = torch.bucketize(index, bounds, right=True).view(B, T)
+    is_same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return (is_same_BTT & causal_mask(T, window, bounds.device))[:, None]
+
+
 def explicit_attention(
     q_BHTD: Tensor,
     k_BKSD: Tensor,
@@ -104,7 +116,8 @@ def flash_attention(
     """Call torch's scaled_dot_product_attention, with the backend that torch prefers.
 
     Dropout uses `explicit_attention`, because the dropout masks of torch's kernels depend on the
-    micro-batch size. A window is passed as a mask, which saves no work.
+    micro-batch size. Where `supports_varlen` is False, a window is passed as a mask, which saves no
+    work.
     """
     if dropout is not None:
         return explicit_attention(
@@ -112,6 +125,9 @@ def flash_attention(
         )
     B, H, T, D = q_BHTD.shape
     if window:
+        if supports_varlen(q_BHTD):
+            rows = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BHTD.device)
+            return varlen_attention(q_BHTD, k_BKSD, v_BKSD, rows, window)
         mask = causal_mask(T, window, q_BHTD.device)
         causal = False
     K = k_BKSD.shape[1]
@@ -128,6 +144,50 @@ def flash_attention(
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=K != H
     )
+
+
+def supports_varlen(q_BHTD: Tensor) -> bool:
+    """Return whether `varlen_attention` supports the queries' device, dtype and head width."""
+    return (
+        q_BHTD.is_cuda
+        and q_BHTD.dtype in (torch.bfloat16, torch.float16)
+        and q_BHTD.shape[-1] in range(8, 257, 8)
+        and torch.version.hip is None
+        and torch.cuda.get_device_properties(q_BHTD.device).major >= 8
+    )
+
+
+def varlen_attention(
+    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, bounds: Tensor, window: int
+) -> Tensor:
+    """Compute causal attention within documents by FlashAttention-2 (Dao 2023), without a mask.
+
+    Keys of other documents or outside the window take no work. bounds: as in `attend_documents`.
+    """
+    B, H, T, D = q_BHTD.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
+    return flash_varlen(q, k, v, bounds, T, window).view(B, T, H, D).transpose(1, 2)
+
+
+def attend_documents(
+    attention_fn: AttentionFn,
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    bounds: Tensor,
+    dropout: Dropout,
+    window: int = 0,
+) -> Tensor:
+    """Compute causal attention within documents, by `attention_fn` if it has to be masked.
+
+    bounds: int32. Where each document begins in the (B * T) tokens, then B * T, at least once.
+    """
+    if attention_fn is flash_attention and dropout is None and supports_varlen(q_BHTD):
+        return varlen_attention(q_BHTD, k_BKTD, v_BKTD, bounds, window)
+    B, _, T, _ = q_BHTD.shape
+    mask = document_mask(bounds, B, T, window)
+    return attention_fn(q_BHTD, k_BKTD, v_BKTD, mask=mask, causal=False, dropout=dropout)
 
 
 def backend_attention(

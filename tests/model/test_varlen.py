@@ -1,0 +1,153 @@
+"""Attention within documents and windows by FlashAttention-2 equals the formula with a mask.
+
+The comparisons need an NVIDIA GPU; the bounds of documents are tested everywhere.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.model.gpt import GPT, find_bounds, separate_conversations
+from megatoken.model.kernels.attention import (
+    Dropout,
+    attend_documents,
+    causal_mask,
+    document_mask,
+    explicit_attention,
+    flash_attention,
+    supports_varlen,
+)
+from tests.nullgpu.counters import is_loaded
+from tests.tiny_model import TINY_MODERN
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch versions that we do not pin
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or is_loaded(), reason="needs an NVIDIA GPU"
+)
+CPU = torch.device("cpu")
+BEGINS = [[0], [0, 1, 2, 130], [0, 299], [0, 17, 18, 19, 20, 100, 256]]  # of each row's documents
+B, T = len(BEGINS), 300
+
+
+def make_starts(begins: list[list[int]], length: int) -> Tensor:
+    starts = torch.zeros(len(begins), length, dtype=torch.int64)
+    for row, places in zip(starts, begins, strict=True):
+        for place in places:
+            row[place:] = place
+    return starts
+
+
+STARTS = make_starts(BEGINS, T)
+
+
+def test_bounds_end_with_the_number_of_tokens():
+    assert find_bounds(make_starts([[0, 2], [0]], 4)).tolist() == [0, 2, 4, 8]
+    assert find_bounds(make_starts([[0, 2], [0, 3]], 4)).tolist() == [0, 2, 4, 7, 8, 8, 8, 8]
+    assert find_bounds(make_starts([[0]], 1)).tolist() == [0, 1]
+
+
+def test_bounds_and_starts_give_the_same_mask():
+    expected = separate_conversations(STARTS, CPU).attn_mask
+    assert torch.equal(document_mask(find_bounds(STARTS), B, T, 0), expected)
+    near = causal_mask(T, 16, CPU)
+    assert torch.equal(document_mask(find_bounds(STARTS), B, T, 16), expected & near)
+
+
+def test_documents_use_the_mask_where_flash_attention_is_missing():
+    q, k, v = torch.randn(3, B, 2, T, 8, generator=torch.Generator().manual_seed(0))
+    bounds = find_bounds(STARTS)
+    want = explicit_attention(
+        q, k, v, mask=document_mask(bounds, B, T, 16), causal=False, dropout=None
+    )
+    zero: Dropout = torch.zeros_like
+    for fn in (flash_attention, explicit_attention):
+        y = attend_documents(fn, q, k, v, bounds=bounds, dropout=None, window=16)
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+        assert attend_documents(fn, q, k, v, bounds=bounds, dropout=zero).count_nonzero() == 0
+
+
+def draw(n_heads: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Draw (B, H, T, D), with the strides of the model's packed projection."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    packed = torch.randn(B, T, n_heads + 1, 64, generator=generator, device="cuda", dtype=dtype)
+    return packed[:, :, :n_heads].transpose(1, 2)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm().clamp(min=1.0))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("window", [0, 1, 16, 129, T, 2 * T])
+@pytest.mark.parametrize("documents", [True, False])
+def test_it_equals_the_formula(dtype: torch.dtype, kv_heads: int, window: int, *, documents: bool):
+    tree_mask = separate_conversations(STARTS, torch.device("cuda"))
+    assert torch.equal(tree_mask.positions_BT.cpu(), torch.arange(T) - STARTS)
+    mask = causal_mask(T, window, CPU)
+    if documents:
+        mask = (STARTS[:, :, None] == STARTS[:, None, :])[:, None] & mask
+    inputs = [draw(heads, seed, dtype) for seed, heads in enumerate((6, kv_heads, kv_heads))]
+    assert supports_varlen(inputs[0])
+    results = []
+    for compute_dtype in (dtype, torch.float32):
+        q, k, v = (x.to(compute_dtype).detach().requires_grad_() for x in inputs)
+        if compute_dtype == torch.float32:
+            y = explicit_attention(q, k, v, mask=mask.cuda(), causal=False, dropout=None)
+        elif documents:
+            y = attend_documents(
+                flash_attention, q, k, v, bounds=tree_mask.attn_mask, dropout=None, window=window
+            )
+        else:
+            y = flash_attention(q, k, v, mask=None, causal=True, dropout=None, window=window)
+        grads = torch.autograd.grad(y, (q, k, v), draw(6, 3, dtype).to(compute_dtype))
+        results.append([y, *grads])
+    for got, want in zip(*results, strict=True):
+        assert relative_error(got, want) < 1e-2
+
+
+def build(config: ModelConfig) -> GPT:
+    """Return a model with matrices so large that attention changes its output."""
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def measure(model: GPT, starts: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return hidden states and all gradients, in fp32 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (B, T), generator=generator).to(device)
+    grad = torch.randn(B, T, model.config.d_model, generator=generator).to(device)
+    tree_mask = None if starts is None else separate_conversations(starts, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        hidden = model(ids, tree_mask=tree_mask)
+    hidden.backward(grad.to(hidden.dtype))
+    grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+    return hidden.detach().float().cpu(), torch.cat(grads).cpu()
+
+
+FULL = replace(
+    TINY_MODERN, d_model=128, n_head=4, n_kv_head=2, seq_len=T, window=0, value_embeddings=False
+)
+WINDOWS = replace(FULL, window=16)  # in the first of two layers
+
+
+@needs_gpu
+@pytest.mark.parametrize(("config", "compiled"), [(FULL, False), (WINDOWS, False), (WINDOWS, True)])
+def test_a_model_equals_that_of_the_cpu(config: ModelConfig, *, compiled: bool):
+    for starts, others in ((None, STARTS), (STARTS, None)):
+        want = measure(build(config), starts, CPU)
+        model = build(config).cuda()
+        for block in model.blocks if compiled else ():
+            block.compile(dynamic=False)
+        got = measure(model, starts, torch.device("cuda"))
+        assert relative_error(got[0], want[0]) < 2e-2
+        assert relative_error(got[1], want[1]) < 3e-2
+        different = measure(build(config), others, CPU)
+        assert relative_error(different[0], want[0]) > 0.05
