@@ -69,18 +69,17 @@ class TreeMask:
 def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
     """Return the mask for rows that pack several sequences, which must not attend to each other.
 
-    On CUDA, it has their bounds, which are copied without waiting for the GPU.
+    On CUDA, it consists of their bounds, which are copied without waiting for the GPU.
 
     starts_BT: for each token, the index in the row at which its sequence begins; on the CPU.
     """
+    index_T = torch.arange(starts_BT.shape[1])
     if device.type == "cuda":
-        bounds = find_bounds(starts_BT).pin_memory().to(device, non_blocking=True)
+        tensors = index_T - starts_BT, find_bounds(starts_BT)
+        positions_BT, bounds = (x.pin_memory().to(device, non_blocking=True) for x in tensors)
         mark_dynamic(bounds)
-        index = torch.arange(starts_BT.numel(), dtype=torch.int32, device=device)
-        begins = bounds[torch.bucketize(index, bounds, right=True) - 1]
-        return TreeMask((index - begins).view(starts_BT.shape), bounds)
-    starts_BT = starts_BT.to(device)
-    index_T = torch.arange(starts_BT.shape[1], device=device)
+        return TreeMask(positions_BT, bounds)
+    starts_BT, index_T = starts_BT.to(device), index_T.to(device)
     is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
     mask_BTT = is_same_BTT & (index_T[:, None] >= index_T)
     return TreeMask(index_T - starts_BT, mask_BTT[:, None])
