@@ -92,6 +92,7 @@ def list_benches(memory_bytes: int, sources: str) -> list[Bench]:
             seconds=150,
         ),
         Bench(name="gpu-products-124m", words="products --repeats 10", seconds=60),
+        Bench(name="gpu-documents-124m", words="", module="benchmarks.documents"),
         *larger,
         Bench(
             name="gpu-loss-124m",
