@@ -108,6 +108,7 @@ machine.device:        machine.device=tpu
 machine.precision:     machine.device=cpu machine.precision=fp16
 machine.master_weights: machine.sharding=zero3 machine.master_weights=on
 machine.activation_checkpointing: machine.tensor_parallel=2 machine.activation_checkpointing=gelu
+machine.fp8:           machine.tensor_parallel=2 machine.fp8=head
 machine.tensor_parallel: machine.tensor_parallel=2 data.document_mask=true
 machine.attention:     machine.attention=fa2 data.document_mask=true
 machine.tensor_parallel: objective.name=sft machine.tensor_parallel=2

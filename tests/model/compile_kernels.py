@@ -20,36 +20,47 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from megatoken.model.kernels import cross_entropy as softmax
+from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
 
 ARCHITECTURES = (80, 90, 100)
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-MODES = ((0.0, True), (15.0, True), (0.0, False))  # softcap, overwrite (False: validation)
+# softcap, overwrite (False: validation), whether the gradient is stored in FP8 too
+MODES = ((0.0, True, False), (15.0, True, False), (0.0, False, False))
+FP8_MODES = ((0.0, True, True), (15.0, True, True))
+FP8_ARCHITECTURES = (90, 100)
 ALIGNED = [["tt.divisibility", 16]]
 
 
 def compile_all() -> Iterator[dict[str, Any]]:
     """Yield a row per variant of the kernel that a training run or a validation launches."""
-    for arch, dtype, (softcap, overwrite) in itertools.product(ARCHITECTURES, ITEM_BYTES, MODES):
-        kernel = compile_cross_entropy(arch, dtype, softcap, overwrite)
+    variants = [
+        *itertools.product(ARCHITECTURES, ITEM_BYTES, MODES),
+        *itertools.product(FP8_ARCHITECTURES, ("bf16",), FP8_MODES),
+    ]
+    for arch, dtype, (softcap, overwrite, fp8) in variants:
+        kernel = compile_cross_entropy(arch, dtype, softcap, overwrite, fp8)
         yield {
             "kernel": "cross_entropy",
             "arch": f"sm_{arch}",
             "dtype": dtype,
             "softcap": softcap,
             "overwrite": overwrite,
+            "fp8": fp8,
             **describe_ptx(kernel.asm["ptx"], arch),
         }
 
 
-def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool) -> Any:
+def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool, fp8: bool) -> Any:
     """Compile the kernel as a launch with GPT-2's vocabulary would.
 
     Pointers and the padded vocabulary are multiples of 16, the vocabulary is not.
     """
     signature = {"logits": f"*{dtype}", "targets": "*i64", "loss": "*fp32"}
+    signature |= {"grad8": "*fp8e5" if fp8 else f"*{dtype}"}
     signature |= {"vocab_size": "i32", "V": "i32"}
     constants = {
         "OVERWRITE": overwrite,
+        "FACTOR": SOFTMAX_FACTOR if fp8 else 0.0,
         "SOFTCAP": softcap,
         "THREADS": 32 * softmax.WARPS,
         "WIDTH": softmax.LOAD_BYTES // ITEM_BYTES[dtype],
@@ -58,7 +69,7 @@ def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool
         fn=softmax._cross_entropy,
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
-        attrs={(index,): ALIGNED for index in (0, 1, 2, 4)},
+        attrs={(index,): ALIGNED for index in (0, 1, 2, 3, 5)},
     )
     target = GPUTarget("cuda", arch, 32)
     return triton.compile(source, target=target, options={"num_warps": softmax.WARPS})

@@ -19,9 +19,10 @@ def test_kernels_compile_without_spills_barriers_or_narrow_loads():
     env = os.environ | {"TRITON_INTERPRET": "0"}
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
     rows = [json.loads(line) for line in output.splitlines()]
-    assert len(rows) == 27
+    assert len(rows) == 27 + 4
     for row in rows:
         assert row["registers"] <= 64, row  # two blocks of 16 warps per multiprocessor
         assert (row["spilled_bytes"], row["barriers"]) == (0, 0), row
         assert set(row["load_bits"]) == {8 * LOAD_BYTES}, row
-        assert row["store_bits"] == [8 * LOAD_BYTES] * 2 * row["overwrite"], row
+        fp8_bits = [8 * LOAD_BYTES // 2] * 2 * row["fp8"]  # FP8 has half of bf16's bits
+        assert row["store_bits"] == fp8_bits + [8 * LOAD_BYTES] * 2 * row["overwrite"], row

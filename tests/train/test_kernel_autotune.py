@@ -50,6 +50,7 @@ def test_pick_needs_a_clear_margin():
 def test_options_follow_precision_and_dropout():
     options = list_options(MachineConfig(), CPU, 0.0)
     plain = {"loss": ["torch"], "block": ["torch"], "adamw": ["torch"], "mixed": ["autocast"]}
+    plain["fp8"] = ["off"]
     assert options == {"attention": ["flash", "blocked"], **plain}
     assert list_options(MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
     compiled = list_options(MachineConfig(compile="on"), CPU, 0.0)

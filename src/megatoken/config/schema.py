@@ -143,7 +143,7 @@ class BudgetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """How the run is computed. None of these settings changes the loss curve."""
+    """How the run is computed. Apart from rounding, no setting changes the loss curve."""
 
     device: str = config_field("auto", "auto (fastest available), cpu, cuda, cuda:N or mps")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
@@ -181,6 +181,11 @@ class MachineConfig:
             "attention kernel; flash: torch's choice; native: our CPU kernel; cudnn, fa2: that "
             "kernel or an error",
         )
+    )
+    fp8: Literal["off", "head", "all"] = config_field(
+        "off",
+        "FP8 matrix products with bf16 precision; head: of the output layer; all: of the MLP too "
+        "(not yet measured on a GPU)",
     )
     fused: Literal["auto", "off", "on"] = config_field("auto", "our kernel for the loss's softmax")
     activation_checkpointing: Literal["none", "gelu", "block"] = config_field(

@@ -91,9 +91,11 @@ def _validate_machine(config: Config) -> Conflicts:
         problem = f"{machine.attention} does not support data.document_mask"
         yield "machine.attention", problem, "use auto or flash"
     if machine.tensor_parallel > 1:
+        problem = "not supported with machine.tensor_parallel"
         if machine.activation_checkpointing == "gelu":
-            problem = "not supported with machine.tensor_parallel"
             yield "machine.activation_checkpointing", problem, "use none or block"
+        if machine.fp8 != "off":
+            yield "machine.fp8", problem, "use off"
         if mask or config.objective.name != "pretrain":
             problem = "not supported for conversations or data.document_mask"
             yield "machine.tensor_parallel", problem, "use machine.sharding"

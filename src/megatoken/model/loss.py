@@ -7,6 +7,7 @@ at a time, their softmax is in fp32, and padding ids get no probability.
 Shapes: N rows (B*T), C d_model, V padded vocabulary.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.model.kernels.cross_entropy import fused_softmax_cross_entropy
+from megatoken.model.kernels.fp8 import E5M2, OutputLayer
 from megatoken.native.products import matmul as native_matmul
 
 
@@ -27,6 +30,7 @@ def cross_entropy(
     softcap: float = 0.0,
     chunk: int = 1024,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy (-log p) of the targets in nats, and the number of targets.
 
@@ -37,6 +41,7 @@ def cross_entropy(
     chunk: how many rows of logits to hold in memory at once. With 0, all logits are computed and
         differentiated by torch's autograd.
     softmax_cross_entropy: implementation from LOSS to use on each chunk.
+    fp8: whether to compute logits and hidden gradients in FP8, for training with chunks in bf16.
     """
     device = hidden_BTC.device.type
     dtype = _product_dtype(hidden_BTC)
@@ -47,17 +52,14 @@ def cross_entropy(
         index_N = torch.nonzero(targets_N >= 0)[:, 0]
         hidden_NC = hidden_NC.index_select(0, index_N)
         targets_N = targets_N[index_N]
+    options = (vocab_size, softcap, dtype)
     with torch.autocast(device, enabled=False):
         if chunk == 0:
-            total = _plain_cross_entropy(
-                hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, dtype
-            )
-            return total, count
+            return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, *options), count
         if dtype == torch.float16:
             # The logits' gradient underflows in fp16 without the loss scale, which only the
             # backward has, so each chunk's logits are recomputed there.
             chunks = zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
-            options = (vocab_size, softcap, dtype)
             sums = [
                 checkpoint(
                     _plain_cross_entropy, h_NC, lm_head_VC, t_N, *options, use_reentrant=False
@@ -66,14 +68,7 @@ def cross_entropy(
             ]
             return torch.stack(sums).sum(), count
         total = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC,
-            lm_head_VC,
-            targets_N,
-            vocab_size,
-            softcap,
-            chunk,
-            dtype,
-            softmax_cross_entropy,
+            hidden_NC, lm_head_VC, targets_N, *options, chunk, softmax_cross_entropy, fp8
         )
         return total, count
 
@@ -173,9 +168,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         vocab_size: int,
         softcap: float,
-        chunk: int,
         dtype: torch.dtype,
+        chunk: int,
         softmax_cross_entropy: CrossEntropyFn,
+        fp8: bool,
     ) -> Tensor:
         h_low = h_NC.to(dtype)
         w_low = w_VC.to(dtype)
@@ -187,15 +183,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         matmul = native_matmul if softmax_cross_entropy is LOSS["native"] else torch_matmul
         # One buffer for every chunk's logits, then their gradient.
         buffer_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
+        layer = grad8_NV = None
+        if fp8:
+            layer = OutputLayer(h_low, w_low)
+            if softmax_cross_entropy is LOSS["triton"]:
+                grad8_NV = torch.empty_like(buffer_NV, dtype=E5M2)
+                softmax_cross_entropy = partial(fused_softmax_cross_entropy, grad8_NV=grad8_NV)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
             targets = targets_N[rows]
-            logits_NV = matmul(h_low[rows], w_low.T, buffer_NV[: len(targets)])
+            logits_NV = buffer_NV[: len(targets)]
+            if layer is None:
+                matmul(h_low[rows], w_low.T, logits_NV)
+            else:
+                layer.project(rows, logits_NV)
             total += softmax_cross_entropy(
                 logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
             ).sum()
             if grad_h is not None:
-                matmul(logits_NV, w_low, grad_h[rows])
+                if layer is None:
+                    matmul(logits_NV, w_low, grad_h[rows])
+                else:
+                    grad_NV = logits_NV if grad8_NV is None else grad8_NV[: len(targets)]
+                    layer.grad_hidden(grad_NV, grad_h[rows])
                 if grad_w is None:  # several chunks are summed in fp32
                     sum_dtype = torch.float32 if len(h_NC) > chunk else w_VC.dtype
                     grad_w = torch.empty_like(w_VC, dtype=sum_dtype)
@@ -209,4 +219,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Returned without a copy: the output layer's gradient is a small model's largest tensor.
         grad_h, grad_w = ctx.gradients
         ctx.gradients = None
-        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None, None, None
+        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), *[None] * 7

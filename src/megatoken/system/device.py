@@ -67,6 +67,13 @@ class Device:
         return self.type == "cuda" and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether torch has FP8 matmuls: on NVIDIA GPUs since Ada, and for tests on CPUs."""
+        if self.type == "cuda" and not torch.version.hip:
+            return torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+        return self.type == "cpu"
+
+    @property
     def widest(self) -> torch.dtype:
         """The widest floating-point dtype of the device, for long sums: fp64, or fp32 on MPS."""
         return torch.float32 if self.type == "mps" else torch.float64

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
-from megatoken.model.gpt import GPT, set_attention, set_block_kernels
+from megatoken.model.gpt import GPT, MLP, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
@@ -116,6 +116,9 @@ def autotune(
         if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
+    if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
+        what = f"no FP8 matmuls on {device.name} in {device.precision}"
+        raise ConfigError(what, "machine.fp8", "set it to off")
     options = list_options(machine, device, dropout, has_windows=config.window > 0)
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     library = find_library()
@@ -157,6 +160,11 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
     set_attention(state.model, choice.kernels.attention)
     set_block_kernels(state.model, choice.kernels.block)
     state.cross_entropy_fn = LOSS[choice.kernels.loss]
+    state.fp8_head = choice.kernels.fp8 != "off"
+    if choice.kernels.fp8 == "all":
+        for part in state.model.modules():
+            if isinstance(part, MLP):
+                set_block_kernels(part, "fp8")
     if choice.master_weights:
         state.enable_master_weights(device.dtype)
     if choice.kernels.adamw == "native" and (library := find_library()):
@@ -173,6 +181,7 @@ def list_requests(machine: MachineConfig) -> dict[str, Any]:
         "attention": machine.attention,
         "mixed": {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto"),
         "fused": machine.fused,
+        "fp8": machine.fp8,
         "adamw": machine.adamw if machine.adamw in ("auto", "native") else "torch",
         "threads": machine.threads,
     }
@@ -189,6 +198,7 @@ def list_options(
     formula (model/kernels/attention.py).
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
+    options["fp8"] = ["off"]
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
     if device.type == "cpu" and machine.compile in ("auto", "off"):  # else torch.compile's kernels
         native = ["native"] if find_library() else []

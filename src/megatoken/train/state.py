@@ -64,6 +64,7 @@ class TrainState:
     grad_reducer: GradBucketReducer | None = None  # only if there are several replicas
     objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
+    fp8_head: bool = False
     # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
     cuda_graphs: bool = False
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default

@@ -250,6 +250,7 @@ def forward_loss(
         softcap=state.model.config.logit_softcap,
         chunk=step_config.loss_chunk,
         softmax_cross_entropy=state.cross_entropy_fn,
+        fp8=state.fp8_head,
     )
     return loss_sum
 

@@ -40,6 +40,7 @@ class Kernels:
     loss: str = "torch"
     block: str = "torch"
     adamw: str = "torch"
+    fp8: str = "off"
 
     def __str__(self) -> str:
         parts = [f"attention {self.attention}"]
@@ -47,6 +48,8 @@ class Kernels:
             parts.append("fused loss")
         if self.block == "torch+native":
             parts.append("native norms and activations")
+        if self.fp8 != "off":
+            parts.append(f"fp8 {self.fp8}")
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
         if native:
             parts.append(f"native {' + '.join(native)}")

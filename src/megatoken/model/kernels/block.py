@@ -1,6 +1,6 @@
 """Operations of a transformer block, by name: torch's, or the native CPU kernels.
 
-`int8` is only for decoding, with the weights of native/int8.py.
+`int8` is only for decoding, with the weights of native/int8.py; `fp8` only for the MLP.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatoken.model.kernels import fp8
 from megatoken.native import int8
 from megatoken.native import ops as native
 from megatoken.native.products import linear as native_linear
@@ -52,4 +53,5 @@ BLOCK = {
     "int8": BlockKernels(
         linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
     ),
+    "fp8": BlockKernels(linear=fp8.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
 }

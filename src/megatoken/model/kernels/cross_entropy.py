@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
 from megatoken.native import ops as native
 
 HAS_TRITON = find_spec("triton") is not None
@@ -85,18 +86,29 @@ def softmax_cross_entropy(
 
 
 def fused_softmax_cross_entropy(
-    logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float = 0.0, *, overwrite: bool
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    softcap: float = 0.0,
+    *,
+    overwrite: bool,
+    grad8_NV: Tensor | None = None,
 ) -> Tensor:
-    """Compute `softmax_cross_entropy` with a Triton kernel that runs one program per row."""
+    """Compute `softmax_cross_entropy` with a Triton kernel that runs one program per row.
+
+    grad8_NV: where to store the gradient a second time, times SOFTMAX_FACTOR and in FP8 (E5M2).
+    """
     N, V = logits_NV.shape
     loss_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(N,)](
         logits_NV,
         targets_N,
         loss_N,
+        logits_NV if grad8_NV is None else grad8_NV,
         vocab_size,
         V,
         OVERWRITE=overwrite,
+        FACTOR=0.0 if grad8_NV is None else SOFTMAX_FACTOR,
         SOFTCAP=float(softcap),
         THREADS=32 * WARPS,
         WIDTH=LOAD_BYTES // logits_NV.element_size(),
@@ -107,7 +119,10 @@ def fused_softmax_cross_entropy(
 
 @jit
 def _load(logits, at, V, SOFTCAP: tl.constexpr, IN_ROW: tl.constexpr):
-    """Load logits in fp32, capped. IN_ROW: whether `at` is known to be below V."""
+    """Load logits in fp32, capped. IN_ROW: whether `at` is known to be below V.
+
+    V, unlike vocab_size, is known to be divisible by 16, without which loads are not vectorized.
+    """
     HAS_CAP: tl.constexpr = SOFTCAP > 0  # Triton does not accept a float as a condition
     if IN_ROW:
         x = tl.load(logits + at).to(tl.float32)
@@ -129,13 +144,23 @@ def _gradient(x, log2_total, SOFTCAP: tl.constexpr):
 
 
 @jit
+def _store(logits, grad8, at, d, mask, FACTOR: tl.constexpr):
+    """Store gradients in place of the logits and, if FACTOR is above 0, times FACTOR in FP8."""
+    tl.store(logits + at, d.to(logits.dtype.element_ty), mask=mask)
+    if FACTOR > 0:
+        tl.store(grad8 + at, (d * FACTOR).to(grad8.dtype.element_ty), mask=mask)
+
+
+@jit
 def _cross_entropy(
     logits,
     targets,
     loss,
+    grad8,
     vocab_size,
     V,
     OVERWRITE: tl.constexpr,
+    FACTOR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     THREADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -144,10 +169,9 @@ def _cross_entropy(
     STEP: tl.constexpr = THREADS * WIDTH
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
-    # Each thread has WIDTH neighboring columns and its own maximum and sum, so loops have no
-    # barriers. The columns from `tail` on may be padding; only there do loops compare columns, as
-    # instructions limit the kernel. V, unlike vocab_size, is known to be divisible by 16, without
-    # which loads would not be vectorized.
+    grad8 += row.to(tl.int64) * V
+    # Each thread has its own maximum and sum, so loops have no barriers. Columns from `tail` on may
+    # be padding; only there do loops compare columns, as instructions limit the kernel.
     columns = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tail = vocab_size // STEP * STEP
     target = tl.load(targets + row)
@@ -177,16 +201,15 @@ def _cross_entropy(
         log2_total = tl.where(is_target, top * LOG2_E + tl.log2(total), float("inf"))
         for first in range(0, tail, STEP):
             x = _load(logits, first + columns, V, SOFTCAP, True)
-            d = _gradient(x, log2_total, SOFTCAP)
-            tl.store(logits + first + columns, d.to(logits.dtype.element_ty))
+            _store(logits, grad8, first + columns, _gradient(x, log2_total, SOFTCAP), None, FACTOR)
         for first in range(tail, V, STEP):
             at = first + columns
             x = _load(logits, at, V, SOFTCAP, False)
             d = tl.where(at < vocab_size, _gradient(x, log2_total, SOFTCAP), 0.0)
-            tl.store(logits + at, d.to(logits.dtype.element_ty), mask=at < V)
+            _store(logits, grad8, at, d, at < V, FACTOR)
         tl.debug_barrier()  # the target's gradient is written twice
         d = _gradient(score, log2_total, SOFTCAP) - _gradient(score, score * LOG2_E, SOFTCAP)
-        tl.store(logits + target, d.to(logits.dtype.element_ty), mask=in_vocab)
+        _store(logits, grad8, target, d, in_vocab, FACTOR)
     score = tl.where(in_vocab, score, float("-inf"))
     tl.store(loss + row, tl.where(is_target, tl.log(total) + top - score, 0.0))
 

@@ -1,0 +1,119 @@
+"""Matmuls of FP8 numbers, with sums in fp32 (Micikevicius et al. 2022).
+
+Activations and weights are rounded to e4m3, which has 3 bits of mantissa, and gradients to e5m2,
+which has 2 and a wider range. Each tensor is first multiplied by the power of two that brings its
+largest magnitude to the upper end of that range. GPUs since Ada have such
+matmuls; torch computes the same on a CPU, but slower than in bf16.
+
+Shapes: N rows, I inputs, O outputs, C d_model, V padded vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+MULTIPLE = 16  # that the hardware needs, of all sizes but M in `matmul_nt`
+EXPONENT = 0x7F800000  # bits of an fp32 number that give the power of two below it
+SMALLEST = 1e-30  # magnitude by which a tensor is scaled; one of zeros stays 0
+SOFTMAX_FACTOR = 2.0**15  # of the logits' gradient, which is at most 1
+
+
+class Scaled(NamedTuple):
+    """A matrix of FP8 values, to be multiplied by a 0-d fp32 scale on the same device."""
+
+    values: Tensor
+    scale: Tensor
+
+    def transpose(self) -> "Scaled":
+        """Return the transposed matrix, contiguous as `matmul_nt` needs it."""
+        return Scaled(self.values.T.contiguous(), self.scale)
+
+
+def round_to_fp8(x: Tensor, dtype: torch.dtype) -> Scaled:
+    """Round a bf16 matrix to `dtype`, E4M3 or E5M2."""
+    # Per row first, so that torch.compile finds the maximum in the kernel that computes x.
+    largest = torch.linalg.vector_norm(x, torch.inf, -1).amax().float().clamp(min=SMALLEST)
+    factor = torch.finfo(dtype).max / largest
+    factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
+    return Scaled((x * factor.to(x.dtype)).to(dtype), 1 / factor)
+
+
+def matmul_nt(a: Scaled, b: Scaled, *, fast: bool = False, out: Tensor | None = None) -> Tensor:
+    """Return a (M, K) times the transposed b (N, K): the layout that the hardware reads.
+
+    The result is in bf16, or in the dtype of `out`. fast: whether Hopper GPUs may keep sums in
+    fewer bits than fp32, as is usual in the forward.
+    """
+    return torch._scaled_mm(
+        a.values,
+        b.values.T,
+        a.scale,
+        b.scale,
+        out_dtype=torch.bfloat16 if out is None else out.dtype,
+        use_fast_accum=fast,
+        out=out,
+    )
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Compute F.linear with FP8 matmuls in the forward and in the backward.
+
+    Without gradients (validation, sampling), or if the rows do not fit, it is F.linear.
+    """
+    x_NI = x.flatten(0, -2)
+    if not torch.is_grad_enabled() or len(x_NI) % MULTIPLE:
+        return F.linear(x, weight_OI, bias_O)
+    y_NO = _Linear.apply(x_NI.bfloat16(), weight_OI.bfloat16())  # type: ignore[no-untyped-call]
+    y: Tensor = y_NO.view(*x.shape[:-1], -1)
+    return y if bias_O is None else y + bias_O.to(y.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """The matmuls of `linear`, in bf16 outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        # `x` is made from its transpose, so that torch.compile saves that instead of computing it
+        # in the backward, fused into reductions over rows, whose transposed stores are slow.
+        x_IN = round_to_fp8(x_NI, E4M3).transpose()
+        ctx.save_for_backward(*x_IN, weight_OI)  # the rounded weight would not be sharded by ZeRO-3
+        return matmul_nt(x_IN.transpose(), round_to_fp8(weight_OI, E4M3), fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor]:
+        *x_IN, weight_OI = ctx.saved_tensors
+        grad = round_to_fp8(grad_NO, E5M2)
+        grad_x_NI = matmul_nt(grad, round_to_fp8(weight_OI, E4M3).transpose())
+        return grad_x_NI, matmul_nt(grad.transpose(), Scaled(*x_IN))
+
+
+class OutputLayer:
+    """The matmuls of the output layer for logits and hidden gradients, computed in chunks of rows.
+
+    The weight's gradient stays in bf16: an FP8 matmul cannot add to a sum, and would need a
+    transposed copy of the logits' gradient.
+    """
+
+    def __init__(self, h_NC: Tensor, w_VC: Tensor) -> None:
+        self.hidden_NC = round_to_fp8(h_NC, E4M3)
+        self.weight_VC = round_to_fp8(w_VC, E4M3)
+        self.weight_CV = self.weight_VC.transpose()
+        self.grad_scale = torch.full_like(self.weight_VC.scale, 1 / SOFTMAX_FACTOR)
+
+    def project(self, rows: slice, out_NV: Tensor) -> None:
+        """Write the logits of some rows to `out_NV`."""
+        values_NC, scale = self.hidden_NC
+        matmul_nt(Scaled(values_NC[rows], scale), self.weight_VC, fast=True, out=out_NV)
+
+    def grad_hidden(self, grad_NV: Tensor, out_NC: Tensor) -> None:
+        """Write the gradient of the hidden states to `out_NC`, given that of the logits.
+
+        grad_NV: in bf16, or in E5M2 and multiplied by SOFTMAX_FACTOR.
+        """
+        if grad_NV.dtype != E5M2:
+            grad_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
+        matmul_nt(Scaled(grad_NV, self.grad_scale), self.weight_CV, out=out_NC)
