@@ -27,6 +27,7 @@ LAYOUTS = (
     "machine.sharding=zero1",
     "machine.sharding=zero2",
     "machine.sharding=zero3",
+    "machine.sharding=zero3 machine.precision=bf16 machine.fp8=all",
     "machine.tensor_parallel=2",
     "machine.sharding=none optim.name=muon",
     "machine.sharding=zero3 optim.name=muon",
