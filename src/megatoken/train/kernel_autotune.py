@@ -113,7 +113,10 @@ def autotune(
     if machine.attention in CUDA_ONLY:
         _check_attention(config, machine.attention, device)
     for key in ("attention", "gemm_backend", "adamw"):
-        if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
+        missing = (
+            not find_library() if device.type == "cpu" else key != "adamw" or misses_triton(device)
+        )
+        if "native" in str(getattr(machine, key)) and missing:
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
@@ -151,7 +154,7 @@ def autotune(
         master_weights=master_weights,
         seconds=seconds,
         errors=errors,
-        library=library.name if library and is_native else "",
+        library=library.name if library and is_native and device.type == "cpu" else "",
     )
 
 
@@ -167,8 +170,8 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
                 set_block_kernels(part, "fp8")
     if choice.master_weights:
         state.enable_master_weights(device.dtype)
-    if choice.kernels.adamw == "native" and (library := find_library()):
-        state.use_native_adamw(library)
+    if choice.kernels.adamw == "native":
+        state.use_native_adamw(find_library() if device.type == "cpu" else None)
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
