@@ -78,6 +78,28 @@ def test_our_adamw_updates_each_group_in_one_launch(micro_batch: int):
     assert (n_copies >= n_gradients) == (micro_batch == 1)  # sums of micro-batches are in fp32
 
 
+def test_cublaslt_computes_gelu_in_matmuls():
+    counts = {}
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    for form in ("torch", "cublaslt"):
+        torch.compiler.reset()
+        config = shrink(PRESETS["gpt2-124m"], LAYERS)
+        workload = build(config, "blocks", batch_seqs=2, micro_batch=2, gemm_backend=form)
+        take_step(workload)
+        counters.reset()
+        take_step(workload)
+        counts[form] = counters.read()
+    torchs, ours = counts["torch"], counts["cublaslt"]
+    assert not breaks
+    # `up` has an epilogue in either form, and the backward does not repeat it.
+    assert ours.find("[cublasLtMatmul]") == torchs.find("[cublasLtMatmul]")
+    assert ours.find("[cublas") == torchs.find("[cublas")
+    pointwise = "triton_poi_fused_gelu"
+    assert (torchs.find(pointwise), ours.find(pointwise)) == (2 * LAYERS, LAYERS)
+    assert torchs.total - ours.total == LAYERS
+
+
 @pytest.mark.parametrize("mode", ["off", "blocks"])
 def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch):
     workload = build(shrink(PRESETS["gpt2-124m"], LAYERS), mode, batch_seqs=2, micro_batch=2)

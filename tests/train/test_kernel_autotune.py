@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
+from megatoken.errors import ConfigError
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.native.library import find_library
@@ -48,24 +50,26 @@ def test_pick_needs_a_clear_margin():
 
 
 def test_options_follow_precision_and_dropout():
-    options = list_options(MachineConfig(), CPU, 0.0)
+    options = list_options(TINY_GPT, MachineConfig(), CPU, 0.0)
     plain = {"loss": ["torch"], "block": ["torch"], "adamw": ["torch"], "mixed": ["autocast"]}
     plain["fp8"] = ["off"]
     assert options == {"attention": ["flash", "blocked"], **plain}
-    assert list_options(MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
-    compiled = list_options(MachineConfig(compile="on"), CPU, 0.0)
+    assert list_options(TINY_GPT, MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
+    compiled = list_options(TINY_GPT, MachineConfig(compile="on"), CPU, 0.0)
     assert compiled == {"attention": ["flash"], **plain}
-    assert list_options(MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+    assert list_options(TINY_GPT, MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
 
 
 def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(autotune_module, "find_library", object)
-    options = list_options(MachineConfig(), CPU, 0.0)
+    options = list_options(TINY_GPT, MachineConfig(), CPU, 0.0)
     assert options["attention"] == ["flash", "native"]
     assert options["block"] == ["torch", "torch+native", "native"]
-    assert list_options(MachineConfig(), BF16, 0.0)["block"] == ["torch", "native"]
-    assert list_options(MachineConfig(master_weights="off"), BF16, 0.0)["block"] == ["torch"]
-    assert list_options(MachineConfig(), CPU, 0.0, has_windows=True)["attention"] == [
+    assert list_options(TINY_GPT, MachineConfig(), BF16, 0.0)["block"] == ["torch", "native"]
+    assert list_options(TINY_GPT, MachineConfig(master_weights="off"), BF16, 0.0)["block"] == [
+        "torch"
+    ]
+    assert list_options(replace(TINY_GPT, window=8), MachineConfig(), CPU, 0.0)["attention"] == [
         "flash",
         "blocked",
     ]
@@ -89,21 +93,21 @@ def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytes
     age = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
     monkeypatch.setattr(device, "find_spec", lambda name: object())
-    options = list_options(MachineConfig(), card, 0.0)
+    options = list_options(TINY_GPT, MachineConfig(), card, 0.0)
     assert options["attention"] == ["flash", "cudnn", "fa2"]
     assert options["loss"] == ["torch", "triton"]
-    assert list_options(MachineConfig(fused="off"), card, 0.0)["loss"] == ["torch"]
-    assert list_options(MachineConfig(fused="on"), card, 0.0)["loss"] == ["triton"]
-    half = list_options(MachineConfig(), replace(card, precision="fp16"), 0.0)
+    assert list_options(TINY_GPT, MachineConfig(fused="off"), card, 0.0)["loss"] == ["torch"]
+    assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["triton"]
+    half = list_options(TINY_GPT, MachineConfig(), replace(card, precision="fp16"), 0.0)
     assert (half["loss"], half["mixed"]) == (["torch"], ["autocast"])
-    assert list_options(MachineConfig(), replace(card, precision="fp32"), 0.0)["attention"] == [
-        "flash"
-    ]
+    assert list_options(TINY_GPT, MachineConfig(), replace(card, precision="fp32"), 0.0)[
+        "attention"
+    ] == ["flash"]
     fixed = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
     choice = autotune(TINY_LLAMA, fixed, card, micro_batch=1, dropout=0.0)
     assert choice.kernels == Kernels(loss="triton")
     age[0] = 7
-    assert list_options(MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
+    assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
     assert misses_triton(card)
     age[0] = 8
     monkeypatch.setattr(device, "find_spec", lambda name: None)
@@ -148,6 +152,35 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
     kept = read_measurements(CACHE_FILE)
     assert tune(2) == first
     assert read_measurements(CACHE_FILE) == kept
+
+
+@pytest.mark.parametrize(
+    ("model_config", "precision", "masters", "fits"),
+    [
+        (TINY_GPT, "bf16", "auto", True),
+        (TINY_GPT, "bf16", "off", False),
+        (TINY_GPT, "fp32", "auto", False),
+        (TINY_LLAMA, "bf16", "auto", False),
+    ],
+)
+def test_cublaslt_needs_biases_and_low_precision_weights(
+    model_config: ModelConfig,
+    precision: str,
+    masters: Any,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(autotune_module, "misses_triton", lambda _: True)
+    card = replace(CPU, torch_device=torch.device("cuda"), precision=precision)
+    machine = MachineConfig(master_weights=masters)
+    forms = list_options(model_config, machine, card, 0.0)["block"]
+    assert forms == (["torch", "cublaslt"] if fits else ["torch"])
+    machine = replace(machine, gemm_backend="cublaslt")
+    if fits:
+        assert list_options(model_config, machine, card, 0.0)["block"] == ["cublaslt"]
+    else:
+        with pytest.raises(ConfigError, match="cublaslt needs"):
+            list_options(model_config, machine, card, 0.0)
 
 
 def test_cached_timings_decide(tmp_path: Path):

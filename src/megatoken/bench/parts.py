@@ -42,7 +42,7 @@ from megatoken.train.compilation import compile_forward
 
 GROUPS = {  # names of forward and backward operations; the first match counts
     "matrix products": re.compile(
-        r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
+        r"native::matmul|megatoken::linear_gelu|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
         r"|mkldnn.*linear|Addmm|MmBackward0"
     ),
     "loss": re.compile(r"cross_?entropy|log_softmax|nll_loss", re.IGNORECASE),

@@ -170,10 +170,10 @@ class MachineConfig:
     master_weights: Literal["auto", "off", "on"] = config_field(
         "auto", "low precision; off: autocast; on: low-precision weights with fp32 masters"
     )
-    gemm_backend: Literal["auto", "torch", "torch+native", "native"] = config_field(
+    gemm_backend: Literal["auto", "torch", "torch+native", "native", "cublaslt"] = config_field(
         "auto",
         "kernels of the blocks; native: our CPU kernels; torch+native: matrix products of torch, "
-        "our norms and activations",
+        "our norms and activations; cublaslt: GELU in matrix products (CUDA)",
     )
     attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = (
         config_field(

@@ -122,7 +122,7 @@ def autotune(
     if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
         what = f"no FP8 matmuls on {device.name} in {device.precision}"
         raise ConfigError(what, "machine.fp8", "set it to off")
-    options = list_options(machine, device, dropout, has_windows=config.window > 0)
+    options = list_options(config, machine, device, dropout)
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     library = find_library()
     seconds: Timings = {}
@@ -144,9 +144,9 @@ def autotune(
     chosen = {name: forms[0] for name, forms in options.items()}
     for name, timings in seconds.items():
         chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
-    # Native matmuls need low-precision weights, which autocast would have to cast at every use.
+    # Other matmuls need low-precision weights, which autocast would have to cast at every use.
     master_weights = chosen.pop("mixed") == "masters" or (
-        chosen["block"] == "native" and device.precision == "bf16"
+        chosen["block"] != "torch" and device.precision == "bf16"
     )
     is_native = any("native" in form for form in chosen.values())
     return KernelChoice(
@@ -191,7 +191,7 @@ def list_requests(machine: MachineConfig) -> dict[str, Any]:
 
 
 def list_options(
-    machine: MachineConfig, device: Device, dropout: float, *, has_windows: bool = False
+    config: ModelConfig, machine: MachineConfig, device: Device, dropout: float
 ) -> dict[str, list[str]]:
     """Return the implementations of each operation that can run here, plain PyTorch first.
 
@@ -207,7 +207,7 @@ def list_options(
         native = ["native"] if find_library() else []
         if not dropout:
             # Native attention is at least as fast as torch matmuls on blocks.
-            options["attention"] += native if native and not has_windows else ["blocked"]
+            options["attention"] += native if native and not config.window else ["blocked"]
         if native and device.precision == "fp32":  # torch's matmuls may be faster
             options["block"] += ["torch+native", "native"]
         elif machine.master_weights != "off":
@@ -217,8 +217,14 @@ def list_options(
         elif machine.fused == "on" and native:
             options["loss"] = native
         options["adamw"] = native or ["torch"]  # not timed: it moves fewer bytes than torch's
-    if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:
+    if device.type == "cuda" and device.precision != "fp32" and not dropout and not config.window:
         options["attention"] += CUDA_ONLY
+    is_low = device.precision == "bf16" and machine.master_weights != "off"
+    if device.type == "cuda" and is_low and config.mlp == "gelu" and config.bias:
+        options["block"].append("cublaslt")
+    elif machine.gemm_backend == "cublaslt":
+        what = "cublaslt needs GELU, biases, and weights held in bf16 on CUDA"
+        raise ConfigError(what, "machine.gemm_backend", "set it to auto")
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
@@ -287,8 +293,8 @@ def _time_options(
     best: Timings = {}
     errors: Errors = {}
     for name, forms in options.items():
-        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
-            continue  # decided: native matmuls need low-precision weights
+        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) != "torch":
+            continue  # decided: other matmuls need low-precision weights
         calls = {}
         for form in forms:
             call = partial(run_trial, name, form)
@@ -338,7 +344,7 @@ def _build_trials(
 
     def run_mixed(form: str) -> Tensor:
         if form == "masters":
-            return forward_low(low_x_BTC, ids_BT, None, rope, None)
+            return run_block("torch")
         with device.autocast():
             return forward(x_BTC, ids_BT, None, rope, None)
 

@@ -46,6 +46,8 @@ class Kernels:
         parts = [f"attention {self.attention}"]
         if self.loss == "triton":
             parts.append("fused loss")
+        if self.block == "cublaslt":
+            parts.append("GELU in matmuls")
         if self.block == "torch+native":
             parts.append("native norms and activations")
         if self.fp8 != "off":

@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.model.kernels import fp8
+from megatoken.model.kernels import cublaslt, fp8
 from megatoken.native import int8
 from megatoken.native import ops as native
 from megatoken.native.products import linear as native_linear
@@ -21,13 +21,15 @@ class BlockKernels:
 
     linear: x (..., in), weight (out, in), bias (out,) or None -> (..., out). norm: x (..., C),
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
-    like x. swiglu: gate, up -> silu(gate) * up.
+    like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu
+    (N, out) of linear with approximate=`tanh`, and its input; None for separate operations.
     """
 
     linear: Callable[..., Tensor]
     norm: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
+    linear_gelu: Callable[..., Tensor] | None = None
 
 
 def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
@@ -42,8 +44,10 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+TORCH = BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu)
 BLOCK = {
-    "torch": BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
+    "torch": TORCH,
+    "cublaslt": replace(TORCH, linear_gelu=cublaslt.linear_gelu),
     "torch+native": BlockKernels(
         linear=F.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
     ),
@@ -53,5 +57,5 @@ BLOCK = {
     "int8": BlockKernels(
         linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
     ),
-    "fp8": BlockKernels(linear=fp8.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
+    "fp8": replace(TORCH, linear=fp8.linear),
 }
