@@ -25,7 +25,7 @@ from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
 from megatoken.optim import adamw_kernel
 
 ARCHITECTURES = (80, 90, 100)
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ITEM_BYTES = {"bf16": 2, "fp32": 4}  # fp16 runs use torch's loss, and fp32 weights
 # softcap, overwrite (False: validation), whether the gradient is stored in FP8 too
 MODES = ((0.0, True, False), (15.0, True, False), (0.0, False, False))
 FP8_MODES = ((0.0, True, True), (15.0, True, True))

@@ -19,6 +19,7 @@ from megatoken.model.gpt import GPT, MLP, set_block_kernels
 from megatoken.model.kernels import LOSS, fp8
 from megatoken.model.kernels import cross_entropy as softmax
 from megatoken.model.loss import cross_entropy
+from megatoken.system.triton_jit import HAS_TRITON
 from megatoken.train.kernel_autotune import apply_choice, autotune
 from tests.tiny_model import CPU, TINY_GPT, tiny_state
 
@@ -102,7 +103,7 @@ def test_output_layer(softcap: float):
     assert relative(gradients[1], expected[1].double()) < 0.01  # only the logits' errors
 
 
-@pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_kernel_stores_the_gradient_in_fp8_too(softcap: float):
     logits = 3 * random(9, 384).float()

@@ -110,18 +110,7 @@ def autotune(
     compiled: whether to time blocks under torch.compile; ignored except on CUDA.
     """
     compiled = compiled and device.type == "cuda"
-    if machine.attention in CUDA_ONLY:
-        _check_attention(config, machine.attention, device)
-    for key in ("attention", "gemm_backend", "adamw"):
-        missing = (
-            not find_library() if device.type == "cpu" else key != "adamw" or misses_triton(device)
-        )
-        if "native" in str(getattr(machine, key)) and missing:
-            fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
-            raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
-    if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
-        what = f"no FP8 matmuls on {device.name} in {device.precision}"
-        raise ConfigError(what, "machine.fp8", "set it to off")
+    _check_requests(config, machine, device)
     options = list_options(config, machine, device, dropout)
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     library = find_library()
@@ -225,6 +214,8 @@ def list_options(
     elif machine.gemm_backend == "cublaslt":
         what = "cublaslt needs GELU, biases, and weights held in bf16 on CUDA"
         raise ConfigError(what, "machine.gemm_backend", "set it to auto")
+    if not misses_triton(device):
+        options["adamw"] = ["native"]
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
@@ -246,6 +237,22 @@ def pick(seconds: Mapping[str, float], margin: float) -> str:
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
+
+
+def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device) -> None:
+    """Raise ConfigError if kernels that the config asks for cannot run on this device."""
+    if machine.attention in CUDA_ONLY:
+        _check_attention(config, machine.attention, device)
+    for key in ("attention", "gemm_backend", "adamw"):
+        missing = (
+            not find_library() if device.type == "cpu" else key != "adamw" or misses_triton(device)
+        )
+        if "native" in str(getattr(machine, key)) and missing:
+            fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
+            raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
+    if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
+        what = f"no FP8 matmuls on {device.name} in {device.precision}"
+        raise ConfigError(what, "machine.fp8", "set it to off")
 
 
 def _check_attention(config: ModelConfig, form: str, device: Device) -> None:

@@ -24,7 +24,7 @@ from megatoken.native import ops as native
 from megatoken.system.triton_jit import jit, tl
 
 LOG2_E: Any = tl.constexpr(math.log2(math.e))
-WARPS = 16  # per row
+WARPS = 32  # per row
 LOAD_BYTES = 16  # of logits that a thread loads at once
 
 
