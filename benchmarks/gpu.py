@@ -82,6 +82,7 @@ def list_benches(memory_bytes: int, sources: str) -> list[Bench]:
         Bench(name="gpu-124m", words=f"knob compile {small} --values blocks"),
         Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
+        Bench(name="gpu-gradients", words="", module="benchmarks.gradients"),
         Bench(name="gpu-journey", words="", module="benchmarks.journey"),
         Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
         Bench(name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on,off"),
@@ -131,6 +132,7 @@ def list_tiny_benches() -> list[Bench]:
         Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks"),
         Bench(name="gpu-fused-124m", words=f"knob fused {tiny} --values off,on"),
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(name="gpu-gradients", words="--presets llama-5m", module="benchmarks.gradients"),
         Bench(
             name="gpu-journey",
             words=f"--steps 16 --batch-seqs 2 {TINY_RUN}",
