@@ -3,8 +3,7 @@
     python -m tests.model.compile_kernels
 
 Prints a JSON line per kernel, GPU architecture, dtype and mode: registers per thread, spilled
-bytes, the widths of global loads and stores in loops in bits, and barriers in loops. A kernel
-without loops is described in full.
+bytes, the widths of global loads and stores in loops in bits, and barriers in loops.
 """
 
 import itertools
@@ -22,10 +21,9 @@ from triton.compiler import ASTSource
 
 from megatoken.model.kernels import cross_entropy as softmax
 from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
-from megatoken.optim import adamw_kernel
 
 ARCHITECTURES = (80, 90, 100)
-ITEM_BYTES = {"bf16": 2, "fp32": 4}  # fp16 runs use torch's loss, and fp32 weights
+ITEM_BYTES = {"bf16": 2, "fp32": 4}  # fp16 runs use torch's loss
 # softcap, overwrite (False: validation), whether the gradient is stored in FP8 too
 MODES = ((0.0, True, False), (15.0, True, False), (0.0, False, False))
 FP8_MODES = ((0.0, True, True), (15.0, True, True))
@@ -50,32 +48,6 @@ def compile_all() -> Iterator[dict[str, Any]]:
             "fp8": fp8,
             **describe_ptx(kernel.asm["ptx"], arch),
         }
-    for arch, dtype in itertools.product(ARCHITECTURES, ITEM_BYTES):
-        kernel = compile_adamw(arch, dtype)
-        row = {"kernel": "adamw", "arch": f"sm_{arch}", "dtype": dtype}
-        yield row | describe_ptx(kernel.asm["ptx"], arch)
-
-
-def compile_adamw(arch: int, dtype: str) -> Any:
-    """Compile the kernel for gradients in `dtype` and copies of the weights in bf16."""
-    signature = {"table": "*i64", "owners": "*i64", "found_inf": "*fp32", "grad_scale": "*fp32"}
-    names = adamw_kernel._adamw.arg_names
-    constants = {
-        "GRADIENT": triton.language.str_to_ty(dtype, None),
-        "COPY": triton.language.bfloat16,
-        "ALIGNED": True,
-        "COLUMNS": 8,
-        "SIZE": adamw_kernel.BLOCK,
-    }
-    kinds = dict.fromkeys(names, "fp32") | signature | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=adamw_kernel._adamw,
-        signature=kinds,
-        constexprs=constants,
-        attrs={(index,): ALIGNED for index in range(len(signature))},
-    )
-    target = GPUTarget("cuda", arch, 32)
-    return triton.compile(source, target=target, options={"num_warps": adamw_kernel.WARPS})
 
 
 def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool, fp8: bool) -> Any:
@@ -104,10 +76,7 @@ def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool
 
 
 def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
-    """Return registers and spilled bytes of ptxas, and memory accesses and barriers of the loops.
-
-    A kernel without loops is described in full.
-    """
+    """Return registers and spilled bytes of ptxas, and memory accesses and barriers of the loops."""
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -126,7 +95,7 @@ def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
     spills = re.search(r"(\d+) bytes spill stores", output)
     assert registers is not None
     assert spills is not None
-    loops = list_loops(ptx) or [ptx]
+    loops = list_loops(ptx)
     return {
         "registers": int(registers[1]),
         "spilled_bytes": int(spills[1]),

@@ -18,8 +18,8 @@ from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, set_block_kernels
 from megatoken.model.kernels import LOSS, fp8
 from megatoken.model.kernels import cross_entropy as softmax
+from megatoken.model.kernels.cross_entropy import HAS_TRITON
 from megatoken.model.loss import cross_entropy
-from megatoken.system.triton_jit import HAS_TRITON
 from megatoken.train.kernel_autotune import apply_choice, autotune
 from tests.tiny_model import CPU, TINY_GPT, tiny_state
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megatoken.model.kernels import LOSS
 from megatoken.model.kernels import cross_entropy as softmax
-from megatoken.system.triton_jit import HAS_TRITON
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Both implementations round once to the dtype; sums in another order may round to its other side.
 BOUNDS = {

@@ -105,7 +105,7 @@ def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytes
     ] == ["flash"]
     fixed = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
     choice = autotune(TINY_LLAMA, fixed, card, micro_batch=1, dropout=0.0)
-    assert choice.kernels == Kernels(loss="triton", adamw="native")
+    assert choice.kernels == Kernels(loss="triton")
     age[0] = 7
     assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
     assert misses_triton(card)

@@ -191,8 +191,7 @@ class MachineConfig:
         "none", "recompute in the backward: nothing, the GELU output, full blocks"
     )
     adamw: Literal["auto", "loop", "foreach", "fused", "native"] = config_field(
-        "auto",
-        "AdamW kernel: per tensor, foreach, torch's fused, or ours; auto: ours where it runs",
+        "auto", "AdamW kernel: per tensor, foreach, torch's fused, or ours for CPUs"
     )
     sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
         "auto",

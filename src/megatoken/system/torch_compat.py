@@ -45,17 +45,6 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def foreach_add(targets: Sequence[Tensor], value: Tensor) -> None:
-    """Add a 0-d tensor to every target in one call."""
-    # A list, because torch would read a single tensor's value on the host.
-    torch._foreach_add_(list(targets), [value] * len(targets))
-
-
-def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of every tensor in fp32, also of low-precision tensors."""
-    return list(torch._foreach_norm(list(tensors), 2, torch.float32))
-
-
 def is_compiler_error(error: BaseException) -> bool:
     """Return whether torch.compile raised an error."""
     exceptions = import_module("torch._dynamo.exc")  # imports the compiler

@@ -143,7 +143,7 @@ def autotune(
         master_weights=master_weights,
         seconds=seconds,
         errors=errors,
-        library=library.name if library and is_native and device.type == "cpu" else "",
+        library=library.name if library and is_native else "",
     )
 
 
@@ -159,8 +159,8 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
                 set_block_kernels(part, "fp8")
     if choice.master_weights:
         state.enable_master_weights(device.dtype)
-    if choice.kernels.adamw == "native":
-        state.use_native_adamw(find_library() if device.type == "cpu" else None)
+    if choice.kernels.adamw == "native" and (library := find_library()):
+        state.use_native_adamw(library)
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
@@ -214,8 +214,6 @@ def list_options(
     elif machine.gemm_backend == "cublaslt":
         what = "cublaslt needs GELU, biases, and weights held in bf16 on CUDA"
         raise ConfigError(what, "machine.gemm_backend", "set it to auto")
-    if not misses_triton(device):
-        options["adamw"] = ["native"]
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
@@ -244,10 +242,7 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
     if machine.attention in CUDA_ONLY:
         _check_attention(config, machine.attention, device)
     for key in ("attention", "gemm_backend", "adamw"):
-        missing = (
-            not find_library() if device.type == "cpu" else key != "adamw" or misses_triton(device)
-        )
-        if "native" in str(getattr(machine, key)) and missing:
+        if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):

@@ -133,10 +133,10 @@ class TrainState:
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
-    def use_native_adamw(self, library: Library | None) -> None:
+    def use_native_adamw(self, library: Library) -> None:
         """Switch the optimizer to its native kernel if it is our AdamW; do nothing for any other.
 
-        Call this after `enable_master_weights`. library: of a CPU; None for the Triton kernel.
+        Call this after `enable_master_weights`.
         """
         if not isinstance(self.optimizer, AdamW):
             return

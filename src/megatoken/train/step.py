@@ -147,9 +147,9 @@ def compute_gradients(
     else:
         reducer = state.grad_reducer
     # A single micro-batch's gradients may stay where autograd left them, if the optimizer reads
-    # them there. GradScaler does not.
+    # them there.
     needs_sum = len(micro_batches) > 1 or pairwise is not None or reducer is not None
-    collects = needs_sum or state.scaler.is_enabled() or not state.updates_copies
+    collects = needs_sum or not state.updates_copies
     with state.compute_timer:
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1

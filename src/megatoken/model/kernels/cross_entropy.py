@@ -14,6 +14,8 @@ Shapes: N rows, V padded vocabulary.
 """
 
 import math
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,15 @@ from torch import Tensor
 
 from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
 from megatoken.native import ops as native
-from megatoken.system.triton_jit import jit, tl
+
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
+    import triton
+
+    jit: Any = triton.jit
+    tl: Any = triton.language
+else:
+    jit, tl = (lambda kernel: kernel), SimpleNamespace(constexpr=int)
 
 LOG2_E: Any = tl.constexpr(math.log2(math.e))
 WARPS = 32  # per row
