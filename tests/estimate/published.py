@@ -6,7 +6,8 @@ Journey, a published account of training GPT-2 from a laptop to 8 H100; llm.c: i
 and 677, its scripts, and modded-nanogpt's copy of its log; Notebook: build-nanogpt in a notebook,
 with the figures of its lecture; Composer: MosaicML's posts on GPT-3 of 2022; foundry: llm-foundry's
 table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs of modded-nanogpt;
-torchtitan: its benchmark of December 2024.
+torchtitan: its benchmark of December 2024;
+megatoken: records/gpu-adamw-124m.json.
 """
 
 from dataclasses import dataclass, replace
@@ -112,6 +113,7 @@ foundry | 7B, context 2,048 | mpt-7B-2048 | 512 H100 |  6x1 |   4951479 | eager 
 foundry | 13B, context 2,048, blocks recomputed | mpt-13B-2048 | 128 H100 | 16x1 |    650264 | eager block zero3
 nanoGPT | 124M, 64 x 1,024 | gpt2-124m | 1 H100 | 64x8 |    380000
 modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 1 H200 | 64x8 |    488000
+megatoken | 124M, 64 x 1,024 | gpt2-124m | 1 H200 | 64x1 |    560670 | fused
 modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 8 H100 | 64x1 |   3696000
 torchtitan | LLaMA 3.1 8B, context 8,192 | llama3-8b | 8 H100 |  1x1 |     46080 | eager block zero3
 torchtitan | the same, compiled | llama3-8b | 8 H100 |  1x1 |     53360 | block zero3

@@ -62,11 +62,12 @@ def estimate_memory(
     checkpointing: str = "none",
     loss_chunk: int = LOSS_CHUNK["cuda"],
     optimizer: str = "adamw",
+    masters: bool = False,
 ) -> Memory:
     """Estimate the peak memory of rank 0.
 
     accumulates: whether a step has more than one micro-batch. loss_chunk: how many rows of logits
-    are held at once.
+    are held at once. masters: whether an unsharded model is held in low precision on CUDA.
     """
     n_params = count_padded_parameters(model) // dims.tp_size
     local_params = n_params // dims.dp_shard
@@ -80,6 +81,7 @@ def estimate_memory(
         checkpointing=checkpointing,
         loss_chunk=loss_chunk,
         sharded=dims.dp_shard > 1,
+        masters=masters,
     )
     gathered = 0
     gradients = FP32 * local_params
@@ -95,8 +97,9 @@ def estimate_memory(
                 end -= FP32 * (n_params - block_params)
     activations, low_precision, loss = work.blocks, work.low_precision, work.loss
     # A single micro-batch's gradients exist only after its activations are freed.
-    if activations + low_precision + loss < end + (0 if accumulates else gradients):
-        activations, low_precision, loss = 0, 0, end
+    kept = low_precision if masters else 0
+    if activations + low_precision + loss < end + kept + (0 if accumulates else gradients):
+        activations, low_precision, loss = 0, kept, end
     elif not accumulates:
         gradients = 0
     return Memory(

@@ -267,6 +267,8 @@ def build_layout(
     """Return the layout of a run, and its memory on each GPU."""
     machine = config.machine
     micro_steps = max(1, config.batch_seqs // dims.dp_size // micro_batch)
+    has_bf16 = precision == gpu.compute_precision(precision) == "bf16"
+    masters = has_bf16 and dims.is_unsharded and machine.master_weights != "off"
     memory = estimate_memory(
         model,
         dims,
@@ -276,6 +278,7 @@ def build_layout(
         checkpointing=checkpointing,
         loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
         optimizer=config.optim.name,
+        masters=masters,
     )
     if precision == "fp32" and machine.tf32:
         precision = gpu.compute_precision("tf32")
@@ -284,7 +287,7 @@ def build_layout(
         micro_batch=micro_batch,
         micro_steps=micro_steps,
         precision=precision,
-        program="compiled" if compiled else "eager",
+        program="eager" if not compiled else "fused" if masters else "compiled",
         attention="explicit" if attention == "explicit" or model.dropout else "flash",
         checkpointing=checkpointing,
         sharding=dims.sharding,

@@ -6,7 +6,7 @@ The estimate is for an uncompiled model; a compiled one saves less for the backw
 from dataclasses import dataclass
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.flops import count_block_parameters
+from megatoken.model.flops import count_block_parameters, count_padded_parameters
 
 FP32 = 4  # bytes
 # Default rows of logits per chunk: small enough for a CPU's caches, large enough to fill a GPU.
@@ -20,7 +20,8 @@ class ActivationBytes:
     blocks: activations saved for the backward.
     low_precision: copies of the weights in the dtype of matmuls.
     loss: logits and their gradients, or the backward of the last block if that takes more.
-    end: the embedding's new gradient, before it is added to the accumulated one.
+    end: the embedding's new gradient, before it is added to the accumulated one; with masters, all
+        new gradients.
     """
 
     blocks: int
@@ -37,18 +38,23 @@ def count_activation_bytes(
     checkpointing: str,
     loss_chunk: int,
     sharded: bool,
+    masters: bool = False,
 ) -> ActivationBytes:
     """Estimate the activation memory of a micro-batch of `tokens` in bytes.
 
     loss_chunk: how many rows of logits are held at once; 0 for all.
     sharded: whether weights are sharded. They are then gathered in low precision, and the residual
         stream is in low precision. Otherwise autocast casts the weights, and the stream is fp32.
+    masters: whether weights are held in low precision on CUDA. The stream then is as well, our
+        kernel computes the loss in place, and torch's fused RMSNorm saves only its input.
     """
     d = config.d_model
     head = config.padded_vocab_size * d
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
-    residual = item if sharded else FP32
-    block = _block_bytes_per_token(config, item, residual, recompute_gelu=checkpointing == "gelu")
+    residual = item if sharded or masters else FP32
+    block = _block_bytes_per_token(
+        config, item, residual, recompute_gelu=checkpointing == "gelu", fused_norm=masters
+    )
     block += config.residual_scales * residual * d
     saved = block
     recomputed = 0
@@ -58,32 +64,56 @@ def count_activation_bytes(
     kv = config.kv_heads * config.d_head  # of value embeddings: the table's rows, and the sum
     values = len(config.value_embedding_layers) * kv * (item + residual)
     ends = d * (3 * residual + item + config.embedding_norm * 2 * FP32)  # embedding and last norm
-    rows = min(loss_chunk or tokens, tokens)
-    logits = rows * config.padded_vocab_size
-    tanh = FP32 * logits if config.logit_softcap else 0
-    if item == FP32:
-        loss = FP32 * (logits + head) + tanh
-    else:  # fp32 softmax and summed chunk gradients; the weight's gradient in both precisions
-        # In fp16, torch's formula also holds fp32 log-probabilities and a copy of the logits.
-        per_logit = 2 * (item + FP32) if precision == "fp16" else item + FP32
-        softmax = logits * per_logit + tanh + (rows < tokens) * head * FP32
-        # With sharded weights and one chunk, the matmul's result is the gradient.
-        gradient = item if sharded and rows == tokens else FP32 + item
-        loss = max(softmax, item * logits + head * gradient) + (not sharded) * item * head
     root = head if config.tie_embeddings else 2 * head
     if config.pos_emb == "learned":
         root += d * config.seq_len
-    casts_weights = not sharded and item != FP32
+    end = root * (item + 2 * FP32) if sharded else 2 * FP32 * head
+    low_precision = 0
+    if masters:
+        end = low_precision = item * count_padded_parameters(config)
+    elif not sharded and item != FP32:
+        low_precision = item * config.n_layer * count_block_parameters(config)
+    rows = min(loss_chunk or tokens, tokens)
+    loss = _loss_bytes(
+        config,
+        rows,
+        precision=precision,
+        one_chunk=rows == tokens,
+        sharded=sharded,
+        masters=masters,
+    )
     return ActivationBytes(
         blocks=tokens * (saved * config.n_layer + values + ends),
-        low_precision=casts_weights * item * config.n_layer * count_block_parameters(config),
+        low_precision=low_precision,
         loss=max(loss, FP32 * head + tokens * max(4 * residual * d, recomputed)),
-        end=root * (item + 2 * FP32) if sharded else 2 * FP32 * head,
+        end=end,
     )
 
 
+def _loss_bytes(
+    config: ModelConfig, rows: int, *, precision: str, one_chunk: bool, sharded: bool, masters: bool
+) -> int:
+    """Return the bytes of logits, the output layer's gradient and its cast weight.
+
+    rows: of logits that are held at once. one_chunk: whether these are all.
+    """
+    head = config.padded_vocab_size * config.d_model
+    logits = rows * config.padded_vocab_size
+    tanh = FP32 * logits if config.logit_softcap and not masters else 0
+    if precision == "fp32":
+        return FP32 * (logits + head) + tanh
+    # fp32 softmax and summed chunk gradients; the weight's gradient in both precisions. In fp16,
+    # torch's formula also holds fp32 log-probabilities and a copy of the logits.
+    per_logit = 2 * (2 + FP32) if precision == "fp16" else 2 + FP32 * (not masters)
+    softmax = logits * per_logit + tanh + (not one_chunk) * head * FP32
+    # With sharded weights and one chunk, the matmul's result is the gradient.
+    gradient = 2 if sharded and one_chunk else FP32 + 2
+    cast = 0 if sharded or masters else 2 * head
+    return max(softmax, 2 * logits + head * gradient) + cast
+
+
 def _block_bytes_per_token(
-    config: ModelConfig, item: int, residual: int, *, recompute_gelu: bool
+    config: ModelConfig, item: int, residual: int, *, recompute_gelu: bool, fused_norm: bool
 ) -> int:
     """Return the bytes per token that one block saves for the backward.
 
@@ -91,7 +121,7 @@ def _block_bytes_per_token(
     """
     d = config.d_model
     kv = config.d_head * config.kv_heads
-    is_rms = config.norm == "rmsnorm"
+    is_rms = config.norm == "rmsnorm" and not fused_norm
     size = 2 * residual * d  # inputs of the norms
     size += 2 * item * d + 16  # their outputs, which matmuls read; mean and scale
     if is_rms:
