@@ -121,6 +121,24 @@ def flash_varlen(
     return y_NHD
 
 
+def scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """Return the product of two FP8 matrices times their scales, in `dtype`.
+
+    fast: whether Hopper GPUs may keep sums in fewer bits than fp32.
+    """
+    options: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast, "out": out}
+    return torch._scaled_mm(a, b, scale_a, scale_b, **options)
+
+
 def mark_dynamic(tensor: Tensor) -> None:
     """Make torch.compile generate code for any length of the tensor's first dimension."""
     torch._dynamo.mark_dynamic(tensor, 0)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatoken.system.torch_compat import scaled_matmul
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 MULTIPLE = 16  # that the hardware needs, of all sizes but M in `matmul_nt`
@@ -48,15 +50,8 @@ def matmul_nt(a: Scaled, b: Scaled, *, fast: bool = False, out: Tensor | None = 
     The result is in bf16, or in the dtype of `out`. fast: whether Hopper GPUs may keep sums in
     fewer bits than fp32, as is usual in the forward.
     """
-    return torch._scaled_mm(
-        a.values,
-        b.values.T,
-        a.scale,
-        b.scale,
-        out_dtype=torch.bfloat16 if out is None else out.dtype,
-        use_fast_accum=fast,
-        out=out,
-    )
+    dtype = torch.bfloat16 if out is None else out.dtype
+    return scaled_matmul(a.values, b.values.T, a.scale, b.scale, dtype, fast=fast, out=out)
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -102,7 +97,7 @@ class OutputLayer:
         self.hidden_NC = round_to_fp8(h_NC, E4M3)
         self.weight_VC = round_to_fp8(w_VC, E4M3)
         self.weight_CV = self.weight_VC.transpose()
-        self.grad_scale = torch.full_like(self.weight_VC.scale, 1 / SOFTMAX_FACTOR)
+        self.softmax_scale = torch.full_like(self.weight_VC.scale, 1 / SOFTMAX_FACTOR)
 
     def project(self, rows: slice, out_NV: Tensor) -> None:
         """Write the logits of some rows to `out_NV`."""
@@ -116,4 +111,4 @@ class OutputLayer:
         """
         if grad_NV.dtype != E5M2:
             grad_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
-        matmul_nt(Scaled(grad_NV, self.grad_scale), self.weight_CV, out=out_NC)
+        matmul_nt(Scaled(grad_NV, self.softmax_scale), self.weight_CV, out=out_NC)
