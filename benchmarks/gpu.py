@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,9 +201,11 @@ def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with its workers
-        process.wait()
         return f"not done after {seconds:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers
+        process.wait()
     return f"done in {time.monotonic() - start:.0f} s" if code == 0 else f"failed with code {code}"
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import family
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("gpu-parts-124m", "gpu-124m", "gpu-journey", "gpu-products-124m", "gpu-generate")
 KILL_SECONDS = (5, 20, 30)  # during a set-up, a measurement, a later benchmark
@@ -17,11 +19,12 @@ def test_killed_benchmarks_continue_and_leave_complete_records(tmp_path: Path):
     command += ["--only", ",".join(NAMES)]
     finished: set[str] = set()
     for seconds in KILL_SECONDS:
-        process = subprocess.Popen(command, cwd=ROOT, process_group=0)
+        process = subprocess.Popen(command, cwd=ROOT)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in list(family(process.pid)):
+                os.kill(pid, signal.SIGKILL)
             process.wait()
         records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
         assert finished <= records.keys()

@@ -1,5 +1,8 @@
 """A training step on CUDA: no waits of the host, gradients that arrive during the backward."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +20,11 @@ from tests.nullgpu.models import shrink
 LAYERS = 4
 
 
-def build(config: ModelConfig, mode: str, *, batch_seqs: int, micro_batch: int) -> Workload:
+def build(
+    config: ModelConfig, mode: str, *, batch_seqs: int, micro_batch: int, **settings: Any
+) -> Workload:
     machine = MachineConfig(device="cuda", attention="flash", fused="on", master_weights="on")
+    machine = replace(machine, **settings)
     workload = build_workload(config, machine, batch_seqs=batch_seqs, micro_batch=micro_batch)
     if mode != "off":
         assert compile_forward(workload.state, workload.step_config, workload.device, mode) == ""
