@@ -36,7 +36,7 @@ test-cuda: .venv-cuda/.ready
 # Speeds of one GPU, most wanted first, in ten minutes; again for the rest. OUT=FOLDER of the records,
 # SOURCES="--nanogpt PATH" for the peers. Installs nothing: PYTHON has torch and our dependencies.
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),records) --sources="$(SOURCES)"
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/bench-gpu) --sources="$(SOURCES)"
 
 # While you edit: config, model, optimizer, training step, checkpoints, API, house rules.
 test-fast: $(VENV)/.dev

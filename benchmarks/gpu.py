@@ -4,8 +4,8 @@
 
 Each figure is a record of its own, written as soon as it is known. A benchmark that has a record in
 the folder is not run again, so after a stop or a kill the same command continues. Batches follow
-the memory of the card. Needs no installation: PYTHONPATH=src. `--tiny` runs the same list at sizes
-for any machine, also a CPU.
+the memory of the card. Needs no installation: PYTHONPATH=src. `--tiny` runs most of the list at
+sizes for any machine, also a CPU.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.memory import USABLE, estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.errors import ConfigError
 from megatoken.system.device import open_device
 
 SKIP_SECONDS = 20.0  # nothing useful is measured in less
@@ -162,7 +163,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="default cuda")
     parser.add_argument(
-        "--out", type=Path, default=Path("records"), help="folder for the records (default records)"
+        "--out", type=Path, default=Path("runs/bench-gpu"), help="folder (default runs/bench-gpu)"
     )
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="time for everything (default 9.5)"
@@ -174,7 +175,10 @@ def main() -> int:
     parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    memory_bytes = open_device(MachineConfig(device=options.device)).memory_bytes(1)
+    try:
+        memory_bytes = open_device(MachineConfig(device=options.device)).memory_bytes(1)
+    except ConfigError as error:
+        parser.error(str(error))
     benches = list_tiny_benches() if options.tiny else list_benches(memory_bytes, options.sources)
     if options.only:
         names = options.only.split(",")
@@ -185,7 +189,7 @@ def main() -> int:
         outcomes[bench.name] = run(bench, options.device, options.out, seconds)
         print(f"=== {bench.name}: {outcomes[bench.name]}\n", flush=True)
     print(json.dumps({"benches": outcomes}))
-    return 0
+    return int(not outcomes or any("failed" in outcome for outcome in outcomes.values()))
 
 
 def run(bench: Bench, device: str, out: Path, seconds: float) -> str:

@@ -141,8 +141,9 @@ def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         mlps = [part for part in state.compute_model.modules() if isinstance(part, MLP)]
         assert {mlp.up.kernels.linear for mlp in mlps} == {linear}
         assert state.compute_model.blocks[0].attention.qkv.kernels.linear is F.linear
-    with pytest.raises(ConfigError, match=r"no FP8 matmuls .* in fp32 — machine\.fp8"):
-        autotune(TINY_GPT, MachineConfig(fp8="head"), CPU, micro_batch=2, dropout=0.0)
+    for config, device in ((TINY_GPT, CPU), (replace(TINY_GPT, d_ff=72), bf16)):
+        with pytest.raises(ConfigError, match=r"machine\.fp8"):
+            autotune(config, MachineConfig(fp8="head"), device, micro_batch=2, dropout=0.0)
 
 
 def draw_rows() -> Iterator[Tensor]:

@@ -155,24 +155,27 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("model_config", "precision", "masters", "fits"),
+    ("model_config", "precision", "settings", "fits"),
     [
-        (TINY_GPT, "bf16", "auto", True),
-        (TINY_GPT, "bf16", "off", False),
-        (TINY_GPT, "fp32", "auto", False),
-        (TINY_LLAMA, "bf16", "auto", False),
+        (TINY_GPT, "bf16", {}, True),
+        (TINY_GPT, "bf16", {"master_weights": "off"}, False),
+        (TINY_GPT, "bf16", {"fp8": "all"}, False),
+        (TINY_GPT, "bf16", {"activation_checkpointing": "gelu"}, False),
+        (TINY_GPT, "fp32", {}, False),
+        (TINY_LLAMA, "bf16", {}, False),
     ],
 )
-def test_cublaslt_needs_biases_and_low_precision_weights(
+def test_cublaslt_needs_a_saved_gelu_biases_and_low_precision_weights(
     model_config: ModelConfig,
     precision: str,
-    masters: Any,
+    settings: Any,
     fits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(autotune_module, "misses_triton", lambda _: True)
     card = replace(CPU, torch_device=torch.device("cuda"), precision=precision)
-    machine = MachineConfig(master_weights=masters)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    machine = MachineConfig(**settings)
     forms = list_options(model_config, machine, card, 0.0)["block"]
     assert forms == (["torch", "cublaslt"] if fits else ["torch"])
     machine = replace(machine, gemm_backend="cublaslt")

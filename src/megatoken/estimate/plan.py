@@ -268,7 +268,8 @@ def build_layout(
     machine = config.machine
     micro_steps = max(1, config.batch_seqs // dims.dp_size // micro_batch)
     has_bf16 = precision == gpu.compute_precision(precision) == "bf16"
-    masters = has_bf16 and dims.is_unsharded and machine.master_weights != "off"
+    is_fused = machine.master_weights != "off" and machine.fused != "off"
+    masters = has_bf16 and dims.is_unsharded and is_fused
     memory = estimate_memory(
         model,
         dims,

@@ -20,6 +20,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
 from megatoken.native.library import NO_LIBRARY, find_library
@@ -209,10 +210,12 @@ def list_options(
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not config.window:
         options["attention"] += CUDA_ONLY
     is_low = device.precision == "bf16" and machine.master_weights != "off"
-    if device.type == "cuda" and is_low and config.mlp == "gelu" and config.bias:
+    replaced = machine.fp8 == "all" or machine.activation_checkpointing == "gelu"
+    has_gelu = config.mlp == "gelu" and config.bias and not replaced
+    if device.type == "cuda" and torch.version.cuda and is_low and has_gelu:
         options["block"].append("cublaslt")
     elif machine.gemm_backend == "cublaslt":
-        what = "cublaslt needs GELU, biases, and weights held in bf16 on CUDA"
+        what = "cublaslt needs GELU that is saved, biases, and weights held in bf16 on CUDA"
         raise ConfigError(what, "machine.gemm_backend", "set it to auto")
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
@@ -245,8 +248,11 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
         if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
-    if machine.fp8 != "off" and not (device.precision == "bf16" and device.has_fp8):
-        what = f"no FP8 matmuls on {device.name} in {device.precision}"
+    has_fp8 = device.precision == "bf16" and device.has_fp8
+    if machine.fp8 != "off" and (
+        not has_fp8 or config.d_model % MULTIPLE or config.d_ff % MULTIPLE
+    ):
+        what = f"FP8 needs bf16, an NVIDIA GPU since Ada, and widths divisible by {MULTIPLE}"
         raise ConfigError(what, "machine.fp8", "set it to off")
 
 

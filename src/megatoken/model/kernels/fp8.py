@@ -2,8 +2,8 @@
 
 Activations and weights are rounded to e4m3, which has 3 bits of mantissa, and gradients to e5m2,
 which has 2 and a wider range. Each tensor is first multiplied by the power of two that brings its
-largest magnitude to the upper end of that range. GPUs since Ada have such
-matmuls; torch computes the same on a CPU, but slower than in bf16.
+largest magnitude to the upper end of that range. NVIDIA GPUs since Ada have such matmuls; torch
+computes the same on a CPU, but slower than in bf16.
 
 Shapes: N rows, I inputs, O outputs, C d_model, V padded vocabulary.
 """
