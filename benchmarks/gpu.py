@@ -128,7 +128,7 @@ def find_batch(preset: str, most: int, memory_bytes: int) -> int:
 
 
 def list_tiny_benches() -> list[Bench]:
-    """Return the same commands at sizes that take seconds on any machine."""
+    """Return most of the commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
         Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks"),

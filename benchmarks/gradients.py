@@ -1,10 +1,10 @@
-"""Compare the gradients of a device with those of a CPU in fp32, by preset and kernels.
+"""Compare gradients on a device with gradients on a CPU in fp32, by preset and kernels.
 
     python -m benchmarks.gradients --device cuda --presets gpt2-124m,llama-110m
 
 Two sequences through a model with its initial weights. Prints one JSON line: per configuration, the
-loss, the loss of the CPU, and the relative L2 error of the full gradient. A preset with zero_init
-has no gradient in its blocks, and so is no test.
+loss, the loss of the CPU, and the relative L2 error of the full gradient. Use no preset
+with zero_init: its blocks start without gradients.
 """
 
 import argparse

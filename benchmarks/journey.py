@@ -2,8 +2,8 @@
 
     python -m benchmarks.journey --device cuda
 
-A run is killed once it is halfway between two checkpoints, then resumed. Steps that ran twice must
-have the same losses, but for sums that a GPU adds in any order. Needs no installation:
+Kills a run halfway between two checkpoints, resumes it, and compares the losses of the steps that
+ran twice. On a GPU they may differ, because it adds some sums in any order. Needs no installation:
 PYTHONPATH=src. Prints one JSON line.
 """
 

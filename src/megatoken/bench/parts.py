@@ -51,7 +51,7 @@ GROUPS = {  # names of forward and backward operations; the first match counts
     "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
     "optimizer": re.compile(r"adam|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE),
 }
-KERNELS = {  # names of CUDA kernels: torch's, Inductor's and those of its libraries
+KERNELS = {  # names of CUDA kernels in torch, Inductor, cuBLAS and cuDNN; the first match counts
     "matrix products": re.compile("gemm|gemv|nvjet|splitK|triton_tem"),
     "loss": re.compile("cross_entropy|LogSoftMax|nll_loss"),
     "attention": re.compile("flash|fmha|sdpa|cudnn|[Ss]oft[Mm]ax"),

@@ -204,7 +204,7 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
     """Return N and D on which to spend `flops`, a number or an array.
 
     If the law depends on N and D separately, the split has the lowest loss. If it depends on only
-    one of them, the other stays that of the largest run. If it depends only on their product, they
+    one of them, the other stays as in the largest run. If it depends only on their product, they
     keep the ratio of the largest run.
     """
     if law.terms.names == ("N", "D"):

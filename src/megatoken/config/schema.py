@@ -279,7 +279,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged."""
+    """What to log, and how often."""
 
     every: Duration = config_field(
         Duration(1), "interval of rows in metrics.jsonl", low=0, open_low=True

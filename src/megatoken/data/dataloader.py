@@ -296,8 +296,8 @@ def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
     """Choose windows with at most `limit_tokens` targets in total.
 
-    If the split or the limit is shorter than a window, there is a single shorter window; if the
-    split has fewer than two tokens, there is none.
+    A split or limit shorter than a window gives a single shorter window; a split of fewer than two
+    tokens gives no window.
     """
     n_targets = max(0, min(len(tokens) - 1, limit_tokens))
     length = min(seq_len, n_targets)

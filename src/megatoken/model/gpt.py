@@ -69,7 +69,7 @@ class TreeMask:
 def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
     """Return the mask for rows that pack several sequences, which must not attend to each other.
 
-    On CUDA, it consists of their bounds, which are copied without waiting for the GPU.
+    On CUDA, `attn_mask` holds the bounds of the sequences, copied asynchronously.
 
     starts_BT: for each token, the index in the row at which its sequence begins; on the CPU.
     """
@@ -86,9 +86,9 @@ def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
 
 
 def find_bounds(starts_BT: Tensor) -> Tensor:
-    """Return where each sequence begins in the (B * T) tokens, then B * T; int32.
+    """Return the start of each sequence in the B * T tokens, padded with B * T; int32.
 
-    B * T is repeated until the size is a power of two, so that few sizes occur.
+    The size is a power of two, so that few sizes occur.
     """
     is_start_BT = starts_BT == torch.arange(starts_BT.shape[1])
     begins = is_start_BT.flatten().nonzero()[:, 0].int()

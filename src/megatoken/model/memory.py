@@ -93,7 +93,7 @@ def count_activation_bytes(
 def _loss_bytes(
     config: ModelConfig, rows: int, *, precision: str, one_chunk: bool, sharded: bool, masters: bool
 ) -> int:
-    """Return the bytes of logits, the output layer's gradient and its cast weight.
+    """Return the bytes of the logits, the output layer's gradient and the cast of its weight.
 
     rows: of logits that are held at once. one_chunk: whether these are all.
     """

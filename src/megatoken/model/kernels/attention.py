@@ -116,8 +116,7 @@ def flash_attention(
     """Call torch's scaled_dot_product_attention, with the backend that torch prefers.
 
     Dropout uses `explicit_attention`, because the dropout masks of torch's kernels depend on the
-    micro-batch size. Where `supports_varlen` is False, a window is passed as a mask, which saves no
-    work.
+    micro-batch size. Without `supports_varlen`, a window is passed as a mask, which saves no work.
     """
     if dropout is not None:
         return explicit_attention(

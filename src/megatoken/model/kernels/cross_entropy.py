@@ -207,7 +207,7 @@ def _cross_entropy(
             x = _load(logits, at, V, SOFTCAP, False)
             d = tl.where(at < vocab_size, _gradient(x, log2_total, SOFTCAP), 0.0)
             _store(logits, grad8, at, d, at < V, FACTOR)
-        tl.debug_barrier()  # the target's gradient is written twice
+        tl.debug_barrier()  # before the target's gradient is overwritten
         d = _gradient(score, log2_total, SOFTCAP) - _gradient(score, score * LOG2_E, SOFTCAP)
         _store(logits, grad8, target, d, in_vocab, FACTOR)
     score = tl.where(in_vocab, score, float("-inf"))

@@ -14,16 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Values in cublasLt.h and its includes: data types, attributes of a matmul, an epilogue.
+FP32, BF16, COMPUTE_FP32 = 0, 14, 68
+TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_STRIDE = 3, 7, 8, 11, 12
+GELU_AUX_BIAS = 164
+
 
 @cache
 def _find(name: str) -> Any:
-    # torch has loaded the library, but not for everyone.
+    # torch has loaded the library, but its symbols are not global.
     CDLL("libcublasLt.so." + str(torch.version.cuda)[:2], RTLD_GLOBAL)
     return getattr(CDLL(None), name)
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of cuBLASLt. Integers are passed in 64 bits, which suit any integer type."""
+    """Call a function of cuBLASLt; raise RuntimeError if it fails. Integers are passed as size_t."""
     passed = (c_size_t(arg) if isinstance(arg, int) else arg for arg in arguments)
     if status := _find(name)(*passed):
         raise RuntimeError(f"{name} returned {status}")
@@ -40,24 +45,24 @@ def _create(name: str, *arguments: int) -> c_void_p:
 def _linear_gelu(x_NC: Tensor, weight_FC: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
     """Return gelu(up) and up = x weight^T + bias, both (N, F).
 
-    Matrices are column-major in cuBLASLt, so a tensor (R, S) is a matrix (S, R) with leading
-    dimension S. That is why it gets the transposed product, weight x^T.
+    cuBLASLt is column-major and sees a tensor (R, S) as a matrix (S, R) with leading dimension S,
+    so it computes the transposed product, weight x^T.
     """
     N, C = x_NC.shape
     F = len(bias_F)
     up_NF = x_NC.new_empty(N, F)
     gelu_NF = torch.empty_like(up_NF)
-    attributes = {  # of cublasLtMatmulDescAttributes_t
-        3: c_int(1),  # transpose the weight
-        7: c_int(164),  # epilogue GELU_AUX_BIAS
-        8: c_size_t(bias_F.data_ptr()),
-        11: c_size_t(up_NF.data_ptr()),
-        12: c_size_t(F),  # leading dimension of `up`
+    attributes = {
+        TRANSPOSE_A: c_int(1),
+        EPILOGUE: c_int(GELU_AUX_BIAS),
+        BIAS: c_size_t(bias_F.data_ptr()),
+        AUX: c_size_t(up_NF.data_ptr()),
+        AUX_STRIDE: c_size_t(F),
     }
-    matmul = _create("cublasLtMatmulDescCreate", 68, 0)  # sums and factors in fp32
+    matmul = _create("cublasLtMatmulDescCreate", COMPUTE_FP32, FP32)
     for attribute, value in attributes.items():
         _call("cublasLtMatmulDescSetAttribute", matmul, attribute, byref(value), sizeof(value))
-    layout = partial(_create, "cublasLtMatrixLayoutCreate", 14)  # bf16
+    layout = partial(_create, "cublasLtMatrixLayoutCreate", BF16)
     out = gelu_NF.data_ptr(), layout(F, N, F)
     _call(
         *("cublasLtMatmul", torch.cuda.current_blas_handle(), matmul),  # type: ignore[no-untyped-call]

@@ -18,9 +18,9 @@ from megatoken.system.torch_compat import scaled_matmul
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-MULTIPLE = 16  # that the hardware needs, of all sizes but M in `matmul_nt`
-EXPONENT = 0x7F800000  # bits of an fp32 number that give the power of two below it
-SMALLEST = 1e-30  # magnitude by which a tensor is scaled; one of zeros stays 0
+MULTIPLE = 16  # must divide all sizes except M in `matmul_nt`
+EXPONENT = 0x7F800000  # exponent bits of fp32; they round a number down to a power of two
+SMALLEST = 1e-30  # lower bound of a tensor's largest magnitude; avoids division by 0
 SOFTMAX_FACTOR = 2.0**15  # of the logits' gradient, which is at most 1
 
 
@@ -57,7 +57,7 @@ def matmul_nt(a: Scaled, b: Scaled, *, fast: bool = False, out: Tensor | None = 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Compute F.linear with FP8 matmuls in the forward and in the backward.
 
-    Without gradients (validation, sampling), or if the rows do not fit, it is F.linear.
+    Without gradients (validation, sampling), or if MULTIPLE does not divide the rows, call F.linear.
     """
     x_NI = x.flatten(0, -2)
     if not torch.is_grad_enabled() or len(x_NI) % MULTIPLE:
@@ -68,12 +68,12 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The matmuls of `linear`, in bf16 outside."""
+    """The matmuls of `linear`, with bf16 inputs and outputs."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        # `x` is made from its transpose, so that torch.compile saves that instead of computing it
-        # in the backward, fused into reductions over rows, whose transposed stores are slow.
+        # Derive x from its transpose, so that torch.compile saves the transpose. It would otherwise
+        # recompute it in the backward, inside row reductions, with slow strided stores.
         x_IN = round_to_fp8(x_NI, E4M3).transpose()
         ctx.save_for_backward(*x_IN, weight_OI)  # the rounded weight would not be sharded by ZeRO-3
         return matmul_nt(x_IN.transpose(), round_to_fp8(weight_OI, E4M3), fast=True)
@@ -105,9 +105,9 @@ class OutputLayer:
         matmul_nt(Scaled(values_NC[rows], scale), self.weight_VC, fast=True, out=out_NV)
 
     def grad_hidden(self, grad_NV: Tensor, out_NC: Tensor) -> None:
-        """Write the gradient of the hidden states to `out_NC`, given that of the logits.
+        """Write the gradient of the hidden states to `out_NC`.
 
-        grad_NV: in bf16, or in E5M2 and multiplied by SOFTMAX_FACTOR.
+        grad_NV: gradient of the logits, in bf16, or in E5M2 and multiplied by SOFTMAX_FACTOR.
         """
         if grad_NV.dtype != E5M2:
             grad_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
