@@ -25,10 +25,11 @@ from megatoken.console import Console
 from megatoken.convert.hf.load import load_hf
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import open_device
+from megatoken.system.threads import thread_count
 from megatoken.system.timing import time_interleaved
 
 GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
@@ -93,11 +94,7 @@ def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any
     }
     theirs = [rate["median"] for name, rate in rates.items() if name not in models]
     ratios = {name: rates[name]["median"] / max(theirs) if theirs else None for name in models}
-    about |= {
-        "precision": device.precision,
-        "threads": torch.get_num_threads(),
-        "tokens_per_second": rates,
-    }
+    about |= {"precision": device.precision, "threads": thread_count(), "tokens_per_second": rates}
     about |= {"ratio": ratios["megatoken"], "ratio_int8": ratios.get("megatoken int8")}
     return {**about, "same_ids": same}
 

@@ -30,7 +30,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from megatoken.plots import save_figure
 from megatoken.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.system.timing import time_calls

@@ -186,6 +186,11 @@ class Console:
             self._print(spell_controls(text))
         self.rule()
 
+    @property
+    def is_step_due(self) -> bool:
+        """Whether `step` would show a step now, because it has not shown one very recently."""
+        return time.monotonic() >= self._next_step_time
+
     def step(self, line: str, *, share: float | None = None, last: bool = False) -> None:
         """Show the newest step, unless another one was shown very recently.
 
@@ -193,7 +198,7 @@ class Console:
         share: progress of the run from 0 to 1, drawn as a bar.
         last: whether this is the last step, which is always shown.
         """
-        if not last and time.monotonic() < self._next_step_time:
+        if not last and not self.is_step_due:
             return
         self._next_step_time = time.monotonic() + (LIVE_SECONDS if self.is_live else STEP_SECONDS)
         if self.is_live:

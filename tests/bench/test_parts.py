@@ -25,7 +25,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 

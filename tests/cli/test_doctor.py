@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,10 +86,25 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path):
     assert doctor.check_disk(tmp_path)[0] == "bad"
 
 
+def test_amx_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    library, fault = SimpleNamespace(instruction_set="amx"), ""
+    monkeypatch.setattr("megatoken.native.selection.find_library", lambda: library)
+    monkeypatch.setattr("megatoken.native.selection.find_amx_fault", lambda: fault)
+    state, found, _ = doctor.check_native(HERE)
+    assert state == "good"
+    assert "amx, which passed" in found
+    library, fault = SimpleNamespace(instruction_set="avx512_bf16"), "at matmul"
+    state, found, remedy = doctor.check_native(HERE)
+    assert state == "lacking"
+    assert "avx512_bf16" in found
+    assert found.endswith("at matmul")
+    assert remedy
+
+
 def test_missing_native_kernels_and_our_own_errors_have_their_remedies(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("megatoken.native.library.find_library", lambda: None)
+    monkeypatch.setattr("megatoken.native.selection.find_library", lambda: None)
     assert doctor.check_native(HERE)[0] == "lacking"
     monkeypatch.undo()
     monkeypatch.setenv("MEGATOKEN_INSTRUCTION_SET", "sse9")

@@ -17,7 +17,7 @@ from megatoken.model.kernels.attention import (
     repeat_kv,
 )
 from megatoken.model.kv_cache import KeyValueCache
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from tests.tiny_model import TINY_GPT, TINY_LLAMA

@@ -7,18 +7,30 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from megatoken.native import attention, int8, ops, products
+from megatoken.native import attention, block, int8, ops, products
 from megatoken.native.build import (
     INSTRUCTION_SETS,
     compile_library,
     library_name,
     runnable_instruction_sets,
 )
-from megatoken.native.library import Library, find_library
+from megatoken.native.library import Library
+from megatoken.native.selection import find_library
 from megatoken.system.machine import find_compiler
+from megatoken.system.threads import thread_count
 
 EMULATED_AMX = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX"  # the same source, tiles in plain C++
 FOLDER = Path(__file__).parents[2] / "build" / "native"
+
+
+def compile_once(instruction_set: str, folder: Path, options: tuple[str, ...] = ()) -> Path:
+    """Compile a library unless a test has done so since the sources changed; return its path."""
+    path = folder / library_name(instruction_set)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{instruction_set}.lock"):
+        if not path.exists():
+            compile_library(instruction_set, folder, options)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -35,12 +47,11 @@ def native_library() -> Callable[[str], Library]:
             folder, options = FOLDER / "emulated", EMULATED_AMX
         elif instruction_set not in runnable:
             pytest.skip(f"this processor has no {instruction_set}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{instruction_set}.lock"):
-            if not (folder / library_name(instruction_set)).exists():
-                compile_library(instruction_set, folder, options)
+        compile_once(instruction_set, folder, options)
         library = find_library(instruction_set, folder)
         assert library is not None
+        if instruction_set == "amx" and not library.call("request_tiles"):
+            pytest.skip("Linux does not grant tiles")
         return library
 
     return load
@@ -53,7 +64,20 @@ def library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Library:
     """Compute with this instruction set."""
-    loaded = native_library(request.param)
-    for module in (attention, int8, ops, products):
-        monkeypatch.setattr(module, "loaded_library", lambda: loaded)
-    return loaded
+    return use(native_library(request.param), monkeypatch)
+
+
+@pytest.fixture
+def fastest(native_library: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Compute with the best instruction set that this processor has."""
+    return use(native_library(runnable_instruction_sets()[0]), monkeypatch)
+
+
+def use(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
+    def loaded_library() -> Library:
+        library.set_threads(thread_count())
+        return library
+
+    for module in (attention, block, int8, ops, products):
+        monkeypatch.setattr(module, "loaded_library", loaded_library)
+    return loaded_library()

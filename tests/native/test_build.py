@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatoken.errors import ConfigError
-from megatoken.native.build import library_name
-from megatoken.native.library import find_library
+from megatoken.native import build as build_module
+from megatoken.native.build import INSTRUCTION_SETS, library_name
+from megatoken.native.selection import find_library
 from megatoken.system.environment import given_environment
 from megatoken.system.machine import find_compiler
 
@@ -47,3 +48,17 @@ def test_an_old_compiler_makes_what_it_knows(tmp_path: Path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [library_name("portable")]
     done = build(str(tmp_path / "none"), CXX="false")
     assert done.returncode == 1
+
+
+def test_amx_is_built_with_the_kernels_that_test_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Wheels have every instruction set."""
+    monkeypatch.setattr(build_module, "cpu_features", lambda: {*INSTRUCTION_SETS["amx"][0]})
+    monkeypatch.setattr(
+        build_module, "compile_library", lambda name, folder: (folder / library_name(name)).touch()
+    )
+    monkeypatch.setattr(sys, "argv", ["build", str(tmp_path)])
+    build_module.main()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {library_name("amx"), library_name("avx512_bf16")}

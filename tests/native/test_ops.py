@@ -8,7 +8,7 @@ from torch import Tensor
 from megatoken.model.kernels.block import torch_norm, torch_swiglu
 from megatoken.model.kernels.cross_entropy import softmax_cross_entropy
 from megatoken.native import ops as native
-from megatoken.native.library import DTYPES, Library
+from megatoken.native.library import DTYPES, Library, Values
 from megatoken.optim.adamw import AdamW
 from tests.native.twins import assert_same, assert_same_on_threads
 
@@ -126,7 +126,9 @@ def test_sums_do_not_depend_on_the_threads(library: Library):
     def compute() -> list[Tensor]:
         inputs = [each.clone().requires_grad_() for each in (x, weight, bias)]
         native.norm(*inputs, 1e-5).square().sum().backward()
-        squares = library.call("sum_of_squares", DTYPES[x.dtype], x, x.numel())
+        squares = library.call_all(
+            "sum_of_squares", [Values(x.data_ptr(), x.numel(), DTYPES[x.dtype])]
+        )
         return [
             torch.tensor(squares, dtype=torch.float64),
             *(each.grad for each in inputs if each.grad is not None),

@@ -1,7 +1,6 @@
 """The compiled matrix products beside fp64, for every instruction set at hand; AMX is emulated where there is none."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.native import products
-from megatoken.native.build import runnable_instruction_sets
 from megatoken.native.library import Library
 from tests.native.twins import assert_same, assert_same_on_threads
 
@@ -20,14 +18,6 @@ LARGEST = {
 }  # errors of sums that cancel, relative to typical ones
 TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.004}
 SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
-
-
-@pytest.fixture
-def fastest(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> Library:
-    """Products are computed with the best instruction set that this processor has."""
-    loaded = native_library(runnable_instruction_sets()[0])
-    request.getfixturevalue("monkeypatch").setattr(products, "loaded_library", lambda: loaded)
-    return loaded
 
 
 def draw(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
@@ -90,7 +80,8 @@ def test_long_sums_in_chunks(library: Library, dtype: torch.dtype):
         torch.testing.assert_close(sums.double(), a.double().sum(1), rtol=1e-5, atol=1e-3)
 
 
-def test_long_sums_of_a_large_result_in_strips(fastest: Library):
+@pytest.mark.usefixtures("fastest")
+def test_long_sums_of_a_large_result_in_strips():
     a, b = (
         torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16()
         for seed in (1, 2)

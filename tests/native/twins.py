@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatoken.system.threads import set_thread_count, thread_count
+
 
 def assert_same(
     call: Callable[..., Tensor],
@@ -43,13 +45,13 @@ def assert_same(
 
 def assert_same_on_threads(call: Callable[[], Sequence[Tensor]]) -> None:
     """Compare the results of a call on one, two and three threads bit for bit."""
-    threads = torch.get_num_threads()
+    threads = thread_count()
     results = []
     try:
         for count in (1, 2, 3):
-            torch.set_num_threads(count)
+            set_thread_count(count)
             results.append(call())
     finally:
-        torch.set_num_threads(threads)
+        set_thread_count(threads)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

@@ -20,7 +20,7 @@ from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.int8 import Int8Matrix
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from megatoken.sampling import generate as generate_module
 from megatoken.sampling.batch import Token
 from megatoken.sampling.choose import Sampling, choose_ids, cumulative_sum

@@ -10,14 +10,16 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
+from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
-from megatoken.native.library import find_library
+from megatoken.native.selection import find_library
 from megatoken.system import device
 from megatoken.system.device import Device, misses_triton
 from megatoken.system.measurement_cache import read_measurements
 from megatoken.train import kernel_autotune as autotune_module
+from megatoken.train import tuning
 from megatoken.train.kernel_autotune import (
     CACHE_FILE,
     KernelChoice,
@@ -28,6 +30,7 @@ from megatoken.train.kernel_autotune import (
 )
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_run import train
 
 BF16 = replace(CPU, precision="bf16")
 
@@ -224,3 +227,11 @@ def test_master_weights_accumulate_gradients_in_fp32():
     for whole, split in zip(*gradients, strict=True):
         assert split.dtype == torch.float32
         assert float((split - whole).norm() / whole.norm()) < 2e-2
+
+
+def test_a_failed_self_test_is_a_warning(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(tuning, "find_amx_fault", lambda: "wrong at matmul")
+    train(tmp_path / "run", data, console=Console())
+    assert capsys.readouterr().out.count("wrong at matmul") == 1

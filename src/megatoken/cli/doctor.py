@@ -26,6 +26,7 @@ EXAMPLE = "megatoken doctor"
 MEET_SECONDS = 90.0  # limit for two processes on a busy machine to start, join and sum
 MIN_DISK = 5e9  # bytes that a run of GPT-2 124M takes
 MIN_TORCH = (2, 11)
+AMX_REMEDY = "AMX needs g++ 11 and Linux 5.16 or newer; report a failed self-test"
 # Two processes join a group and sum rank + 1.
 PROGRAM = """
 import torch
@@ -123,12 +124,16 @@ def check_compiler(_: Path) -> Finding:
 
 
 def check_native(_: Path) -> Finding:
-    from megatoken.native.library import NO_LIBRARY, find_library
+    from megatoken.native.selection import NO_LIBRARY, find_amx_fault, find_library
 
     library = find_library()
-    if library:
-        return Finding("good", f"kernels for {library.instruction_set}")
-    return Finding("lacking", "no native kernels for this CPU", NO_LIBRARY)
+    if not library:
+        return Finding("lacking", "no native kernels for this CPU", NO_LIBRARY)
+    text = f"kernels for {library.instruction_set}"
+    if fault := find_amx_fault():
+        return Finding("lacking", f"{text}; AMX is not used: {fault}", AMX_REMEDY)
+    is_tested = library.instruction_set == "amx"
+    return Finding("good", f"{text}, which passed their self-test" if is_tested else text)
 
 
 def check_disk(folder: Path) -> Finding:

@@ -3,13 +3,13 @@
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width.
 """
 
-from ctypes import byref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, View, loaded_library
+from megatoken.native.library import DTYPES, view
+from megatoken.native.selection import loaded_library
 
 
 def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool = True) -> Tensor:
@@ -27,10 +27,6 @@ def _contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _view(x: Tensor) -> Any:
-    return byref(View(x.data_ptr(), *x.stride()[:3]))
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return y, and the log-sum-exp (B, H, T) of each query's scores, to base 2."""
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
@@ -38,7 +34,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, 
     # The layout that the output projection reads and saves, so that it makes no copy.
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    views = (_view(x) for x in (q, k, v, y))
+    views = (view(x) for x in (q, k, v, y))
     sizes = (B, H, k.shape[1], T, k.shape[2], D)
     loaded_library().call("attention_forward", DTYPES[q.dtype], *views, lse, *sizes, causal)
     return y, lse
@@ -62,8 +58,8 @@ class _Attention(torch.autograd.Function):
         # Views of one tensor, like q, k and v, which are views of the projection's output.
         packed = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2)
         dq, dk, dv = packed.split_with_sizes([H, K, K], dim=1)
-        views = (_view(x) for x in (q, k, v, y, dy))
-        gradients = (_view(x) for x in (dq, dk, dv))
+        views = (view(x) for x in (q, k, v, y, dy))
+        gradients = (view(x) for x in (dq, dk, dv))
         sizes = (B, H, K, T, D)
         loaded_library().call(
             "attention_backward", DTYPES[q.dtype], *views, lse, *gradients, *sizes

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, loaded_library
+from megatoken.native.library import DTYPES
+from megatoken.native.selection import loaded_library
 
 MOST_ROWS = 16  # of x; with more, as in a prompt, the weights are converted to x's dtype first
 LARGEST = 127

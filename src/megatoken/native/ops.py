@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, loaded_library
+from megatoken.native.library import DTYPES
+from megatoken.native.selection import loaded_library
 
 
 def norm(
@@ -32,9 +33,8 @@ def _normalize(
     N = x.numel() // C
     y = torch.empty_like(x)
     mean_N, scale_N = x.new_empty(2, N, dtype=torch.float32)
-    loaded_library().call(
-        "norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms
-    )
+    arguments = x, None, None, weight_C, bias_C, y, mean_N, scale_N
+    loaded_library().call("norm_forward", DTYPES[x.dtype], *arguments, N, C, eps, rms)
     return y, mean_N, scale_N
 
 
@@ -59,7 +59,7 @@ class _Norm(torch.autograd.Function):
         dweight_C = x.new_empty(C, dtype=torch.float32)
         dbias_C = torch.empty_like(dweight_C) if ctx.has_bias else None
         dy = dy.contiguous()
-        arguments = dy, x, mean_N, scale_N, weight_C, dx, dweight_C, dbias_C
+        arguments = dy, None, x, mean_N, scale_N, weight_C, dx, dweight_C, dbias_C
         loaded_library().call("norm_backward", DTYPES[x.dtype], *arguments, N, C, ctx.rms)
         dbias_C = None if dbias_C is None else dbias_C.to(x.dtype)
         return dx, dweight_C.to(x.dtype), dbias_C, None, None

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, Matmul, Matrix, loaded_library
+from megatoken.native.library import DTYPES, Matmul, matrix
+from megatoken.native.selection import loaded_library
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -45,24 +46,21 @@ def matmul(
     arguments = Matmul(dtype=DTYPES[a_MK.dtype], out_dtype=DTYPES[out.dtype], M=M, N=N, K=K)
     a_MK = _with_unit_stride(a_MK)
     b_KN = _with_unit_stride(b_KN)
-    arguments.a = _matrix(a_MK)
-    arguments.b = _matrix(b_KN)
-    arguments.c = _matrix(out)
+    arguments.a = matrix(a_MK)
+    arguments.b = matrix(b_KN)
+    arguments.c = matrix(out)
     if bias_N is not None:
         arguments.bias = bias_N.data_ptr()
     if row_sums_M is not None:
         arguments.row_sums = row_sums_M.data_ptr()
-    arguments.accumulate = accumulate
+    arguments.d = out.data_ptr() if accumulate else None
+    arguments.alpha = arguments.beta = 1
     loaded_library().call("matmul", byref(arguments))
     return out
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
-
-
-def _matrix(x: Tensor) -> Matrix:
-    return Matrix(x.data_ptr(), *x.stride())
 
 
 def _gradients(

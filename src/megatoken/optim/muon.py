@@ -7,7 +7,7 @@ widths (Yang et al. 2023; Bernstein 2025). Queries, keys and values are treated 
 matrices, although one parameter holds them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megatoken.model.gpt import GPT
+from megatoken.native.library import DTYPES, Library, MuonUpdate
+from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
+from megatoken.optim.native import NativeOptimizer
 from megatoken.system.torch_compat import follow_found_inf, step_inner
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
@@ -131,11 +134,8 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(NativeOptimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
-
-    Two optional attributes have the same effect as in torch's fused optimizers. Gradients are
-    divided by `self.grad_scale`, and the update is skipped if `self.found_inf` is 1.
 
     adamw: optimizer of all other parameters; its groups and state become part of this one's.
     group: a dict with the keys `params`, `weight_decay` and optionally `lr_scale`. `params` are the
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        adamw: torch.optim.Optimizer,
+        adamw: AdamW,
         group: dict[str, Any],
         matrices: Matrices,
         *,
@@ -161,12 +161,46 @@ class Muon(torch.optim.Optimizer):
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
         follow_found_inf(self, adamw)
 
+    def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
+        """Switch to native kernels, unless the matrices are divided between processes."""
+        if isinstance(self.matrices, WholeMatrices):
+            super().use_native(library, copies)
+            self.adamw.use_native(library, copies)
+
+    def _native_updates(self) -> Iterator[MuonUpdate]:
+        """Yield the update of each matrix."""
+        assert isinstance(self.matrices, WholeMatrices)
+        group = self.param_groups[-1]
+        rates = group["lr"], group["weight_decay"], group["momentum"]
+        settings = *rates, self.gradient_scale, self.cautious_decay
+        dtype = DTYPES[self.matrices.dtype]
+        for param, rows in zip(group["params"], self.matrices.rows.values(), strict=True):
+            grad = self.gradient(param)
+            copy = self.copies.get(param)
+            tensors = param, self.state[param]["momentum_buffer"], grad, copy
+            starts = [
+                None if x is None else (x.data_ptr(), x.stride(0) * x.itemsize) for x in tensors
+            ]
+            grad_dtype = DTYPES[torch.float32 if grad is None else grad.dtype]
+            row = 0
+            for n_rows in rows:
+                yield MuonUpdate(
+                    *(None if start is None else start[0] + row * start[1] for start in starts),
+                    *(n_rows, param.shape[1], grad_dtype, dtype),
+                    *settings,
+                )
+                row += n_rows
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters; a hidden matrix without a gradient is updated as if it were 0."""
+        step_inner(self, self.adamw)
+        if self._library is not None:
+            if not self.skips_update:
+                self._library.call_all("muon", list(self._native_updates()))
+            return
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
-        step_inner(self, self.adamw)
         group = self.param_groups[-1]
         is_bad = None if found_inf is None else found_inf > 0
         updates = []

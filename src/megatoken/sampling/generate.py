@@ -17,11 +17,12 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, Linear, set_attention, set_block_kernels
 from megatoken.native.int8 import round_to_int8
-from megatoken.native.library import NO_LIBRARY, find_library
+from megatoken.native.selection import NO_LIBRARY, find_library
 from megatoken.sampling.batch import Request, Token, generate_batch
 from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 from megatoken.system.large_pages import gather_in_large_pages
+from megatoken.system.threads import leave_threads_to_kernels
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 
@@ -118,6 +119,7 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
 
 
 def _set_native_attention(model: GPT) -> None:
+    leave_threads_to_kernels()
     if model.attention_name == "flash" and not model.config.window:
         set_attention(model, "native")
 

@@ -25,6 +25,7 @@ from megatoken.system.machine import (
 )
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
+from megatoken.system.threads import set_thread_count, thread_count
 from megatoken.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,7 +128,7 @@ def open_device(
     Processes on one machine divide its cores. Raises what `choose_device` raises.
     """
     device = choose_device(machine, local_rank=local_rank, local_world_size=local_world_size)
-    torch.set_num_threads(machine.threads or max(1, cpu_count() // local_world_size))
+    set_thread_count(machine.threads or max(1, cpu_count() // local_world_size))
     if device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
         # On Hopper, torch prefers cuDNN's attention, which makes a new plan for every length, so
@@ -200,7 +201,7 @@ def cache_peak(device: Device, flops: float) -> float:
 def _peak_key(device: Device) -> str:
     """Return the cache key of a peak: everything that its measurement depends on."""
     tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    threads = f", {thread_count()} threads" if device.type == "cpu" else ""
     precision = "tf32" if tf32 else device.precision
     return f"{device.name} ({device.type}{threads}), {precision}, torch {torch.__version__}"
 
@@ -213,11 +214,7 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
     """
     out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
     calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
-    if (
-        left.device.type == "cpu"
-        and left.dtype == torch.float32
-        and torch.get_num_threads() >= cpu_count()
-    ):
+    if left.device.type == "cpu" and left.dtype == torch.float32 and thread_count() >= cpu_count():
         arrays = (left.numpy(), right.numpy())
         calls["numpy"] = partial(np.matmul, *arrays, out=out.numpy())
     return calls

@@ -18,22 +18,23 @@ from torch import Tensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
-from megatoken.model.gpt import GPT, MLP, set_attention, set_block_kernels
+from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
-from megatoken.native.library import NO_LIBRARY, find_library
+from megatoken.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
+from megatoken.system.threads import leave_threads_to_kernels, thread_count
 from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
 CACHE_FILE = "kernels.json"
 # Required speed-up over the plain implementation. On a CPU, smaller differences may be noise.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
-BLOCK_MARGIN = 1.0  # most of a block is attention, which is timed separately
+BLOCK_MARGIN = 1.0
 # Per operation: at most 50 rounds in half a second, at least 3.
 TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}
 MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # more do not change the ranking
@@ -120,7 +121,7 @@ def autotune(
     if open_options:
         seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
         circumstances = (
-            f"{device.name} ({device.type}), {torch.get_num_threads()} threads, "
+            f"{device.name} ({device.type}), {thread_count()} threads, "
             f"{device.precision}, torch {torch.__version__}; {replace(config, n_layer=1)}; "
             f"{seqs} sequences, dropout {dropout}, {'compiled' if compiled else 'eager'}; "
             f"{open_options}; {library and library.name}"
@@ -160,8 +161,10 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
                 set_block_kernels(part, "fp8")
     if choice.master_weights:
         state.enable_master_weights(device.dtype)
-    if choice.kernels.adamw == "native" and (library := find_library()):
-        state.use_native_adamw(library)
+    if choice.kernels.block == "native":
+        leave_threads_to_kernels()
+    if choice.kernels.adamw == "native" and find_library():
+        state.use_native_optimizer(loaded_library())
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
@@ -313,10 +316,20 @@ def _time_options(
                 calls[form] = call
         if forms[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
-        timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
+        timings = time_calls(
+            calls, **TRIAL, is_warm=True, before=_share_threads, synchronize=device.synchronize
+        )
         # The best repeat, because other load on the machine only adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
     return best, errors
+
+
+def _share_threads(form: str) -> None:
+    """Give torch its threads, or leave them to native kernels, as in a run with these kernels."""
+    if "native" in form:
+        leave_threads_to_kernels()
+    else:
+        torch.set_num_threads(thread_count())
 
 
 def _build_trials(
@@ -331,6 +344,7 @@ def _build_trials(
     block = (
         GPT(replace(config, n_layer=1, vocab_size=1, dropout=0.0)).blocks[0].to(device.torch_device)
     )
+    assert isinstance(block, Block)
     low_block = copy.deepcopy(block).to(device.dtype)
     forward: Callable[..., Tensor] = torch.compile(block) if compiled else block
     forward_low: Callable[..., Tensor] = torch.compile(low_block) if compiled else low_block
@@ -357,6 +371,8 @@ def _build_trials(
             return forward(x_BTC, ids_BT, None, rope, None)
 
     def run_block(form: str) -> Tensor:
+        is_native = form == "native" and not config.window
+        low_block.attention.attention_fn = ATTENTION["native" if is_native else "flash"]
         set_block_kernels(low_block, form)
         return forward_low(low_x_BTC, ids_BT, None, rope, None)
 

@@ -20,6 +20,7 @@ from megatoken.errors import ConfigError
 from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
+from megatoken.system.threads import thread_count
 from megatoken.system.timing import time_once
 from megatoken.system.torch_compat import is_compiler_error
 from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
@@ -69,7 +70,7 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
     It names all that the speed depends on, except the model's depth and the batch size.
     """
     shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
-    threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
+    threads = f"{thread_count()} threads, " if device.type == "cpu" else ""
     return (
         f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, "
         f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}, "

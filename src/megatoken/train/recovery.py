@@ -9,12 +9,11 @@ numbers and so make the same decisions.
 
 from bisect import insort
 
-import torch
-
 from megatoken.checkpoint.load import list_optimizer_tensors
 from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.replica_check import compare_replicas
 from megatoken.errors import NumericsError
+from megatoken.system.threads import thread_count
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error
@@ -102,7 +101,7 @@ class Recovery:
         dims = state.dims
         if dims.dp_replicate == 1:
             return False
-        group = dims.shard_rank, dims.tp_rank, run.device.name, torch.get_num_threads()
+        group = dims.shard_rank, dims.tp_rank, run.device.name, thread_count()
         tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
         divergence = compare_replicas(tensors, group, state.comm)
         if divergence is None:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 WINDOW = 128  # steps
 MIN_STEPS = 64  # before detection starts
 # A spike is both: this many standard deviations (of a normal distribution with the same MAD) above
@@ -49,7 +51,8 @@ def upper_limit(values: Sequence[float], min_ratio: float) -> float:
     Its log lies DEVIATIONS standard deviations above the median log, with the deviation estimated
     from the median absolute deviation. It is at least `min_ratio` times the median.
     """
-    logs = sorted(math.log(max(value, SMALLEST)) for value in values)
+    logs = np.log(np.maximum(values, SMALLEST))
     middle = len(logs) // 2
-    deviation = sorted(abs(log - logs[middle]) for log in logs)[middle]
-    return math.exp(logs[middle] + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio)))
+    median = np.partition(logs, middle)[middle]
+    deviation = np.partition(abs(logs - median), middle)[middle]
+    return math.exp(median + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio)))

@@ -26,9 +26,9 @@ from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.native.library import Library
 from megatoken.objectives.objective import Objective
-from megatoken.optim.adamw import AdamW
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
+from megatoken.optim.native import NativeOptimizer
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import foreach_copy, supports_found_inf
@@ -133,12 +133,12 @@ class TrainState:
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
-    def use_native_adamw(self, library: Library) -> None:
-        """Switch the optimizer to its native kernel if it is our AdamW; do nothing for any other.
+    def use_native_optimizer(self, library: Library) -> None:
+        """Switch AdamW or Muon to its native kernel; do nothing for any other optimizer.
 
         Call this after `enable_master_weights`.
         """
-        if not isinstance(self.optimizer, AdamW):
+        if not isinstance(self.optimizer, NativeOptimizer):
             return
         pairs = self._grad_pairs() if self.uses_master_weights else []
         self.optimizer.use_native(library, {local: trained for trained, local in pairs})
@@ -146,11 +146,11 @@ class TrainState:
     @property
     def updates_copies(self) -> bool:
         """Whether the optimizer reads the low-precision copy's gradients and refreshes the copy."""
-        return isinstance(self.optimizer, AdamW) and self.optimizer.updates_copies
+        return isinstance(self.optimizer, NativeOptimizer) and self.optimizer.updates_copies
 
     def global_grad_norm(self) -> Tensor:
         """Return the L2 norm of the full gradient, the same on every process."""
-        if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded:
+        if isinstance(self.optimizer, NativeOptimizer) and self.dims.is_unsharded:
             norm = self.optimizer.grad_norm()
             if norm is not None:
                 return norm

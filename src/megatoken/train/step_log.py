@@ -127,9 +127,10 @@ class StepLog:
             tokens_per_second=values["tokens_per_second"],
             eta_seconds=round(left, 1),
         )
-        memory = run.device.peak_memory_bytes()
-        line = format_step({"step": step.step, **row}, total_steps, memory, left)
-        run.console.step(line, share=step.step / total_steps, last=is_last)
+        if is_last or run.console.is_step_due:
+            memory = run.device.peak_memory_bytes()
+            line = format_step({"step": step.step, **row}, total_steps, memory, left)
+            run.console.step(line, share=step.step / total_steps, last=is_last)
 
 
 def report_early_stop(run: Run) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from megatoken.console import format_duration
 from megatoken.errors import ConfigError
 from megatoken.model.kernels.attention import BUILT_IN, WITHOUT_MASK
-from megatoken.native.library import NO_LIBRARY, find_library
+from megatoken.native.selection import NO_LIBRARY, find_amx_fault, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.device import wants_compile
 from megatoken.train.compilation import compile_forward
@@ -64,6 +64,8 @@ def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
     console.print(f"kernels  {choice}")
     if plan.device.type == "cpu" and not find_library():
         console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
+    elif plan.device.type == "cpu" and (fault := find_amx_fault()):
+        console.warn(f"AMX is not used, so bf16 is slower: {fault}")
     for form in OWN_GPU_KERNELS & choice.errors.keys():
         console.warn(f"our {form} kernel failed, so training is slower: {choice.errors[form]}")
     if explain:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatoken.model.kernels import cublaslt, fp8
 from megatoken.native import int8
 from megatoken.native import ops as native
+from megatoken.native.block import fused_block
 from megatoken.native.products import linear as native_linear
 
 
@@ -22,7 +23,8 @@ class BlockKernels:
     linear: x (..., in), weight (out, in), bias (out,) or None -> (..., out). norm: x (..., C),
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
     like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu
-    (N, out) of linear with approximate=`tanh`, and its input; None for separate operations.
+    (N, out) of linear with approximate=`tanh`, and its input; None for separate operations. fused_block:
+    all operations of a block in one call (native/block.py), or None.
     """
 
     linear: Callable[..., Tensor]
@@ -30,6 +32,7 @@ class BlockKernels:
     gelu: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     linear_gelu: Callable[..., Tensor] | None = None
+    fused_block: Callable[..., Tensor] | None = None
 
 
 def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
@@ -52,7 +55,11 @@ BLOCK = {
         linear=F.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
     ),
     "native": BlockKernels(
-        linear=native_linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
+        linear=native_linear,
+        norm=native.norm,
+        gelu=native.gelu,
+        swiglu=native.swiglu,
+        fused_block=fused_block,
     ),
     "int8": BlockKernels(
         linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu

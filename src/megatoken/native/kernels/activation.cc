@@ -1,5 +1,6 @@
 // Element-wise activations, forward and backward: GELU in its tanh form (Hendrycks and Gimpel 2016), SwiGLU's gate (Shazeer 2020).
-#include "common.h"
+#include "kernels.h"
+#include "threads.h"
 
 namespace {
 
@@ -33,8 +34,7 @@ constexpr Index BLOCK = 4096;
 
 // Calls body(begin, end) for blocks of [0, n) that fit in the L1 cache.
 template <class Body> void for_blocks(Index n, Body body) {
-#pragma omp parallel for schedule(static)
-    for (Index block = 0; block < (n + BLOCK - 1) / BLOCK; block++) body(block * BLOCK, std::min(n, (block + 1) * BLOCK));
+    parallel_for((n + BLOCK - 1) / BLOCK, [&](Index block) { body(block * BLOCK, std::min(n, (block + 1) * BLOCK)); });
 }
 
 }  // namespace

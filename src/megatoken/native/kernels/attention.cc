@@ -6,23 +6,15 @@
 // In each matmul with scores, the long operand (queries, keys or values) is A, in panels that are packed once, and the
 // block's scores are the columns of B, so that they are packed in the order in which they were computed. Results are
 // therefore transposed, (D, rows), until they are stored.
-#include <omp.h>
-
 #include <limits>
 #include <numeric>
 
+#include "kernels.h"
 #include "scores.h"
 #include "scratch.h"
+#include "threads.h"
 
 namespace {
-
-// A tensor (B, heads, rows, D) with strides in elements; D is contiguous.
-struct View {
-    void* data;
-    Index batch_stride, head_stride, row_stride;
-
-    template <class T> T* head(Index b, Index h) const { return (T*)data + b * batch_stride + h * head_stride; }
-};
 
 thread_local Scratch scratch;
 
@@ -272,13 +264,11 @@ template <class T> struct Attention {
 // Calls body(b, kv head, part, parts) for each (b, kv head). If that gives fewer than `tasks_per_thread` tasks per thread,
 // each is split into several parts, which must not change any result.
 template <class Body> void for_heads(Index B, Index K, Index tasks_per_thread, Body body) {
-    const Index parts = std::max(Index(1), (tasks_per_thread * omp_get_max_threads() + B * K - 1) / (B * K));
-#pragma omp parallel
-    {
+    const Index parts = std::max(Index(1), (tasks_per_thread * pool().threads() + B * K - 1) / (B * K));
+    parallel_for(B * K * parts, [&](Index task) {
         prepare_products();
-#pragma omp for schedule(dynamic, 1)
-        for (Index task = 0; task < B * K * parts; task++) body(task / parts / K, task / parts % K, task % parts, parts);
-    }
+        body(task / parts / K, task / parts % K, task % parts, parts);
+    });
 }
 
 }  // namespace

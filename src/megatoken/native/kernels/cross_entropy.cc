@@ -2,23 +2,24 @@
 //
 // Computes the same as `softmax_cross_entropy` in model/kernels/cross_entropy.py. A row is read twice, from the cache, and
 // written once; its exponentials are kept in fp32 in between.
-#include <vector>
-
-#include "common.h"
+#include "scratch.h"
+#include "threads.h"
 
 namespace {
+
+constexpr Index ROWS = 8;  // that a thread processes at a time
+
+thread_local Scratch scratch;
 
 // softcap * tanh(x / softcap), or x if there is no softcap.
 template <bool CAPPED> inline float cap(float x, float softcap) { return CAPPED ? softcap * tanh_approx(x / softcap) : x; }
 
 template <bool CAPPED, class T>
 void cross_entropy(T* logits, const int64_t* targets, float* loss, Index N, Index V, Index vocab_size, float softcap, bool overwrite) {
-#pragma omp parallel
-    {
-        std::vector<float> row(vocab_size);
-        float* e = row.data();
-#pragma omp for schedule(static)
-        for (Index n = 0; n < N; n++) {
+    parallel_for((N + ROWS - 1) / ROWS, [=](Index block) {
+        scratch.rewind();
+        float* e = scratch.take<float>(vocab_size);
+        for (Index n = block * ROWS; n < std::min(N, (block + 1) * ROWS); n++) {
             T* x = logits + n * V;
             const Index target = targets[n];
             float top = -INFINITY, total = 0, unordered = 0;
@@ -48,7 +49,7 @@ void cross_entropy(T* logits, const int64_t* targets, float* loss, Index N, Inde
             for (Index v = 0; v < vocab_size; v++) x[v] = round_to<T>(e[v]);
             for (Index v = vocab_size; v < V; v++) x[v] = round_to<T>(0.0f);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // its rows at once would halve the bandwidth.
 #include "common.h"
 #include "scratch.h"
+#include "threads.h"
 
 namespace {
 
@@ -31,26 +32,28 @@ template <class T> float round_to_integers(const T* x, Index K, int16_t* integer
 template <Index M, class T>
 void multiply(const int16_t* x, const float* x_scales, const int8_t* values, const float* scales, const T* bias, T* y, Index K, Index O) {
     const int16_t *x1 = x + (M > 1) * K, *x2 = x1 + (M > 2) * K, *x3 = x2 + (M > 3) * K;
-#pragma omp parallel for schedule(static)
-    for (Index o = 0; o < O; o++) {
-        const int8_t* w = values + o * K;
-        float sums[ROWS] = {};
-        for (Index first = 0; first < K; first += CHUNK) {
-            const Index end = std::min(K, first + CHUNK);
-            int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;  // integer sums, which the compiler may reorder
-            for (Index p = first; p < end; p++) {
-                const int16_t value = w[p];
-                s0 += value * x[p];
-                if (M > 1) s1 += value * x1[p];
-                if (M > 2) s2 += value * x2[p];
-                if (M > 3) s3 += value * x3[p];
+    const Index outputs = (O - 1) / (8 * pool().threads()) + 1;  // rows of W per task
+    parallel_for((O + outputs - 1) / outputs, [=](Index task) {
+        for (Index o = task * outputs; o < std::min(O, (task + 1) * outputs); o++) {
+            const int8_t* w = values + o * K;
+            float sums[ROWS] = {};
+            for (Index first = 0; first < K; first += CHUNK) {
+                const Index end = std::min(K, first + CHUNK);
+                int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;  // integer sums, which the compiler may reorder
+                for (Index p = first; p < end; p++) {
+                    const int16_t value = w[p];
+                    s0 += value * x[p];
+                    if (M > 1) s1 += value * x1[p];
+                    if (M > 2) s2 += value * x2[p];
+                    if (M > 3) s3 += value * x3[p];
+                }
+                const int32_t parts[] = {s0, s1, s2, s3};
+                for (Index i = 0; i < M; i++) sums[i] += float(parts[i]);
             }
-            const int32_t parts[] = {s0, s1, s2, s3};
-            for (Index i = 0; i < M; i++) sums[i] += float(parts[i]);
+            const float added = bias ? to_float(bias[o]) : 0.0f;
+            for (Index i = 0; i < M; i++) y[i * O + o] = round_to<T>(sums[i] * (x_scales[i] * scales[o]) + added);
         }
-        const float added = bias ? to_float(bias[o]) : 0.0f;
-        for (Index i = 0; i < M; i++) y[i * O + o] = round_to<T>(sums[i] * (x_scales[i] * scales[o]) + added);
-    }
+    });
 }
 
 }  // namespace

@@ -1,30 +1,14 @@
-// Matmul: C (M, N) = A (M, K) B (K, N); a bias is added to each tile of C while it is in the cache.
+// Matmul: C (M, N) = A (M, K) B (K, N); a tile of C is scaled and added to while it is in the cache.
 //
 // The smaller operand is packed once for all threads and stays in the shared cache. Of the larger one, a thread packs a
 // few panels at a time (a unit) into its own L2 cache and multiplies them with all panels of the smaller one. If the
 // instruction set allows, contiguous rows of A are read without packing. Up to K_BLOCK, two panels are multiplied over all
 // of K at once. A longer K is divided into chunks, between which sums are kept in fp32, and the units into strips, so that
 // the sums of a strip fit in the cache. Few rows, as in decoding, are multiplied without packing.
-#include <omp.h>
-
+#include "kernels.h"
 #include "products.h"
 #include "scratch.h"
-
-// A matrix with strides in elements, one of which is 1. Matrix and Matmul are mirrored in library.py.
-struct Matrix {
-    void* data;
-    Index row_stride, col_stride;
-};
-
-// C = A B + bias, or C += A B + bias if `accumulate` is set.
-struct Matmul {
-    DType dtype, out_dtype;  // of a, b and bias; of c
-    Index M, N, K;
-    Matrix a, b, c;          // rows of c are contiguous
-    const void* bias;        // (N), or null
-    float* row_sums;         // (M), receives the sums of A's rows, or null; if A = dy^T, they are the gradient of a bias
-    int32_t accumulate;
-};
+#include "threads.h"
 
 namespace {
 
@@ -32,7 +16,7 @@ constexpr Index K_BLOCK = 3072, STRIP_BYTES = 16 << 20, UNIT_BYTES = 400 << 10, 
 
 constexpr Index count(Index n, Index size) { return (n + size - 1) / size; }
 
-thread_local Scratch scratch;
+thread_local Scratch scratch, own_scratch;
 
 template <class T, class C> struct Product {
     using P = Panel<T>;
@@ -113,50 +97,50 @@ template <class T, class C> struct Product {
         }
     }
 
-    // Adds the bias to a finished tile (MR x NR) and stores it in C at (row, col).
-    template <bool ACCUMULATE> void finish(const float* tile, Index row, Index col) const {
-        const Index rows = std::min(MR, m.M - row), cols = std::min(NR, m.N - col);
-        C* c = (C*)m.c.data + row * m.c.row_stride + col;
+    // Scales a finished tile (MR x NR), adds bias and D, and stores it in C at (row, col).
+    template <bool ADD> void finish(const float* tile, Index row, Index col) const {
+        const Index rows = std::min(MR, m.M - row), cols = std::min(NR, m.N - col), offset = row * m.c.row_stride + col;
+        C* c = (C*)m.c.data + offset;
         for (Index i = 0; i < rows; i++, tile += NR, c += m.c.row_stride) {
+            const C* d = ADD ? (const C*)m.d + offset + i * m.c.row_stride : nullptr;
             if (cols == NR) {
-                finish_row<ACCUMULATE>(tile, bias + col, c);
+                finish_row<ADD>(tile, bias + col, d, c);
                 continue;
             }
-            C part_c[NR] = {};
-            if (ACCUMULATE) std::copy_n(c, cols, part_c);
-            finish_row<ACCUMULATE>(tile, bias + col, part_c);
-            std::copy_n(part_c, cols, c);
+            C part[NR] = {};
+            if (ADD) std::copy_n(d, cols, part);
+            finish_row<ADD>(tile, bias + col, part, part);
+            std::copy_n(part, cols, c);
         }
     }
 
-    template <bool ACCUMULATE>
-    static void finish_row(const float* __restrict x, const float* __restrict bias_row, C* __restrict c) {
+    template <bool ADD> void finish_row(const float* __restrict x, const float* __restrict bias_row, const C* d, C* c) const {
         float y[NR];
         for (Index j = 0; j < NR; j++) {
-            y[j] = x[j] + bias_row[j];
-            if (ACCUMULATE) y[j] += to_float(c[j]);
+            y[j] = m.alpha * x[j] + bias_row[j];
+            if (ADD) y[j] += m.beta * to_float(d[j]);
         }
         round_row<NR>(y, c);
     }
 
     void run() {
-        if (m.accumulate) run<true>();
+        if (m.d) run<true>();
         else run<false>();
     }
 
-    template <bool ACCUMULATE> void run() {
+    template <bool ADD> void run() {
         scratch.rewind();
         const Index padded = count(m.N, NR) * NR;
         bias = scratch.take<float>(padded);
         for (Index j = 0; j < padded; j++) bias[j] = m.bias && j < m.N ? to_float(((const T*)m.bias)[j]) : 0.0f;
         if (m.row_sums) std::fill_n(m.row_sums, m.M, 0.0f);
-        if (m.M <= FEW_ROWS && m.b.row_stride == 1 && !m.row_sums) multiply_few_rows<ACCUMULATE>();
-        else multiply<ACCUMULATE>();
+        if (m.M <= FEW_ROWS && m.b.row_stride == 1 && !m.row_sums) multiply_few_rows<ADD>();
+        else multiply<ADD>();
     }
 
     static_assert(FEW_ROWS <= MR);
     // Reads each column of B, which is contiguous, only once; A's rows stay in the cache.
-    template <bool ACCUMULATE> void multiply_few_rows() {
+    template <bool ADD> void multiply_few_rows() {
         using Value = std::conditional_t<HAS_PAIR_DOT<T>, T, float>;
         Value* rows = scratch.take<Value>(m.M * m.K);
         for (Index i = 0; i < m.M; i++)
@@ -165,22 +149,25 @@ template <class T, class C> struct Product {
                 if constexpr (HAS_PAIR_DOT<T>) rows[i * m.K + p] = value;
                 else rows[i * m.K + p] = to_float(value);
             }
-#pragma omp parallel for schedule(static)
-        for (Index col = 0; col < m.N; col += NR) {
-            float tile[MR * NR] = {};
-            for (Index j = 0; j < std::min(NR, m.N - col); j++) {
-                const T* column = b + (col + j) * m.b.col_stride;
-                if constexpr (HAS_PAIR_DOT<T>)
-                    for (Index i = 0; i < m.M; i++) tile[i * NR + j] = pair_dot(rows + i * m.K, column, m.K);
-                else switch (m.M) {
-                    case 1: dots<1>(rows, column, tile + j); break;
-                    case 2: dots<2>(rows, column, tile + j); break;
-                    case 3: dots<3>(rows, column, tile + j); break;
-                    case 4: dots<4>(rows, column, tile + j); break;
+        // Long stretches of B, because a core's prefetcher has to find each of them.
+        const Index panels = count(m.N, NR), stretch = count(panels, 8 * pool().threads());
+        parallel_for(count(panels, stretch), [&](Index task) {
+            for (Index col = task * stretch * NR; col < std::min(m.N, (task + 1) * stretch * NR); col += NR) {
+                float tile[MR * NR] = {};
+                for (Index j = 0; j < std::min(NR, m.N - col); j++) {
+                    const T* column = b + (col + j) * m.b.col_stride;
+                    if constexpr (HAS_PAIR_DOT<T>)
+                        for (Index i = 0; i < m.M; i++) tile[i * NR + j] = pair_dot(rows + i * m.K, column, m.K);
+                    else switch (m.M) {
+                        case 1: dots<1>(rows, column, tile + j); break;
+                        case 2: dots<2>(rows, column, tile + j); break;
+                        case 3: dots<3>(rows, column, tile + j); break;
+                        case 4: dots<4>(rows, column, tile + j); break;
+                    }
                 }
+                finish<ADD>(tile, 0, col);
             }
-            finish<ACCUMULATE>(tile, 0, col);
-        }
+        });
     }
 
     template <Index ROWS> void dots(const float* rows, const T* column, float* out) const {
@@ -198,7 +185,7 @@ template <class T, class C> struct Product {
         for (Index i = 0; i < ROWS; i++) out[i * NR] = sums[i];
     }
 
-    template <bool ACCUMULATE> void multiply() {
+    template <bool ADD> void multiply() {
         const bool unpacked = P::UNPACKED_A && m.a.col_stride == 1 && m.K % P::K_STEP == 0 && !m.row_sums;
         const Operand rows_of_a{true, unpacked, a, m.a.row_stride, m.a.col_stride, m.M, MR};
         const Operand columns_of_b{false, false, b, m.b.col_stride, m.b.row_stride, m.N, NR};
@@ -210,47 +197,45 @@ template <class T, class C> struct Product {
         const Index strip = chunks == 1 ? own.panels : std::clamp(STRIP_BYTES / (shared.panels * tile_bytes), Index(1), own.panels);
 
         // Units get smaller towards the end of a strip, so that all threads finish at about the same time.
-        const Index threads = omp_get_max_threads(), largest = std::clamp(UNIT_BYTES / panel_bytes, Index(1), own.panels);
+        const Index threads = pool().threads(), largest = std::clamp(UNIT_BYTES / panel_bytes, Index(1), own.panels);
         std::vector<Index> starts = {0};
         for (Index begin = 0; begin < own.panels; begin += strip)
             for (Index end = std::min(own.panels, begin + strip), at = begin; at < end; starts.push_back(at))
                 at += std::min(largest, count(end - at, 2 * threads));
 
+        const Index together = std::clamp(shared.panels / (2 * threads), Index(1), Index(4));  // panels packed at a time
         Element* shared_panels = scratch.take<Element>(shared.panels * shared.packed_size(chunk));
         float* sums = chunks == 1 ? nullptr : scratch.take<float>(strip * shared.panels * MR * NR);
-#pragma omp parallel
-        {
-            prepare_products();
-            if (omp_get_thread_num() > 0) scratch.rewind();
-            Element* own_panels = scratch.take<Element>(largest * own.packed_size(chunk));
-            alignas(64) float tile[MR * NR];
-            for (Index begin = 0; begin < own.panels; begin += strip) {
-                const auto unit_at = [&](Index panel) { return size_t(std::lower_bound(starts.begin(), starts.end(), panel) - starts.begin()); };
-                const size_t first_unit = unit_at(begin), end_unit = unit_at(std::min(own.panels, begin + strip));
-                for (Index k0 = 0; k0 < std::max(Index(1), m.K); k0 += chunk) {
-                    const Index k = std::min(chunk, m.K - k0);
-                    const bool last_chunk = k0 + k == m.K;
-#pragma omp for schedule(dynamic, 1)
-                    for (Index s = 0; s < shared.panels; s += 4)
-                        pack(shared, s, std::min(shared.panels, s + 4), k0, k, shared_panels + s * shared.packed_size(k));
-#pragma omp for schedule(dynamic, 1)
-                    for (size_t unit = first_unit; unit < end_unit; unit++) {
-                        const Index first = starts[unit], panels = starts[unit + 1] - first;
-                        pack(own, first, first + panels, k0, k, own_panels);
-                        for (Index s = 0; s < shared.panels; s++)
-                            for (Index o = 0; o < panels; o++) {
-                                const Element* own_panel = own_panels + o * own.packed_size(k);
-                                const Element* shared_panel = shared_panels + s * shared.packed_size(k);
-                                float* sum = sums ? sums + ((first + o - begin) * shared.panels + s) * MR * NR : tile;
-                                const Index row = (own_a ? first + o : s) * MR, col = (own_a ? s : first + o) * NR;
-                                if (last_chunk) prefetch_results(row, col);
-                                const Element *a_panel = own_a ? own_panel : shared_panel, *b_panel = own_a ? shared_panel : own_panel;
-                                if (unpacked && row + MR <= m.M) multiply_unpacked(row, k0, b_panel, k, sum, own_a ? s == 0 : o == 0);
-                                else block_product<T>(a_panel, b_panel, k, sum, NR, k0 > 0, m.M - row);
-                                if (last_chunk) finish<ACCUMULATE>(sum, row, col);
-                            }
-                    }
-                }
+        for (Index begin = 0; begin < own.panels; begin += strip) {
+            const auto unit_at = [&](Index panel) { return std::lower_bound(starts.begin(), starts.end(), panel) - starts.begin(); };
+            const Index first_unit = unit_at(begin), end_unit = unit_at(std::min(own.panels, begin + strip));
+            for (Index k0 = 0; k0 < std::max(Index(1), m.K); k0 += chunk) {
+                const Index k = std::min(chunk, m.K - k0);
+                const bool last_chunk = k0 + k == m.K;
+                parallel_for(count(shared.panels, together), [&](Index i) {
+                    const Index first = i * together;
+                    pack(shared, first, std::min(shared.panels, first + together), k0, k, shared_panels + first * shared.packed_size(k));
+                });
+                parallel_for(end_unit - first_unit, [&](Index unit) {
+                    const Index first = starts[first_unit + unit], panels = starts[first_unit + unit + 1] - first;
+                    prepare_products();
+                    own_scratch.rewind();
+                    Element* own_panels = own_scratch.take<Element>(largest * own.packed_size(chunk));
+                    alignas(64) float tile[MR * NR];
+                    pack(own, first, first + panels, k0, k, own_panels);
+                    for (Index s = 0; s < shared.panels; s++)
+                        for (Index o = 0; o < panels; o++) {
+                            const Element* own_panel = own_panels + o * own.packed_size(k);
+                            const Element* shared_panel = shared_panels + s * shared.packed_size(k);
+                            float* sum = sums ? sums + ((first + o - begin) * shared.panels + s) * MR * NR : tile;
+                            const Index row = (own_a ? first + o : s) * MR, col = (own_a ? s : first + o) * NR;
+                            if (last_chunk) prefetch_results(row, col);
+                            const Element *a_panel = own_a ? own_panel : shared_panel, *b_panel = own_a ? shared_panel : own_panel;
+                            if (unpacked && row + MR <= m.M) multiply_unpacked(row, k0, b_panel, k, sum, own_a ? s == 0 : o == 0);
+                            else block_product<T>(a_panel, b_panel, k, sum, NR, k0 > 0, m.M - row);
+                            if (last_chunk) finish<ADD>(sum, row, col);
+                        }
+                });
             }
         }
     }
@@ -264,3 +249,6 @@ EXPORT void megatoken_matmul(const Matmul* m) {
         with_type(m->out_dtype, [&](auto c) { Product<decltype(t), decltype(c)>{*m}.run(); });
     });
 }
+
+// Returns whether the process may use AMX tiles; false if the kernels use none.
+EXPORT bool megatoken_request_tiles() { return request_tiles(); }

@@ -14,6 +14,7 @@
 #if defined(__AMX_BF16__) || defined(MEGATOKEN_EMULATE_AMX)
 #include "products_amx.h"
 #else
+inline bool request_tiles() { return false; }
 inline void prepare_products() {}  // each thread must call it before block_product
 #endif
 

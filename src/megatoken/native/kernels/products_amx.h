@@ -10,6 +10,7 @@ struct Tile {
     Lane lanes[16][16];
 };
 inline thread_local Tile tiles[8];
+inline bool request_tiles() { return true; }
 inline void prepare_products() {}
 inline void tile_zero(int t) { tiles[t] = {}; }
 inline void tile_load(int t, const void* p, Index stride) {
@@ -35,10 +36,15 @@ inline void tile_multiply_add(int c, int a, int b) {  // TDPBF16PS sums even and
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Each thread must call it before block_product: Linux grants AMX on request, and other code may have configured the tiles.
+// Asks Linux for tiles; returns whether it grants them. Without the grant, tile instructions kill the process.
+inline bool request_tiles() {
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return granted;
+}
+
+// Each thread must call it before block_product, because other code may have configured the tiles.
 inline void prepare_products() {
-    static const long granted = syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    (void)granted;  // if it is refused, the next instruction kills the process
+    request_tiles();
     // Static, because the compiler does not know that the intrinsic reads all of it.
     alignas(64) static constexpr struct {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};

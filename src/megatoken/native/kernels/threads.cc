@@ -1,0 +1,3 @@
+#include "threads.h"
+
+EXPORT void megatoken_set_threads(Index n) { pool().set_threads(n); }

@@ -1,0 +1,93 @@
+"""The compiled Muon beside torch's operations, for every instruction set at hand."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatoken.config.schema import OptimConfig
+from megatoken.native.library import Library
+from megatoken.optim.muon import Muon, WholeMatrices, list_hidden_matrices
+from megatoken.optim.optimizer import build_optimizer
+
+# Tall, with queries, keys and values; wide; and one that all threads divide.
+SHAPES = [(96, 32), (32, 97), (8, 33000)]
+# Errors of updates that torch computes in fp32. Those of torch's operations in bf16 are 0.013.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015}
+
+
+@dataclass
+class Training:
+    """Weights with their optimizer and, if it is native and computes in bf16, their copies."""
+
+    model: nn.Module
+    optimizer: Muon
+    copies: dict[Tensor, Tensor]
+
+    def parameters(self) -> list[Tensor]:
+        return [param.detach() for param in self.model.parameters()]
+
+    def set_gradients(self, step: int) -> None:
+        """Give every parameter a gradient, but one matrix in one step."""
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(self.model.parameters()):
+            gradient = torch.randn(param.shape, generator=generator).bfloat16()
+            if (step, index) != (1, 0):
+                trained = self.copies.get(param, param)
+                trained.grad = gradient.to(trained.dtype)
+
+
+def begin(library: Library | None, dtype: torch.dtype, *, cautious: bool = False) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES))
+    model.append(nn.LayerNorm(70))
+    rows = list_hidden_matrices(model) | {"0.weight": [64, 16, 16]}
+    optim = OptimConfig(
+        name="muon", lr=0.01, matrix_lr=0.02, weight_decay=0.1, cautious_decay=cautious
+    )
+    optimizer = build_optimizer(model, optim, matrices=WholeMatrices(rows, dtype))
+    assert isinstance(optimizer, Muon)
+    copies: dict[Tensor, Tensor] = {}
+    if library:
+        if dtype == torch.bfloat16:
+            copies = {param: param.detach().bfloat16() for param in model.parameters()}
+        optimizer.use_native(library, copies)
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    return Training(model, optimizer, copies)
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weights_are_those_of_torchs_operations(
+    library: Library, dtype: torch.dtype, cautious: bool
+):
+    ours = begin(library, dtype, cautious=cautious)
+    torchs = begin(None, torch.float32, cautious=cautious)
+    start = [param.clone() for param in torchs.parameters()]
+    for step in range(3):
+        for each in (ours, torchs):
+            each.set_gradients(step)
+        grads = [p.grad.double() for p in torchs.model.parameters() if p.grad is not None]
+        norm = ours.optimizer.grad_norm()
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-6)
+        for each in (ours, torchs):
+            each.optimizer.step()
+    for own, other, before in zip(ours.parameters(), torchs.parameters(), start, strict=True):
+        assert (own - other).norm() < TOLERANCE[dtype] * (other - before).norm()
+    assert all(torch.equal(copy, param.bfloat16()) for param, copy in ours.copies.items())
+    ours.optimizer.zero_grad()
+    assert all(each.grad is None for pair in ours.copies.items() for each in pair)
+
+
+def test_a_bad_step_changes_nothing(library: Library):
+    training = begin(library, torch.bfloat16)
+    training.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    state = training.optimizer.state
+    kept = [*training.parameters(), *training.copies.values()]
+    kept += [value for each in state.values() for value in each.values()]
+    before = [value.clone() for value in kept]
+    training.set_gradients(0)
+    training.optimizer.step()
+    assert all(map(torch.equal, kept, before))

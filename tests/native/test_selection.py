@@ -1,0 +1,93 @@
+"""AMX is used only if its kernels agree with those for AVX512-BF16.
+
+The processor has AVX512-BF16 and claims to have AMX, whose tiles are emulated.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatoken.native import build
+from megatoken.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
+from megatoken.native.selection import find_amx_fault, find_library
+from megatoken.system.machine import find_compiler
+from tests.native.conftest import EMULATED_AMX, FOLDER, compile_once
+
+needs_avx512_bf16 = pytest.mark.skipif(
+    not find_compiler() or "avx512_bf16" not in runnable_instruction_sets(),
+    reason="no C++ compiler, or no AVX512-BF16",
+)
+
+
+def install(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bring the AMX kernels and their counterparts to a folder, on a processor with AMX."""
+    for path in (compile_once("avx512_bf16", FOLDER), amx):
+        (folder / path.name).symlink_to(path)
+    monkeypatch.setattr(build, "cpu_features", lambda: {*INSTRUCTION_SETS["amx"][0]})
+
+
+@needs_avx512_bf16
+def test_kernels_that_agree_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, compile_once("amx", FOLDER / "emulated", EMULATED_AMX), monkeypatch)
+    library = find_library(folder=tmp_path)
+    assert library is not None
+    assert library.instruction_set == "amx"
+    assert find_amx_fault(tmp_path) == ""
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "case"),
+    [
+        (
+            "products_amx.h",
+            "multiply_add(3, 5, 7)",
+            "multiply_add(3, 5, 6)",
+            "matmul 67 x 45 x 97, nothing transposed",
+        ),
+        ("scores.h", "j / 16 * 256", "j / 32 * 256", "causal attention"),
+    ],
+)
+def test_a_wrong_tile_is_found(
+    file: str, right: str, wrong: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = library_name("amx")
+    sources = tmp_path / "kernels"
+    shutil.copytree(build.SOURCES, sources)
+    text = (sources / file).read_text()
+    assert text.count(right) == 1
+    (sources / file).write_text(text.replace(right, wrong))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "SOURCES", sources)
+        planted = compile_once("amx", tmp_path / "planted", (*EMULATED_AMX, "-O1"))
+    assert planted.name == name
+    install(tmp_path, planted, monkeypatch)
+    library = find_library(folder=tmp_path)
+    assert library is not None
+    assert library.instruction_set == "avx512_bf16"
+    assert case in find_amx_fault(tmp_path)
+
+
+@needs_avx512_bf16
+@pytest.mark.skipif("amx" in runnable_instruction_sets(), reason="Linux grants tiles here")
+def test_real_tiles_that_linux_refuses_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first tile instruction would kill the process."""
+    install(tmp_path, compile_once("amx", FOLDER), monkeypatch)
+    library = find_library(folder=tmp_path)
+    assert library is not None
+    assert library.instruction_set == "avx512_bf16"
+    assert "grant" in find_amx_fault(tmp_path)
+
+
+def test_kernels_that_are_missing_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "cpu_features", lambda: {*INSTRUCTION_SETS["amx"][0]})
+    assert find_library(folder=tmp_path) is None
+    assert "not compiled" in find_amx_fault(tmp_path)
+
+
+def test_a_processor_without_amx_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "cpu_features", lambda: {*INSTRUCTION_SETS["avx512_bf16"][0]})
+    assert find_amx_fault(tmp_path) == ""
