@@ -24,6 +24,7 @@ MODULES = {
     "attention": "benchmarks.sweep",
     "size": "benchmarks.sweep",
     "peers": "benchmarks.peers",
+    "busy": "benchmarks.busy",
     "loader": "benchmarks.data",
     "prepare": "benchmarks.data",
     "generate": "benchmarks.generate",
@@ -62,6 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     arg("--compile", choices=("on", "off"), help="compile the programs or not (default both)")
     arg("--micro-batch", type=count, default=0, help="sequences of our micro-batch (default tuned)")
     arg("--precision", choices=("fp32", "bf16"), help="default: both if bf16 is fast")
+    arg = add("busy", "tokens/s of the training step next to busy processes")
+    arg("--case", choices=("quickstart", "124m"), default="quickstart", help="model and batch")
+    arg("--optimizer", choices=("adamw", "muon"), default="adamw", help="ours (default adamw)")
+    arg("--loads", type=counts, default=[0, 1, 2, 4], help="busy processes (default 0,1,2,4)")
+    arg("--turn", type=float, default=4.0, help="seconds per turn, or a step (default 4)")
+    doc = "the src folder of another checkout of megatoken to time as NAME"
+    arg("--source", action="append", default=[], metavar="PATH:NAME", help=doc)
+    arg("--nanogpt", type=Path, help="checkout of nanoGPT, or its model.py")
     arg = add("loader", "tokens/s of the data loader on one core, in the first epoch and later")
     arg("--shards", type=count, default=4, help="shards of random ids (default 4)")
     arg("--shard-tokens", type=count, default=12_500_000, help="tokens per shard")
@@ -79,11 +88,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def counts(text: str) -> list[int]:
+    """Parse integers separated by commas."""
+    return [int(word) for word in text.split(",")]
+
+
 def main() -> int:
     """Run the benchmark of the command line and print its answer as a JSON line."""
     options = build_parser().parse_args()
     # Workers import the builders of this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if options.bench == "busy":
+        options.name = options.name or f"busy-{options.case}"
     console = Console()
     module = import_module(MODULES[options.bench])
     run = getattr(module, f"run_{options.bench}")

@@ -99,11 +99,16 @@ def find_sources(options: argparse.Namespace) -> dict[str, str]:
             fix = f"install it or give its checkout; programs: {', '.join(FILES)}"
             raise ConfigError(f"'{name}' is not available", "--only", fix)
         path: Path | None = paths.get(name)
-        file = path / FILES[name] if path and path.is_dir() else path
-        if file and not file.is_file():
-            raise ConfigError("no such file", str(file), f"give a checkout or its {FILES[name]}")
-        sources[name] = str(file.absolute()) if file else ""
+        sources[name] = find_file(name, path) if path else ""
     return sources
+
+
+def find_file(name: str, path: Path) -> str:
+    """Return the program's file; `path` is a checkout or the file. Raises ConfigError."""
+    file = path / FILES[name] if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("no such file", str(file), f"give a checkout or its {FILES[name]}")
+    return str(file.absolute())
 
 
 def summarize(workers: Sequence[Worker], device: Device) -> dict[str, Any]:
