@@ -1,6 +1,7 @@
 """Scoreboard: the speeds in records of one name from several machines, with ratios and bars.
 
-A ratio compares speeds (also for times): how many times as fast as the first row of the figure.
+A ratio compares speeds (also for times): how many times as fast as the first row of the figure. The
+ratios of one machine's ladder are its speedups, which compare steps of the same rounds.
 Times of a list's rows measure different work, so each is compared only with itself.
 """
 
@@ -66,7 +67,8 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
     kinds: dict[str, list[dict[str, Any]]] = {}
     for machine, answer in answers.items():
         best: dict[str, dict[str, Any]] = {}
-        for path, figure in list_leaves(answer):
+        leaves = dict(list_leaves(answer))
+        for path, figure in leaves.items():
             key = path.rpartition(".")[2]
             if not isinstance(figure, dict) or not figure["median"]:
                 continue
@@ -78,6 +80,7 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
             kind = path if is_time else re.sub(r"\[.*?\]", "[]", path)
             speed = 1 / figure["median"] if is_time else figure["median"]
             row = {"figure": path, "machine": machine, "value": figure, "speed": speed}
+            row["speedup"] = leaves.get(f"{path.rpartition('.')[0]}.speedup")
             if every:
                 kinds.setdefault(kind, []).append(row)
             elif kind not in best or speed > best[kind]["speed"]:
@@ -87,7 +90,8 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
     shared = [rows for rows in kinds.values() if every or len(rows) > 1]
     for rows in shared if every else shared[:MOST_HEADLINES]:
         for row in rows:
-            yield row | {"ratio": row["speed"] / rows[0]["speed"]}
+            speedup = row["speedup"] if len(answers) == 1 else None
+            yield row | {"ratio": speedup or row["speed"] / rows[0]["speed"]}
 
 
 def warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scoreboard import list_speeds
 from megatoken.bench.report import format_cell, write_record
+from megatoken.cli.report_page import build_page
 from megatoken.system.machine import find_commit
 
 
@@ -45,3 +47,21 @@ def test_record_has_answer_commit_and_hardware(tmp_path: Path):
     assert record["command"] == "megatoken bench ladder"
     assert record["commit"] == find_commit()
     assert record["hardware"]["device"] == "a cpu"
+
+
+def test_a_ladder_has_one_speedup_wherever_it_is_shown(tmp_path: Path):
+    """Tokens/s over those of the plain step in the same rounds, not over the first row's."""
+    rows = [("plain", 100.0, 1.0), ("native", 400.0, 3.5)]
+    rungs = [
+        {"name": name, "tokens_per_second": rate, "speedup": speedup, "rate": figure(rate, 90, 500)}
+        for name, rate, speedup in rows
+    ]
+    answer = {"preset": "tiny", "batch_tokens": 32, "device": "a cpu", "rungs": rungs}
+    assert [row["ratio"] for row in list_speeds({"a": answer}, every=True)] == [1.0, 3.5]
+    both = list_speeds({"a": answer, "b": answer}, every=False)
+    assert [(row["value"]["median"], row["ratio"]) for row in both] == [(400.0, 1.0), (400.0, 1.0)]
+    record = write_record(tmp_path, "ladder", answer, "a cpu", ["megatoken"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 8, "loss": 2.0}\n')
+    assert "400 tokens/s, 3.50x" in build_page([run], price=None, ladder=record)

@@ -1,10 +1,10 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
-Each rung adds a switch to its reference, the last rung that was kept. The rung and its reference
-run in two worker processes, in alternating rounds. The gain of a rung is its speed relative to the
-reference in these rounds; its speedup is its tokens/s relative to those of the first rung. A switch
-that makes the step slower is reported and left out of later rungs. All rungs train on the same ids
-from the same weights, so equal losses show that a switch changes only the speed.
+Each rung adds a switch to the last rung that was kept. It runs in a worker process, in rounds that
+alternate with rounds of the first rung, the plain step; its speedup is its tokens/s over those of
+the plain step in these rounds. A switch with a smaller speedup than the last kept rung is reported
+and left out of later rungs. All rungs train on the same ids from the same weights, so equal losses
+show that a switch changes only the speed.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,24 +21,23 @@ import torch
 from megatoken.bench.report import format_cell, format_rows, save_picture
 from megatoken.bench.runner import Worker, count_steps, run_rounds
 from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import count_seqs, describe_peak, describe_seconds, format_peak
+from megatoken.bench.workload import count_seqs, describe_peak, format_peak
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, PeerError
-from megatoken.native.library import NO_LIBRARY, find_library
+from megatoken.native.selection import NO_LIBRARY, find_library
 from megatoken.plots import save_figure
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.machine import cpu_count, find_compiler
-from megatoken.system.timing import Timing
 
 BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
 # Sequences per micro-batch until the rung that tunes it; explicit attention must fit in memory.
 FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}
 LONGEST_SECONDS = 400.0  # for all rounds; slow steps get fewer repeats, at least 3
-SLOWER = 0.98  # a rung with a smaller gain is left out of later rungs
+SLOWER = 0.98  # a rung with a smaller share of the last kept speedup is left out of later rungs
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
     "tf32": False,
@@ -56,15 +56,13 @@ COLUMNS = {
     "mfu": "MFU",
     "mfu_causal": "MFU causal",
     "peak_memory_bytes": "memory",
-    "gain": "gain",
+    "plain_tokens_per_second": "plain tokens/s",
     "speedup": "speedup",
     "first_step_seconds": "first step",
     "loss": "loss",
     "note": "",
 }
-FOOTNOTE = (
-    "Gain: ratio to the rung below in the same rounds. Speedup: ratio to the first rung's tokens/s."
-)
+FOOTNOTE = "Speedup: tokens/s over those of the plain step in the same rounds."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,13 +218,13 @@ def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
 def measure_rungs(
     first: WorkerSpec, rungs: Sequence[Rung], device: Device, repeats: int, console: Console
 ) -> Iterator[dict[str, Any]]:
-    """Measure each rung against the last one that was kept; yield its row of the record.
+    """Measure each rung against the first one; yield its row of the record.
 
-    Raises PeerError if the first rung fails, or if a rung fails while others are compared to it.
+    Raises PeerError if the first rung fails.
     """
-    below: Worker | None = None
+    plain: Worker | None = None
     spec = first
-    first_rate = 0.0
+    speedup = 0.0  # of the last rung that was kept
     steps = 1
     with ExitStack() as stack:
         stack.callback(console.close)
@@ -235,59 +233,53 @@ def measure_rungs(
             stack.callback(worker.close)
             console.step(f"{rung.name}: first steps")
             seconds = None if rung.missing else worker.warm_up()
-            if below is None and seconds:
+            if plain is None and seconds:
                 steps = count_steps(seconds)
                 fitting = int(LONGEST_SECONDS / (2 * len(rungs) * steps * seconds))
                 repeats = min(repeats, max(3, fitting))
             if seconds:
-                run_rounds(below, worker, repeats, steps, console)
-            lost = (below or worker).skipped
-            if lost:
-                what = f"the reference rung failed: {lost}"
+                run_rounds(plain, worker, repeats, steps, console)
+            plain = plain or worker
+            if plain.skipped:
+                what = f"the first rung failed: {plain.skipped}"
                 raise PeerError(what, "bench ladder", "use a smaller preset or --batch-tokens")
-            batch_ratio = worker.spec.batch_seqs / spec.batch_seqs
-            gains = [batch_ratio * ratio for ratio in worker.ratios]
-            row = describe_rung(rung, worker, gains, first_rate, device)
+            plain_rate = plain.spec.batch_tokens / median(plain.seconds[-repeats:])
+            row = describe_rung(rung, worker, plain_rate, speedup, device)
             yield row
-            if not row["kept"]:
+            if row["kept"]:
+                spec = worker.spec
+                speedup = row["speedup"]
+            if worker is not plain:
                 worker.close()
-                continue
-            if below is not None:
-                below.close()
-            below = worker
-            spec = worker.spec
-            first_rate = first_rate or row["tokens_per_second"]
 
 
 def describe_rung(
-    rung: Rung, worker: Worker, gains: Sequence[float], first_rate: float, device: Device
+    rung: Rung, worker: Worker, plain_rate: float, last_speedup: float, device: Device
 ) -> dict[str, Any]:
     """Build the record's row for a rung.
 
-    The rung is kept unless it failed or is slower than its reference, the last rung that was kept.
-    gains: speed relative to the reference, one value per round. first_rate: tokens/s of the first
-    rung; 0 if this is the first.
+    The rung is kept unless it failed or is slower than the last one that was kept, whose speedup is
+    `last_speedup`. plain_rate: tokens/s of the plain step in the same rounds.
     """
     row = worker.describe(device)
     rate = row["tokens_per_second"]
-    gain = describe_seconds(Timing(tuple(gains))) if gains else None
-    factor = gain["median"] if gain else 1.0
-    kept = not worker.skipped and factor >= SLOWER
+    speedup = rate["median"] / plain_rate if rate else None
+    kept = speedup is not None and speedup >= SLOWER * last_speedup
     note = rung.note
-    if rate and factor < 1.0:
+    if speedup and speedup < last_speedup:
         note = "no gain beyond noise" if kept else "slower here: left out of the rungs below"
     return {
         "name": rung.name,
         "tokens_per_second": rate and rate["median"],
+        "plain_tokens_per_second": rate and plain_rate,
         "seconds": row["seconds"],
-        "speedup": rate["median"] / (first_rate or rate["median"]) if rate else None,
+        "speedup": speedup,
         "mfu": row["mfu"],
         "mfu_causal": row["mfu_causal"],
         "peak_memory_bytes": row["peak_memory_bytes"],
         "loss": row["loss"],
         "skipped": row["skipped"],
         "rate": rate,
-        "gain": gain,
         "first_step_seconds": row["first_step_seconds"],
         "kept": kept,
         "chosen": worker.chosen,

@@ -319,10 +319,14 @@ def _tabulate_ladder(record: Row) -> Table:
     rungs = [rung for rung in answer.get("rungs", []) if rung["tokens_per_second"]]
     if not rungs:
         raise ConfigError("no record of `megatoken bench ladder`", "--ladder")
-    rates = [rung["tokens_per_second"] for rung in rungs]
+    fastest = max(rung["speedup"] for rung in rungs)
     rows = [
-        (rung["name"], rate / max(rates), f"{rate:,.0f} tokens/s, {rate / rates[0]:.2f}x")
-        for rung, rate in zip(rungs, rates, strict=True)
+        (
+            rung["name"],
+            rung["speedup"] / fastest,
+            f"{rung['tokens_per_second']:,.0f} tokens/s, {rung['speedup']:.2f}x",
+        )
+        for rung in rungs
     ]
     note = f"{answer['preset']}, {answer['batch_tokens']} tokens per step, {answer['device']}"
     return Table("Speed-ups on this machine", (), rows, note)
