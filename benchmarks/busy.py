@@ -32,7 +32,6 @@ from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, MachineConfig, OptimConfig
 from megatoken.console import Console
 from megatoken.errors import PeerError
-from megatoken.native.selection import find_library
 from megatoken.system.device import open_device, probe_flops
 from megatoken.system.machine import cpu_count
 from megatoken.system.timing import Timing
@@ -97,6 +96,8 @@ class Contender:
 
 def run_busy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure each contender at each load; return the result for the record. Raises PeerError."""
+    from megatoken.native.selection import find_library  # which older sources lack
+
     device = open_device(MachineConfig(device=options.device))
     contenders = list_contenders(options, str(device.torch_device))
     probes: list[float] = []
