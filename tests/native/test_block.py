@@ -20,7 +20,6 @@ from megatoken.model.kernels import ATTENTION
 from megatoken.model.kernels.block import BLOCK
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.model.rope import rotary_cos_sin
-from megatoken.native.block import fused_block
 from tests.native.twins import assert_same
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_rows
 
@@ -44,8 +43,7 @@ class Call:
         if not fused:
             for part in self.block.modules():
                 part.kernels = replace(BLOCK[kernels], fused_block=None)
-        self.block.choose_fused()
-        assert (self.block.fused is fused_block) == (fused and kernels == "native")
+        assert (self.block.fused is BLOCK["native"].fused_block) == (fused and kernels == "native")
         self.cos_sin = rotary_cos_sin(config, torch.arange(T))
 
     def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -150,7 +148,6 @@ def test_blocks_with_other_parts_are_not_fused(
 def test_heads_that_are_divided_between_processes_are_not_fused():
     (block,) = build(replace(TINY_GPT, n_layer=1)).blocks
     block.attention.heads = [1, 1, 1]
-    block.choose_fused()
     assert block.fused is None
 
 

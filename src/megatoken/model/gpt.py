@@ -250,12 +250,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on the normalized residual stream.
+    """Attention, then the MLP, each on the normalized residual stream."""
 
-    fused: computes the same in one call; None if the block has parts that it lacks.
-    """
-
-    fused: Callable[..., Tensor] | None = None
     __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -276,19 +272,18 @@ class Block(nn.Module):
         mask: Tensor | None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        if self.fused is not None and cache is None and mask is None:
-            heads = self.attention.heads
-            norm = self.norm1
-            parameters = self._layer_parameters()
-            return self.fused(x_BTC, parameters, cos_sin, heads, norm.eps, rms=norm.rms)
+        if cache is None and mask is None and (fused := self.fused):
+            norm, heads = self.norm1, self.attention.heads
+            return fused(x_BTC, cos_sin, heads, norm.eps, norm.rms, *self._list_parameters())
         y_BTC = self.attention(self.norm1(x_BTC), ids_BT, cache, cos_sin, mask, dropout_keys_B)
         x_BTC = x_BTC + self.drop1(dropout_keys_B, y_BTC)
         return x_BTC + self.drop2(dropout_keys_B, self.mlp(self.norm2(x_BTC)))
 
-    def choose_fused(self) -> None:
-        """Set `fused` if the kernels have such a function and the block has no part that it lacks.
+    @property
+    def fused(self) -> Callable[..., Tensor] | None:
+        """What computes the block in one call; None if the block has parts that it lacks.
 
-        It computes causal attention with heads of full number, and LLaMA's or GPT-2's MLP.
+        It computes causal attention of all heads, and GPT-2's or LLaMA's MLP.
         """
         attention, mlp = self.attention, self.mlp
         is_plain = (
@@ -298,16 +293,13 @@ class Block(nn.Module):
             and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation)
             and (mlp.gate is not None or mlp.gelu_approximate == "tanh")
         )
-        self.fused = self.norm1.kernels.fused_block if is_plain else None
+        return self.norm1.kernels.fused_block if is_plain else None
 
-    def _layer_parameters(self) -> list[Tensor | None]:
+    def _list_parameters(self) -> list[Tensor | None]:
         """Return weight and bias of norm1, qkv, out, norm2, gate, up and down."""
         attention, mlp = self.attention, self.mlp
         layers = (self.norm1, attention.qkv, attention.out, self.norm2, mlp.gate, mlp.up, mlp.down)
-        parameters: list[Tensor | None] = []
-        for layer in layers:
-            parameters += (None, None) if layer is None else (layer.weight, layer.bias)
-        return parameters
+        return [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
 
 
 class GPT(nn.Module):
@@ -490,7 +482,6 @@ def set_attention(model: GPT, name: str) -> None:
         if isinstance(part, Attention):
             part.attention_fn = ATTENTION[name]
             part.masked_attention_fn = masked_attention(name)
-    _choose_fused(model)
 
 
 def set_block_kernels(model: nn.Module, name: str) -> None:
@@ -498,13 +489,6 @@ def set_block_kernels(model: nn.Module, name: str) -> None:
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
             part.kernels = BLOCK[name]
-    _choose_fused(model)
-
-
-def _choose_fused(model: nn.Module) -> None:
-    for part in model.modules():
-        if isinstance(part, Block):
-            part.choose_fused()
 
 
 def copy_kernels(model: GPT, source: GPT) -> None:
@@ -521,7 +505,6 @@ def set_activation_checkpointing(model: GPT, mode: str) -> None:
     for part in model.modules():
         if isinstance(part, MLP):
             part.recompute_activation = mode == "gelu"
-    _choose_fused(model)
 
 
 def get_activation_checkpointing(model: GPT) -> str:

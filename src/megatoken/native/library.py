@@ -14,80 +14,77 @@ from megatoken.errors import ConfigError
 
 DAMAGED = "delete it, then run python -m megatoken.native.build or install megatoken again"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # enum DType in kernels/common.h
+C_TYPES = {"int32": c_int32, "int64": c_int64, "float": c_float, "void*": c_void_p}
+
+
+def _declare(declaration: str) -> list[tuple[str, Any]]:
+    """Return the fields of a struct that is declared as in C, `int64 n, m; void* x`."""
+    return [
+        (name, C_TYPES[c_type])
+        for members in declaration.split("; ")
+        for c_type, names in [members.split(" ", 1)]
+        for name in names.split(", ")
+    ]
 
 
 class AdamWUpdate(ctypes.Structure):
     """The C++ struct AdamW in kernels/adamw.cc."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "grad", "copy")),
-        ("n", c_int64),
-        ("grad_dtype", c_int32),
-        *((name, c_float) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
-        *((name, c_float) for name in ("correction1", "correction2", "grad_scale")),
+    _fields_ = _declare(
+        "void* param, exp_avg, exp_avg_sq, grad, copy; int64 n; int32 grad_dtype; "
+        "float lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale"
     )
 
 
 class MuonUpdate(ctypes.Structure):
     """The C++ struct Muon in kernels/muon.cc."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("param", "momentum_buffer", "grad", "copy")),
-        *((name, c_int64) for name in ("rows", "columns")),
-        *((name, c_int32) for name in ("grad_dtype", "dtype")),
-        *((name, c_float) for name in ("lr", "weight_decay", "momentum", "grad_scale")),
-        ("cautious", c_int32),
+    _fields_ = _declare(
+        "void* param, momentum_buffer, grad, copy; int64 rows, columns; int32 grad_dtype, dtype; "
+        "float lr, weight_decay, momentum, grad_scale; int32 cautious"
     )
 
 
 class Values(ctypes.Structure):
     """The C++ struct Values in kernels/adamw.cc: the values of a tensor."""
 
-    _fields_ = (("data", c_void_p), ("n", c_int64), ("dtype", c_int32))
+    _fields_ = _declare("void* data; int64 n; int32 dtype")
 
 
 class View(ctypes.Structure):
-    """The C++ struct View in kernels/attention.cc: a tensor (B, heads, rows, D), D contiguous."""
+    """The C++ struct View in kernels/kernels.h: a tensor (B, heads, rows, D), D contiguous."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("batch_stride", c_int64),
-        ("head_stride", c_int64),
-        ("row_stride", c_int64),
-    )
+    _fields_ = _declare("void* data; int64 batch_stride, head_stride, row_stride")
 
 
 class Matrix(ctypes.Structure):
-    """The C++ struct Matrix in kernels/matmul.cc; strides are in elements."""
+    """The C++ struct Matrix in kernels/kernels.h; strides are in elements."""
 
-    _fields_ = (("data", c_void_p), ("row_stride", c_int64), ("col_stride", c_int64))
+    _fields_ = _declare("void* data; int64 row_stride, col_stride")
 
 
 class Matmul(ctypes.Structure):
-    """The C++ struct Matmul in kernels/matmul.cc."""
+    """The C++ struct Matmul in kernels/kernels.h."""
 
-    _fields_ = (
-        ("dtype", c_int32),
-        ("out_dtype", c_int32),
-        *((name, c_int64) for name in "MNK"),
+    _fields_ = [
+        *_declare("int32 dtype, out_dtype; int64 M, N, K"),
         *((name, Matrix) for name in ("a", "b", "c")),
-        *((name, c_void_p) for name in ("bias", "d", "row_sums")),
-        *((name, c_float) for name in ("alpha", "beta")),
-    )
+        *_declare("void* bias, d, row_sums; float alpha, beta"),
+    ]
+
+
+BlockParameters = c_void_p * 14
 
 
 class Block(ctypes.Structure):
     """The C++ struct Block in kernels/block.cc."""
 
-    _fields_ = (
-        ("dtype", c_int32),
-        ("rms", c_int32),
-        ("eps", c_float),
-        *((name, c_int64) for name in ("B", "T", "C", "H", "K", "D", "F")),
-        ("parameters", c_void_p * 14),
-        *((name, c_void_p) for name in ("cos", "sin", "x", "y", "saved", "stats", "dy", "dx")),
-        ("gradients", c_void_p * 14),
-    )
+    _fields_ = [
+        *_declare("int32 dtype, rms; float eps; int64 B, T, C, H, K, D, F"),
+        ("parameters", BlockParameters),
+        *_declare("void* cos, sin, x, y, saved, stats, dy, dx"),
+        ("gradients", BlockParameters),
+    ]
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:

@@ -17,6 +17,9 @@ def thread_count() -> int:
     return _count or torch.get_num_threads()
 
 
-def leave_threads_to_kernels() -> None:
-    """Let torch use one thread, so that its waiting threads do not keep cores from the kernels."""
-    torch.set_num_threads(1)
+def leave_threads_to_kernels(leave: bool = True) -> None:
+    """Let torch use one thread, so that its waiting threads do not keep cores from the kernels.
+
+    With False, torch gets its threads back.
+    """
+    torch.set_num_threads(1 if leave else thread_count())

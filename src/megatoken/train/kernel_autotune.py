@@ -317,19 +317,15 @@ def _time_options(
         if forms[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
         timings = time_calls(
-            calls, **TRIAL, is_warm=True, before=_share_threads, synchronize=device.synchronize
+            calls,
+            **TRIAL,
+            is_warm=True,
+            before=lambda form: leave_threads_to_kernels("native" in form),
+            synchronize=device.synchronize,
         )
         # The best repeat, because other load on the machine only adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
     return best, errors
-
-
-def _share_threads(form: str) -> None:
-    """Give torch its threads, or leave them to native kernels, as in a run with these kernels."""
-    if "native" in form:
-        leave_threads_to_kernels()
-    else:
-        torch.set_num_threads(thread_count())
 
 
 def _build_trials(

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatoken.model.kernels import cublaslt, fp8
 from megatoken.native import int8
 from megatoken.native import ops as native
-from megatoken.native.block import fused_block
+from megatoken.native.block import FusedBlock
 from megatoken.native.products import linear as native_linear
 
 
@@ -59,7 +59,7 @@ BLOCK = {
         norm=native.norm,
         gelu=native.gelu,
         swiglu=native.swiglu,
-        fused_block=fused_block,
+        fused_block=FusedBlock.apply,
     ),
     "int8": BlockKernels(
         linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
