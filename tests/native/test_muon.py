@@ -33,9 +33,8 @@ class Training:
         generator = torch.Generator().manual_seed(step)
         for index, param in enumerate(self.model.parameters()):
             gradient = torch.randn(param.shape, generator=generator).bfloat16()
-            if (step, index) != (1, 0):
-                trained = self.copies.get(param, param)
-                trained.grad = gradient.to(trained.dtype)
+            trained = self.copies.get(param, param)
+            trained.grad = None if (step, index) == (1, 0) else gradient.to(trained.dtype)
 
 
 def begin(library: Library | None, dtype: torch.dtype, *, cautious: bool = False) -> Training:
