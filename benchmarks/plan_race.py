@@ -36,9 +36,10 @@ from megatoken.system.metrics_log import read_metrics
 from megatoken.train.train import Trainer
 
 MODELS = {
-    "quickstart": ["budget.steps=500"],
+    "quickstart": ["budget.steps=125"],
     "4 layers of 256": [
         "model.d_model=256",
+        "model.n_head=4",
         "budget.batch_tokens=2048",
         "budget.steps=40",
         "optim.lr=1e-3",

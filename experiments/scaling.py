@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.quickstart_race import prepare_corpus, run
 
 WIDTHS, STEPS = (48, 96, 192), (500, 1000, 2000)  # of 512 tokens
-RATE_TIMES_WIDTH = 4e-3 * 96  # the quickstart's
+RATE_TIMES_WIDTH = 4e-3 * 96
 SETTINGS = [
     "evaluate.every=1dur",
     "evaluate.tokens=200000",
@@ -47,6 +47,7 @@ def main() -> None:
                     f"model.d_model={width}",
                     f"optim.lr={RATE_TIMES_WIDTH / width:.3g}",
                     f"budget.steps={steps}",
+                    "budget.batch_tokens=512",
                 )
                 end = run(folder, "train", "quickstart", "--out", outs[-1], *sizes, *SETTINGS)
                 print(f"{outs[-1]}: {end['val_loss']:.4f}", flush=True)

@@ -18,7 +18,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 from tests.conftest import Ask
 
-SHORT = """budget.steps=2 model.n_layer=1 model.d_model=32 machine.micro_batch=2
+SHORT = """budget.steps=2 model.n_layer=1 model.n_head=2 model.d_model=32 machine.micro_batch=2
     evaluate.tokens=512"""
 
 

@@ -41,6 +41,7 @@ from megatoken.system.timing import Timing, time_once
 from megatoken.train.compilation import compile_forward
 
 GROUPS = {  # names of forward and backward operations; the first match counts
+    "blocks in one call": re.compile("native::block"),
     "matrix products": re.compile(
         r"native::matmul|megatoken::linear_gelu|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
         r"|mkldnn.*linear|Addmm|MmBackward0"
@@ -49,7 +50,9 @@ GROUPS = {  # names of forward and backward operations; the first match counts
     "attention": re.compile(r"attention|aten::baddbmm|aten::bmm|softmax"),
     "norm": re.compile(r"native::norm|layer_?norm|rms_?norm|rsqrt", re.IGNORECASE),
     "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
-    "optimizer": re.compile(r"adam|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE),
+    "optimizer": re.compile(
+        r"adam|muon|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE
+    ),
 }
 KERNELS = {  # names of CUDA kernels in torch, Inductor, cuBLAS and cuDNN; the first match counts
     "matrix products": re.compile("gemm|gemv|nvjet|splitK|triton_tem"),
