@@ -50,7 +50,7 @@ def test_record_has_answer_commit_and_hardware(tmp_path: Path):
 
 
 def test_a_ladder_has_one_speedup_wherever_it_is_shown(tmp_path: Path):
-    """Tokens/s over those of the plain step in the same rounds, not over the first row's."""
+    """Tokens/s divided by the plain step's in the same rounds, not by the first row's."""
     rows = [("plain", 100.0, 1.0), ("native", 400.0, 3.5)]
     rungs = [
         {"name": name, "tokens_per_second": rate, "speedup": speedup, "rate": figure(rate, 90, 500)}

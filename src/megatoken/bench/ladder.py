@@ -1,8 +1,8 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
 Each rung adds a switch to the last rung that was kept. It runs in a worker process, in rounds that
-alternate with rounds of the first rung, the plain step; its speedup is its tokens/s over those of
-the plain step in these rounds. A switch with a smaller speedup than the last kept rung is reported
+alternate with rounds of the first rung, the plain step; its speedup is its tokens/s divided by the
+plain step's in these rounds. A switch with a smaller speedup than the last kept rung is reported
 and left out of later rungs. All rungs train on the same ids from the same weights, so equal losses
 show that a switch changes only the speed.
 """
@@ -37,7 +37,7 @@ BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
 # Sequences per micro-batch until the rung that tunes it; explicit attention must fit in memory.
 FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}
 LONGEST_SECONDS = 400.0  # for all rounds; slow steps get fewer repeats, at least 3
-SLOWER = 0.98  # a rung with a smaller share of the last kept speedup is left out of later rungs
+SLOWER = 0.98  # a rung below this fraction of the last kept speedup is left out of later rungs
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
     "tf32": False,
@@ -62,7 +62,7 @@ COLUMNS = {
     "loss": "loss",
     "note": "",
 }
-FOOTNOTE = "Speedup: tokens/s over those of the plain step in the same rounds."
+FOOTNOTE = "Speedup: tokens/s divided by the plain step's in the same rounds."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

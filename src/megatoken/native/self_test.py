@@ -13,9 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatoken.native.library import Library, Matmul, matrix, view
+from megatoken.native.library import DTYPES, Library, Matmul, matrix, view
 
-FP32, BF16 = range(2)  # enum DType in kernels/common.h
+FP32, BF16 = DTYPES[torch.float32], DTYPES[torch.bfloat16]
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 2**-6}  # of errors, over the largest result
 SIZES = (67, 45, 97), (19, 33, 3100), (3, 45, 97)  # M, N, depth: odd; two chunks of it; few rows
 H, K, S, D = 4, 2, 149, 40  # attention: heads in groups, more keys than a block has

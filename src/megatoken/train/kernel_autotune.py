@@ -224,7 +224,7 @@ def list_options(
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     if machine.deterministic:
-        # Muon's native kernels, which round in another way, do not share matrices with processes.
+        # Native Muon runs in single processes only, and rounds differently from torch's operations.
         options = {name: forms[:1] for name, forms in options.items()} | {"adamw": ["torch"]}
     for name, form in list_requests(machine).items():
         if name in options and form != "auto":

@@ -1,4 +1,5 @@
-// Muon (Jordan et al. 2024) over many matrices: momentum, a Newton-Schulz iteration, and the update of the weights.
+// Muon (Jordan et al. 2024) over many matrices: momentum, a Newton-Schulz iteration, and the update of the weights. It
+// has the constants of optim/muon.py.
 //
 // Shapes: R rows, C columns, S the smaller of both. The iteration is in type T, the sums of its products in fp32.
 #include "kernels.h"

@@ -11,8 +11,8 @@ thread_local Scratch scratch, sums;
 
 constexpr Index ROWS = 64;  // rows per block; each block has one partial sum of the weight gradients
 
-// y = (x - mean) * scale * weight + bias; RMSNorm has no mean and no bias. If `residual` is given, x is replaced by the sum of
-// both, which is also stored.
+// y = (x - mean) * scale * weight + bias; RMSNorm has no mean and no bias. With `residual`, the
+// sum x + residual is stored and normalized in place of x.
 template <class T>
 void norm_forward(const T* x, const T* residual, T* stored, const T* weight, const T* bias, T* y, float* mean, float* scale, Index N,
                   Index C, float eps, bool rms) {
@@ -50,7 +50,7 @@ void norm_forward(const T* x, const T* residual, T* stored, const T* weight, con
 }
 
 // dx = scale * (g - mean(g) - h * mean(g * h)) with h = (x - mean) * scale and g = dy * weight; RMSNorm leaves out mean(g).
-// If `residual` is given, it is added to dx.
+// `residual`, if not null, is added to dx.
 template <class T>
 void norm_backward(const T* dy, const T* residual, const T* x, const float* mean, const float* scale, const T* weight, T* dx,
                    float* dweight, float* dbias, Index N, Index C, bool rms) {

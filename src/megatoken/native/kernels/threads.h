@@ -12,9 +12,9 @@
 #include "common.h"
 
 class ThreadPool {
-    // How often a thread looks for work before it sleeps. Waking it takes longer than Python takes between two kernels, but on a
-    // busy machine, spinning uses up the thread's share of a core. So a thread spins long only if it has not been preempted
-    // in its last CALM waits.
+    // How many times a thread polls for work before it sleeps. Waking a thread takes longer than the Python between two
+    // kernels, but on a busy machine, spinning uses up the thread's share of a core. So a thread spins long only if it was not
+    // preempted during its last CALM waits.
     static constexpr int SHORT = 500, LONG = 5000, CALM = 100;
 
     alignas(64) std::atomic<Index> unclaimed{0};   // iterations; the next one is size - unclaimed
