@@ -1,0 +1,69 @@
+"""Losses, speeds and scores that other people published, from a table (published.toml)."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CONTEXT = 1024  # of every rung
+SOURCES: dict[str, str] = _TABLE["sources"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRung:
+    """The speed of GPT-2 124M after one more optimization.
+
+    device: a name in GPUS, or a laptop. micro_batch: sequences of CONTEXT tokens per step and GPU.
+    """
+
+    source: str
+    name: str
+    device: str
+    gpus: int = 1
+    micro_batch: int
+    tokens_per_second: float = 0.0
+    step_milliseconds: float = 0.0
+    memory_mib: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all GPUs."""
+        tokens = CONTEXT * self.micro_batch * self.gpus
+        return self.tokens_per_second or 1000 * tokens / self.step_milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedScore:
+    """HellaSwag scores by the names in eval.tasks.SCORES, and validation loss in nats."""
+
+    model: str
+    source: str
+    acc: float | None = None
+    acc_norm: float | None = None
+    acc_token_mean: float | None = None
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """The losses of a training run in nats per token, one per step.
+
+    settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
+    which a repetition agrees. step_milliseconds: median; 0 if not published.
+    """
+
+    name: str
+    title: str
+    source: str
+    hardware: str
+    precision: str
+    settings: list[str]
+    losses: list[float]
+    tolerance: float
+    step_milliseconds: float = 0.0
+    note: str = ""
+
+
+LADDER = [PublishedRung(**row) for row in _TABLE["ladder"]]
+SCORES = [PublishedScore(**row) for row in _TABLE["scores"]]
+RUNS = {row["name"]: PublishedRun(**row) for row in _TABLE["runs"]}
