@@ -49,7 +49,8 @@ class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 
     settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
-    which a repetition agrees. step_milliseconds: median; 0 if not published.
+    which a repetition agrees. needs: hardware or weights. step_milliseconds: median; 0 if not
+    published. has_documents: whether an end-of-text token precedes each paragraph.
     """
 
     name: str
@@ -60,10 +61,21 @@ class PublishedRun:
     settings: list[str]
     losses: list[float]
     tolerance: float
+    needs: str
     step_milliseconds: float = 0.0
+    has_documents: bool = False
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedModel:
+    """A model whose scores are in SCORES. weights: its name on the Hugging Face hub."""
+
+    name: str
+    weights: str
 
 
 LADDER = [PublishedRung(**row) for row in _TABLE["ladder"]]
 SCORES = [PublishedScore(**row) for row in _TABLE["scores"]]
+MODELS = {key: PublishedModel(**row) for key, row in _TABLE["models"].items()}
 RUNS = {row["name"]: PublishedRun(**row) for row in _TABLE["runs"]}

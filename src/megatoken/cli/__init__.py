@@ -15,7 +15,7 @@ GROUPS = {  # in the order of `megatoken --help`
     "start": ("quickstart", "doctor", "completion"),
     "data": ("prepare", "verify"),
     "train": ("train", "runs", "sweep", "race", "config", "describe", "plan", "dryrun", "launch"),
-    "measure": ("eval", "plot", "report", "sync", "scaling", "bench"),
+    "measure": ("eval", "plot", "report", "sync", "scaling", "bench", "reproduce"),
     "models": ("sample", "chat", "serve", "export", "consolidate"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
