@@ -50,8 +50,7 @@ class PublishedRun:
 
     settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
     which a repetition agrees. needs: hardware or weights. step_milliseconds: median; 0 if not
-    published. has_documents: whether an end-of-text token precedes each paragraph. torch_init:
-    whether layers have torch's default initial weights, not GPT-2's.
+    published. has_documents: whether an end-of-text token precedes each paragraph.
     """
 
     name: str
@@ -65,7 +64,6 @@ class PublishedRun:
     needs: str
     step_milliseconds: float = 0.0
     has_documents: bool = False
-    torch_init: bool = False
     note: str = ""
 
 

@@ -9,22 +9,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
 from megatoken.config.load import ResolvedConfig, resolve
-from megatoken.config.presets import GPT2_VOCABULARY
-from megatoken.config.schema import Config, MachineConfig
+from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.model.flops import flops_per_token
 from megatoken.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 from megatoken.suggest import suggest
 from megatoken.system.atomic_write import local_path
-
-if TYPE_CHECKING:
-    from megatoken.model.gpt import GPT
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
@@ -94,8 +90,7 @@ def compare_losses(published: PublishedRun, options: Namespace, console: Console
     out = options.out or Path("runs/reproduce") / published.name
     data = write_text(out.with_name(f"{out.name}-data"), options.data, published)
     resolved = resolve_run(published, [f"data.path={data}", *options.overrides])
-    model = build_model(resolved.config) if published.torch_init else None
-    summary = Trainer(resolved, out, model=model, console=console).fit()
+    summary = Trainer(resolved, out, console=console).fit()
     if summary.code:
         return Result(summary.code, None)
     rows = [row for row in read_metrics(out, console.warn) if row["kind"] == "train"]
@@ -133,23 +128,6 @@ def compare_losses(published: PublishedRun, options: Namespace, console: Console
         table.append(("picture", answer["picture"]))
     console.table(table)
     return Result(ExitCode.DONE if agrees else ExitCode.NUMERICS, answer)
-
-
-def build_model(config: Config) -> "GPT":
-    """Build a model with the initial weights that torch gives its layers by default."""
-    import torch
-    from torch import nn
-
-    from megatoken.model.gpt import GPT
-
-    torch.manual_seed(config.seed)
-    model = GPT(config.model.resolve(GPT2_VOCABULARY), config.seed)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.Linear.reset_parameters(module)  # GPT's own layers do nothing here
-        elif isinstance(module, nn.Embedding):
-            nn.Embedding.reset_parameters(module)
-    return model
 
 
 def write_text(folder: Path, text_file: Path | None, run: PublishedRun) -> Path:
