@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.records import MOST_HEADLINES, describe_hardware, list_leaves, read_records
 from benchmarks.sweep import AXES
+from megatoken.bench.ladder import list_published
 from megatoken.bench.report import format_cell, save_picture, show_rows
 from megatoken.console import Console
 from megatoken.errors import DataError
@@ -22,6 +23,7 @@ from megatoken.plots import save_figure
 NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in a figure's last key
 SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")
 LABELS = AXES | {"rate": AXES["tokens_per_second"]}  # by the last key of a figure's path
+PUBLISHED = "published"
 LOG_RANGE = 30.0  # a panel with a larger range has a logarithmic axis
 
 
@@ -43,6 +45,8 @@ def show_scoreboard(options: argparse.Namespace, console: Console) -> dict[str, 
         warn_of_settings(name, answers, console)
         for row in list_speeds(answers, every=bool(options.record)):
             rows.append({"record": name, **row})
+        if name == options.record == "ladder" and is_published(answers):
+            rows += [describe_published(row) for row in list_published()]
     if not rows:
         fix = "--record NAME shows all speeds of one record"
         raise DataError("no speeds to compare", ", ".join(map(str, folders)), fix)
@@ -55,10 +59,29 @@ def show_scoreboard(options: argparse.Namespace, console: Console) -> dict[str, 
     return {"scoreboard": [{key: row[key] for key in keys} for row in rows]}
 
 
+def is_published(answers: Mapping[str, Any]) -> bool:
+    """Return whether people have published ladders of the model that was measured."""
+    return all(answer.get("preset") == "gpt2-124m" for answer in answers.values())
+
+
+def describe_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a published rung as a row of the scoreboard."""
+    value = dict.fromkeys(("median", "low", "high"), row["rate"]) | {"repeats": 1}
+    figure = f"rungs[{row['name']}].rate"
+    ratio = row["speedup"]
+    return {
+        "record": "ladder",
+        "figure": figure,
+        "machine": PUBLISHED,
+        "value": value,
+        "ratio": ratio,
+    }
+
+
 def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the labels of the figures' rows, shortened to the first word if that is unique."""
     names = [", ".join(re.findall(r"\[(.*?)\]", row["figure"])) for row in rows]
-    short = [re.split(r",(?! )", name)[0] for name in names]
+    short = [re.split(r",(?! |\d{3} )", name)[0] for name in names]
     return short if len({*short}) == len({*names}) else names
 
 
@@ -109,6 +132,8 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
     for row in rows:
         panels.setdefault((row["record"], re.sub(r"\[.*?\]", "", row["figure"])), []).append(row)
     machines = list(dict.fromkeys(row["machine"] for row in rows))
+    colors = {machine: f"C{index % 10}" for index, machine in enumerate(machines)}
+    colors |= {PUBLISHED: "0.8"} if PUBLISHED in machines else {}
     inches = [0.9 + 0.3 * len(panel) for panel in panels.values()]
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, sum(inches)), height_ratios=inches, squeeze=False,
                                    layout="constrained")  # fmt: skip
@@ -116,9 +141,7 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
         items = [name or row["machine"] for row, name in zip(panel, name_rows(panel), strict=True)]
         medians = [row["value"]["median"] for row in panel]
         bars = axis.barh(
-            range(len(panel)),
-            medians,
-            color=[f"C{machines.index(row['machine']) % 10}" for row in panel],
+            range(len(panel)), medians, color=[colors[row["machine"]] for row in panel]
         )
         texts = [format_cell(kind, row["value"]["median"]) for row in panel]
         if any(row["ratio"] != 1 for row in panel):
@@ -133,9 +156,10 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
         axis.set(title=record, xlabel=label, xscale="log" if is_wide else "linear", xlim=limits)
         axis.set_yticks(range(len(panel)), items)
         axis.invert_yaxis()
+        axis.margins(y=0.01)
+        if not is_wide:
+            axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
         axis.xaxis.set_major_formatter(lambda value, _, key=kind: format_cell(key, value))
-    handles = [
-        pyplot.Rectangle((0, 0), 1, 1, color=f"C{index % 10}") for index in range(len(machines))
-    ]
-    figure.legend(handles, machines, loc="outside upper center", ncols=3, frameon=False)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    figure.legend(handles, colors, loc="outside upper center", ncols=3, frameon=False)
     return save_figure(pyplot, figure, path)

@@ -26,10 +26,14 @@ class PublishedRung:
     memory_mib: float | None = None
 
     @property
+    def batch_tokens(self) -> int:
+        """Tokens per step of all GPUs."""
+        return CONTEXT * self.micro_batch * self.gpus
+
+    @property
     def rate(self) -> float:
         """Tokens per second of all GPUs."""
-        tokens = CONTEXT * self.micro_batch * self.gpus
-        return self.tokens_per_second or 1000 * tokens / self.step_milliseconds
+        return self.tokens_per_second or 1000 * self.batch_tokens / self.step_milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from megatoken.bench.ladder import (
     PLAIN,
     Rung,
     describe_rung,
+    list_published,
     list_rungs,
+    list_scalings,
     measure_rungs,
     select_rungs,
 )
@@ -44,7 +46,7 @@ def test_rungs_add_switches_and_keep_the_loss():
     assert [row["name"] for row in measured[1:]] == [
         "flash attention",
         "padded vocabulary",
-        "largest micro-batch",
+        "32 tokens per step",
     ]
     for row in measured:
         assert row["loss"] == pytest.approx(measured[0]["loss"], rel=1e-4)
@@ -96,11 +98,11 @@ def test_a_slower_rung_is_left_out(last_speedup: float, kept: bool, note: str):
 def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch):
     rungs = list_rungs(CPU, TINY_GPT, 1)
     missing = {rung.name for rung in rungs if rung.missing} - {"compile", "native kernels"}
-    assert missing == {"TF32 products", "bf16 products", "largest micro-batch"}
+    assert missing == {"TF32 products", "bf16 products", "16 tokens per step"}
     bf16 = list_rungs(replace(CPU, precision="bf16"), TINY_GPT, 1)
     assert not bf16[2].missing
     monkeypatch.setattr(ladder, "cpu_count", lambda: 1)
-    assert list_rungs(CPU, TINY_GPT, 1)[-1].name == "largest micro-batch"
+    assert list_rungs(CPU, TINY_GPT, 1)[-1].name == "16 tokens per step"
     row = describe_rung(Rung(name="x"), Worker(spec=FIRST, skipped="alone"), 2.0, 1.0, CPU)
     assert (row["speedup"], row["kept"], row["skipped"]) == (None, False, "alone")
 
@@ -109,6 +111,10 @@ def test_processes_double_up_to_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
     rungs = list_rungs(CPU, TINY_GPT, 2)[12:]
     assert [(rung.fields["nproc"], rung.fields["batch_seqs"]) for rung in rungs] == [(2, 4), (4, 8)]
+    scalings = list_scalings(CPU, 2)
+    fields = [(rung.fields["nproc"], rung.fields["batch_seqs"], rung.linear) for rung in scalings]
+    assert fields == [(1, 2, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4), (4, 8, 4)]
+    assert [rung.name for rung in scalings if rung.missing] == ["4 strong (one batch divided)"]
 
 
 def test_two_processes_match_one_on_the_same_batch():
@@ -144,15 +150,15 @@ def test_a_failing_rung_is_skipped_unless_it_is_the_reference():
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    sizes = "--preset tiny --rungs 4 --repeats 1 --device cpu"
+    sizes = "--preset tiny --rungs 4,12 --repeats 1 --device cpu"
     words = f"bench ladder {sizes} --out {tmp_path} --name new --batch-tokens"
     answer = ask(f"{words} 32")
     rungs = answer["rungs"]
-    assert len(rungs) == 2
+    assert [rung["batch_tokens"] for rung in rungs] == [16, 16, 32]
     assert answer["speedup"] == max(rung["speedup"] for rung in rungs if rung["kept"])
-    assert answer["batch_tokens"] == 32
+    assert answer["batch_tokens"] == 16
     for rung in rungs:
-        assert 32 / rung["seconds"] == pytest.approx(rung["tokens_per_second"])
+        assert rung["batch_tokens"] / rung["seconds"] == pytest.approx(rung["tokens_per_second"])
         assert rung["speedup"] * rung["plain_tokens_per_second"] == pytest.approx(
             rung["tokens_per_second"]
         )
@@ -160,3 +166,26 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     assert format_cell("seconds", rungs[1]["seconds"]) in table
     assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words.split(), "33"]) == ExitCode.CONFIG
+
+
+def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
+    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
+    monkeypatch.setattr(ladder, "cpu_count", lambda: 2)
+    words = "bench processes --preset tiny --batch-tokens 32 --repeats 1 --device cpu"
+    answer = ask(f"{words} --out {tmp_path}")
+    one, *others = answer["rungs"]
+    assert [row["batch_tokens"] for row in answer["rungs"]] == [32, 32, 64]
+    assert (one["nproc"], one["speedup"], one["share_of_linear"]) == (1, 1, 1)
+    for row in others:
+        assert row["nproc"] == 2
+        assert row["share_of_linear"] == row["speedup"] / 2
+    assert others[0]["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert (tmp_path / "processes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_rungs_are_compared_with_the_first_of_their_device():
+    rows = {row["name"]: row for row in list_published()}
+    assert rows["T4, notebook: fused AdamW"]["speedup"] == pytest.approx(1200 / 250)
+    eight = rows["H100, journey: 8 GPUs"]
+    assert eight["speedup"] == pytest.approx(3_046_409 / 27_026)
+    assert eight["batch_tokens"] / eight["seconds"] == pytest.approx(3_046_409)

@@ -13,6 +13,7 @@ DOCS = {
     "knob": "the training step with each value of a machine setting",
     "batch": "tokens/s, MFU and memory by micro-batch size, until out of memory",
     "parts": "where the time of a training step goes: matrix products, attention, optimizer ...",
+    "processes": "strong and weak scaling over 1, 2, 4, ... GPUs, on a CPU over its cores",
 }
 SIZES = {
     "n_layer": "transformer blocks",
@@ -35,12 +36,17 @@ def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     _add_knob(parsers["knob"])
     _add_batch(parsers["batch"])
     _add_parts(parsers["parts"])
+    _add_climb(parsers["processes"])
+
+
+def _add_climb(parser: argparse.ArgumentParser) -> None:
+    add_preset(parser)
+    doc = "tokens per step and process, in a ladder at its end (default 4096, on cuda 65536)"
+    parser.add_argument("--batch-tokens", type=count, help=doc)
 
 
 def _add_ladder(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
-    doc = "tokens per step (default 1024 on a CPU, 65536 on cuda)"
-    parser.add_argument("--batch-tokens", type=count, help=doc)
+    _add_climb(parser)
     doc = "run only these rungs, counted from 1 (default all)"
     parser.add_argument("--rungs", default="", metavar="N,...", help=doc)
 

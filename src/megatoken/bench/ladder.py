@@ -1,10 +1,13 @@
 """`bench ladder`: the speedup of each optimization on this machine, one switch at a time.
 
+`bench processes`: the speedup of data parallelism, measured in the same way.
+
 Each rung adds a switch to the last rung that was kept. It runs in a worker process, in rounds that
 alternate with rounds of the first rung, the plain step; its speedup is its tokens/s divided by the
 plain step's in these rounds. A switch with a smaller speedup than the last kept rung is reported
 and left out of later rungs. All rungs train on the same ids from the same weights, so equal losses
-show that a switch changes only the speed.
+show that a switch changes only the speed. The last rungs train on more tokens per step, so their
+losses differ.
 """
 
 import argparse
@@ -28,14 +31,13 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, PeerError
 from megatoken.native.selection import NO_LIBRARY, find_library
-from megatoken.plots import save_figure
+from megatoken.plots import format_tick, open_panels, save_figure
+from megatoken.published import LADDER, SOURCES
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.machine import cpu_count, find_compiler
 
-BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
-# Sequences per micro-batch until the rung that tunes it; explicit attention must fit in memory.
-FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}
+BATCH_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # per process, in the last rungs
 LONGEST_SECONDS = 400.0  # for all rounds; slow steps get fewer repeats, at least 3
 SLOWER = 0.98  # a rung below this fraction of the last kept speedup is left out of later rungs
 PLAIN: dict[str, Any] = {
@@ -51,6 +53,7 @@ PLAIN: dict[str, Any] = {
 }
 COLUMNS = {
     "name": "rung",
+    "batch_tokens": "tokens",
     "seconds": "step",
     "rate": "tokens/s",
     "mfu": "MFU",
@@ -58,11 +61,16 @@ COLUMNS = {
     "peak_memory_bytes": "memory",
     "plain_tokens_per_second": "plain tokens/s",
     "speedup": "speedup",
+    "share_of_linear": "of linear",
     "first_step_seconds": "first step",
     "loss": "loss",
     "note": "",
 }
-FOOTNOTE = "Speedup: tokens/s divided by the plain step's in the same rounds."
+FOOTNOTE = "Speedup: tokens/s divided by the first row's in the same rounds."
+SCALINGS = {"strong (one batch divided)": "top", "weak (one batch each)": "bottom"}  # place of MFU
+
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +78,14 @@ class Rung:
     """One switch of the ladder.
 
     machine: the machine settings that it changes. fields: other fields of the WorkerSpec that it
-    changes. missing: why it cannot run here, or "" if it can.
+    changes. missing: why it cannot run here, or "" if it can. linear: speedup of linear scaling, if known.
     """
 
     name: str
     machine: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     missing: str = ""
+    linear: float | None = None
     note: str = ""
 
     def apply(self, spec: WorkerSpec) -> WorkerSpec:
@@ -85,38 +94,49 @@ class Rung:
         return replace(spec, configuration=self.name, machine=machine, **self.fields)
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(options: argparse.Namespace, console: Console) -> Row:
     """Measure the rungs, save a table and a picture, and return the result for the record.
 
     Raises ConfigError if a rung is unknown or the batch is not a multiple of the context.
     """
     device = with_peak(open_device(MachineConfig(device=options.device)))
-    model_config = PRESETS[options.preset]
-    tokens = options.batch_tokens or max(BATCH_TOKENS[device.type], model_config.seq_len)
-    seqs = count_seqs(tokens, model_config.seq_len)
-    rungs = select_rungs(list_rungs(device, model_config, seqs), options.rungs)
-    console.print(f"{options.preset}: {tokens:,} tokens per step, {format_peak(device)}")
-    first = WorkerSpec(
-        model_config=replace(model_config, vocab_multiple=1),
-        batch_seqs=seqs,
-        device=str(device.torch_device),
-        machine=PLAIN,
-        micro_batch=min(seqs, FIRST_SEQS[device.type]),
-        prepare_process=False,
+    config = PRESETS[options.preset]
+    seqs = count_seqs(
+        options.batch_tokens or max(BATCH_TOKENS[device.type], config.seq_len), config.seq_len
     )
+    first = WorkerSpec(model_config=config, batch_seqs=seqs, device=str(device.torch_device))
+    if options.bench == "processes":  # one on a CPU gets its share of the cores, too
+        threads = max(1, cpu_count() // list_counts(device)[-1])
+        first = replace(first, machine={"threads": threads})
+        rungs = list_scalings(device, seqs)
+        draw = draw_scaling
+    else:
+        first = replace(
+            first,
+            model_config=replace(config, vocab_multiple=1),
+            batch_seqs=1,
+            machine=PLAIN,
+            micro_batch=1,
+            prepare_process=False,
+        )
+        rungs = select_rungs(list_rungs(device, config, seqs), options.rungs)
+        draw = draw_bars
+    console.print(f"{options.preset}: {format_peak(device)}")
     rows = []
     for row in measure_rungs(first, rungs, device, options.repeats, console):
         rows.append(row)
         rate = format_cell("rate", row["rate"]) or f"skipped: {row['skipped']}"
-        ending = ", left out" if row["rate"] and not row["kept"] else ""
-        console.print(f"{row['name']}, {rate}{ending}")
-    save_table(rows, options.out / f"{options.name}.md", console)
-    picture = partial(draw, rows, f"{options.preset} on {device.name}")
+        console.print(f"{row['name']}, {rate}  {row['note']}")
+    shown = rows
+    if (options.bench, options.preset) == ("ladder", "gpt2-124m"):
+        shown = rows + list_published()
+    save_table(shown, options.out / f"{options.name}.md", console)
+    picture = partial(draw, shown, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
     return {
         "preset": options.preset,
         **describe_peak(device),
-        "batch_tokens": tokens,
+        "batch_tokens": first.batch_tokens,
         "speedup": max((row["speedup"] for row in rows if row["kept"]), default=None),
         "rungs": rows,
     }
@@ -135,14 +155,13 @@ TUNED = dict.fromkeys(("gemm_backend", "attention", "master_weights", "fused", "
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Return all rungs in order, with `missing` set for those that cannot run here.
 
-    The last ones run on 2, 4, 8, ... processes, up to the number of GPUs or cores, with
-    `batch_seqs` sequences for each process.
+    The last ones train on `batch_seqs` sequences per step instead of one, then on that many for each
+    of 2, 4, 8, ... processes, up to the number of GPUs or cores.
     """
     on_cpu = device.type == "cpu"
     low_precision = device.precision != "fp32"
     only_cpu = "" if on_cpu else "for CPUs"
     no_compiler = on_cpu and not find_compiler()
-    is_one_micro_batch = batch_seqs <= FIRST_SEQS[device.type]
     no_library = f"not compiled ({NO_LIBRARY})" if on_cpu and not find_library() else ""
     return [
         Rung(name="plain: fp32, explicit attention, loop AdamW"),
@@ -178,26 +197,41 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
         ),
         Rung(name="kernels tuned here", machine=TUNED | ({"compile": "off"} if on_cpu else {})),
         Rung(
-            name="largest micro-batch",
-            fields={"micro_batch": 0},
-            missing="the batch is one micro-batch (--batch-tokens)" if is_one_micro_batch else "",
+            name=f"{batch_seqs * model_config.seq_len:,} tokens per step",
+            fields={"batch_seqs": batch_seqs, "micro_batch": 0},
+            missing="the batch is one sequence (--batch-tokens)" if batch_seqs == 1 else "",
+            note=f"{batch_seqs} times the batch, so another loss",
         ),
-        *list_process_rungs(device, batch_seqs),
+        *(
+            Rung(
+                name=f"data parallel on {nproc}",
+                fields={"nproc": nproc, "batch_seqs": nproc * batch_seqs, "micro_batch": 0},
+                note=f"{nproc * batch_seqs} times the batch, so another loss",
+            )
+            for nproc in list_counts(device)[1:]
+        ),
     ]
 
 
-def list_process_rungs(device: Device, batch_seqs: int) -> list[Rung]:
-    """Return one rung for each number of data-parallel processes: 2, 4, 8, ..."""
-    most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
-    counts = [1 << power for power in range(1, most.bit_length())]
-    return [
+def list_scalings(device: Device, batch_seqs: int) -> list[Rung]:
+    """Return one process, then rungs that divide a batch among processes or give it to each."""
+    rungs = [
         Rung(
-            name=f"data parallel on {nproc}",
-            fields={"nproc": nproc, "batch_seqs": nproc * batch_seqs},
-            note=f"{nproc} times the batch, so another loss",
+            name=f"{nproc} {scaling}" if nproc > 1 else "1",
+            fields={"nproc": nproc, "batch_seqs": seqs},
+            missing=f"{seqs} sequences" if seqs % nproc else "",
+            linear=nproc,
         )
-        for nproc in counts
+        for nproc in list_counts(device)
+        for scaling, seqs in zip(SCALINGS, (batch_seqs, nproc * batch_seqs), strict=True)
     ]
+    return rungs[1:]
+
+
+def list_counts(device: Device) -> list[int]:
+    """Return 1, 2, 4, ... up to the number of GPUs or cores."""
+    most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
+    return [1 << power for power in range(most.bit_length())]
 
 
 def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
@@ -217,7 +251,7 @@ def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
 
 def measure_rungs(
     first: WorkerSpec, rungs: Sequence[Rung], device: Device, repeats: int, console: Console
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Measure each rung against the first one; yield its row of the record.
 
     Raises PeerError if the first rung fails.
@@ -241,8 +275,8 @@ def measure_rungs(
                 run_rounds(plain, worker, repeats, steps, console)
             plain = plain or worker
             if plain.skipped:
-                what = f"the first rung failed: {plain.skipped}"
-                raise PeerError(what, "bench ladder", "use a smaller preset or --batch-tokens")
+                what = f"the first step failed: {plain.skipped}"
+                raise PeerError(what, "bench", "use a smaller preset or --batch-tokens")
             plain_rate = plain.spec.batch_tokens / median(plain.seconds[-repeats:])
             row = describe_rung(rung, worker, plain_rate, speedup, device)
             yield row
@@ -255,7 +289,7 @@ def measure_rungs(
 
 def describe_rung(
     rung: Rung, worker: Worker, plain_rate: float, last_speedup: float, device: Device
-) -> dict[str, Any]:
+) -> Row:
     """Build the record's row for a rung.
 
     The rung is kept unless it failed or is slower than the last one that was kept, whose speedup is
@@ -264,51 +298,103 @@ def describe_rung(
     row = worker.describe(device)
     rate = row["tokens_per_second"]
     speedup = rate["median"] / plain_rate if rate else None
-    kept = speedup is not None and speedup >= SLOWER * last_speedup
+    limit = 0.0 if rung.linear else last_speedup
+    kept = speedup is not None and speedup >= SLOWER * limit
     note = rung.note
-    if speedup and speedup < last_speedup:
+    if speedup and speedup < limit:
         note = "no gain beyond noise" if kept else "slower here: left out of the rungs below"
+    same = ("seconds", "mfu", "mfu_causal", "peak_memory_bytes", "loss", "first_step_seconds")
     return {
         "name": rung.name,
         "tokens_per_second": rate and rate["median"],
         "plain_tokens_per_second": rate and plain_rate,
-        "seconds": row["seconds"],
+        **{key: row[key] for key in (*same, "chosen", "skipped")},
         "speedup": speedup,
-        "mfu": row["mfu"],
-        "mfu_causal": row["mfu_causal"],
-        "peak_memory_bytes": row["peak_memory_bytes"],
-        "loss": row["loss"],
-        "skipped": row["skipped"],
+        "share_of_linear": rung.linear and speedup and speedup / rung.linear,
         "rate": rate,
-        "first_step_seconds": row["first_step_seconds"],
         "kept": kept,
-        "chosen": worker.chosen,
         "note": note,
+        "nproc": worker.spec.nproc,
+        "batch_tokens": worker.spec.batch_tokens,
     }
 
 
-def save_table(rows: list[dict[str, Any]], path: Path, console: Console) -> None:
+def list_published() -> list[Row]:
+    """Return a row for each published rung of GPT-2 124M."""
+    plain: dict[str, float] = {}
+    return [
+        {
+            "name": f"{rung.device}, {rung.source}: {rung.name}",
+            "tokens_per_second": rung.rate,
+            "rate": rung.rate,
+            "batch_tokens": rung.batch_tokens,
+            "seconds": rung.batch_tokens / rung.rate,
+            "peak_memory_bytes": rung.memory_mib and rung.memory_mib * 2**20,
+            "speedup": rung.rate / plain.setdefault(rung.device, rung.rate),
+            "note": SOURCES[rung.source],
+        }
+        for rung in LADDER
+    ]
+
+
+def save_table(rows: Sequence[Row], path: Path, console: Console) -> None:
     """Print the table and write it to a Markdown file. Raises StorageError."""
     table = "\n".join(format_rows(COLUMNS, rows))
     with storage_errors(path.parent, fix="choose --out"):
         path.write_text(f"{table}\n\n{FOOTNOTE}\n")
-    console.print(f"\n{table}\ntable: {path}")
+    console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
 
 
-def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Path:
-    """Draw bars of each rung's speedup, MFU and peak memory, paler if the rung was left out."""
-    rungs = [row for row in rows if not row["skipped"]][::-1]
-    size = (15, 1.5 + 0.5 * len(rungs))
-    figure, axes = pyplot.subplots(1, 3, layout="constrained", sharey=True, figsize=size)
-    for index, key in enumerate(("speedup", "mfu", "peak_memory_bytes")):
-        axis = axes[index]
-        widths = [row[key] or 0.0 for row in rungs]
-        bars = axis.barh([row["name"] for row in rungs], widths, color=f"C{index}")
-        axis.bar_label(bars, [format_cell(key, row[key]) for row in rungs], padding=4)
-        for bar, row in zip(bars, rungs, strict=True):
-            bar.set_alpha(1.0 if row["kept"] else 0.35)
-        axis.set(xlabel=COLUMNS[key], xlim=(0, 1.3 * max(widths) or 1.0))
-        axis.xaxis.set_major_formatter(lambda value, _, key=key: format_cell(key, value))
+def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
+    """Draw bars of the tokens/s of our own and published rungs, and of our MFU and peak memory."""
+    rungs = [row for row in rows if not row.get("skipped")]
+    own = [row for row in rungs if "kept" in row]
+    figure = pyplot.figure(layout="constrained", figsize=(17, 3 + 0.3 * len(rungs)))
+    layout = [["tokens_per_second", "mfu"], ["tokens_per_second", "peak_memory_bytes"]]
+    for key, axis in figure.subplot_mosaic(layout, width_ratios=(3, 2)).items():
+        is_rate = key == "tokens_per_second"
+        shown = rungs if is_rate else own
+        colors = [("C0", 1 if row["kept"] else 0.35) if "kept" in row else "0.8" for row in shown]
+        widths = [row[key] or 0.0 for row in shown]
+        bars = axis.barh([row["name"] for row in shown], widths, color=colors)
+        texts = [
+            format_cell(key, row[key]) + is_rate * f", {format_cell('speedup', row['speedup'])}"
+            for row in shown
+        ]
+        axis.bar_label(bars, texts, padding=4)
+        axis.margins(x=0.3, y=0.01)
+        axis.set_xlabel(COLUMNS.get(key, "tokens/s"))
+        axis.invert_yaxis()
         axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
-    figure.suptitle(f"{title} (pale: left out of the rungs below)")
+        if len(shown) > len(own):
+            axis.set(xscale="log", xlim=(min(widths) / 2, 40 * max(widths)))
+        tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
+        axis.xaxis.set_major_formatter(tick)
+    figure.suptitle(f"{title} (pale: left out of the rungs below; gray: published)")
+    sources = dict.fromkeys(row["note"] for row in rungs[len(own) :])
+    figure.supxlabel("\n".join(sources), fontsize=8, color="gray")
+    return save_figure(pyplot, figure, path)
+
+
+def draw_scaling(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
+    """Plot tokens/s by number of processes next to linear scaling, with the MFU at each point."""
+    figure, (axis,) = open_panels(pyplot)
+    axis.axline((0, 0), slope=rows[0]["tokens_per_second"], ls="--", color="gray", label="linear")
+    for scaling, va in SCALINGS.items():
+        points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
+        places = [(row["nproc"], row["tokens_per_second"]) for row in points]
+        axis.plot(*zip(*places, strict=True), "o-", label=scaling)
+        for row, place in zip(points, places, strict=True):
+            axis.annotate(f"  {format_cell('mfu', row['mfu'])}", place, fontsize=8, va=va)
+    axis.margins(0.15)
+    axis.set(
+        title=title,
+        xlabel="processes",
+        ylabel="tokens/s (at each point: MFU)",
+        xticks=[row["nproc"] for row in rows],
+        xlim=0,
+        ylim=0,
+    )
+    axis.yaxis.set_major_formatter(format_tick)
+    axis.legend()
     return save_figure(pyplot, figure, path)

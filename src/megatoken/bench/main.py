@@ -19,6 +19,7 @@ BENCHES: dict[str, Bench] = {
     "knob": knob.run,
     "batch": batch.run,
     "parts": parts.run,
+    "processes": ladder.run,
 }
 
 
