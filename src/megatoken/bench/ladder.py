@@ -67,7 +67,10 @@ COLUMNS = {
     "note": "",
 }
 FOOTNOTE = "Speedup: tokens/s divided by the first row's in the same rounds."
-SCALINGS = {"strong (one batch divided)": "top", "weak (one batch each)": "bottom"}  # place of MFU
+SCALINGS = {  # names, and places of the labels in the picture
+    "strong (one batch divided)": {"ha": "left", "va": "top"},
+    "weak (one batch each)": {"ha": "right", "va": "bottom"},
+}
 
 
 Row = dict[str, Any]
@@ -362,7 +365,7 @@ def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
             for row in shown
         ]
         axis.bar_label(bars, texts, padding=4)
-        axis.margins(x=0.3, y=0.01)
+        axis.margins(x=0.3)
         axis.set_xlabel(COLUMNS.get(key, "tokens/s"))
         axis.invert_yaxis()
         axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
@@ -372,29 +375,29 @@ def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
         axis.xaxis.set_major_formatter(tick)
     figure.suptitle(f"{title} (pale: left out of the rungs below; gray: published)")
     sources = dict.fromkeys(row["note"] for row in rungs[len(own) :])
-    figure.supxlabel("\n".join(sources), fontsize=8, color="gray")
+    figure.supxlabel("\n".join(sources), fontsize=8)
     return save_figure(pyplot, figure, path)
 
 
 def draw_scaling(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
-    """Plot tokens/s by number of processes next to linear scaling, with the MFU at each point."""
+    """Plot the speedup by number of processes next to linear scaling."""
     figure, (axis,) = open_panels(pyplot)
-    axis.axline((0, 0), slope=rows[0]["tokens_per_second"], ls="--", color="gray", label="linear")
-    for scaling, va in SCALINGS.items():
+    axis.axline((0, 0), slope=1, ls="--", color="gray", label="linear")
+    for scaling, place in SCALINGS.items():
         points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
-        places = [(row["nproc"], row["tokens_per_second"]) for row in points]
-        axis.plot(*zip(*places, strict=True), "o-", label=scaling)
-        for row, place in zip(points, places, strict=True):
-            axis.annotate(f"  {format_cell('mfu', row['mfu'])}", place, fontsize=8, va=va)
+        at = [(row["nproc"], row["speedup"]) for row in points]
+        axis.plot(*zip(*at, strict=True), "o-", label=scaling)
+        for row, point in zip(points, at, strict=True):
+            text = f"  {row['tokens_per_second']:,.0f}  \n  {format_cell('mfu', row['mfu'])}  "
+            axis.annotate(text, point, fontsize=8, **place)
     axis.margins(0.15)
     axis.set(
         title=title,
         xlabel="processes",
-        ylabel="tokens/s (at each point: MFU)",
+        ylabel="speedup (at each point: tokens/s and MFU)",
         xticks=[row["nproc"] for row in rows],
         xlim=0,
         ylim=0,
     )
-    axis.yaxis.set_major_formatter(format_tick)
     axis.legend()
     return save_figure(pyplot, figure, path)
