@@ -1,9 +1,12 @@
 """The page of runs: numbers of metrics.jsonl, no HTML from a run, nothing fetched."""
 
+import gzip
 import html.parser
 import json
+import os
 import queue
 import re
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -16,10 +19,11 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.cli.report import serve
-from megatoken.cli.report_page import MAX_POINTS, PUBLISHED, build_page, read_curves
+from megatoken.cli.report_page import MAX_POINTS, build_page, read_curves
 from megatoken.config.load import render, resolve
 from megatoken.console import Console
 from megatoken.errors import ExitCode
+from megatoken.published import LADDER, SCORES
 from megatoken.system.metrics_log import read_metrics
 from tests.cli.browser import Browser, find_browser
 
@@ -106,13 +110,9 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {
         *elements.cells
     }
-    assert {"30.00 ± 0.50", "31.14", "31.00", "50.89"} <= {
+    assert {"30.00 ± 0.50", "31.14", "31.00", "50.89", "3.2924"} <= {
         *elements.cells
-    }  # beside the published scores
-    own = [row[1:] for row in PUBLISHED if "harness" not in row[0]]
-    assert all(
-        acc is acc_norm is None for acc, acc_norm, _ in own
-    )  # of build-nanogpt's prompt and count
+    }  # with the published scores
     assert "1.235e+12" in elements.cells  # without digits that nobody measured
     (run,) = read_data(page)["runs"]
     assert run["name"] == "a<b>"
@@ -181,48 +181,103 @@ def test_long_runs_are_means_with_their_lowest_and_highest():
     assert train["step"][:2] == [4.5, 14.5]
 
 
+def test_published_rungs_are_pale_and_follow_the_own_ones(tmp_path: Path):
+    rung = {"name": "plain", "tokens_per_second": 322.5, "speedup": 1.0}
+    answer = {"preset": "gpt2-124m", "batch_tokens": 1024, "device": "a cpu", "rungs": [rung]}
+    (tmp_path / "ladder.json").write_text(json.dumps(answer))
+    elements = Elements(build_page([write_run(tmp_path / "a")], None, tmp_path / "ladder.json"))
+    bars = [float(found["value"] or 0) for tag, found in elements.found if tag == "meter"]
+    pale = [found for _, found in elements.found if found.get("class") == "pale"]
+    assert len(pale) == len(LADDER) + len(SCORES)
+    assert len(bars) == 1 + len(LADDER)
+    assert max(bars) == 1
+    assert bars[1] == pytest.approx(2 * bars[0])  # 645 tokens/s: twice the logarithm of 2
+    assert "3,046,409 tokens/s, 8 x H100, published: A throughput journey" in elements.cells
+
+
 def test_bad_input_is_refused(tmp_path: Path):
     run = str(write_run(tmp_path / "a"))
     (tmp_path / "no.json").write_text("{}")
     for words, code in (
         ([f"{tmp_path}/none"], ExitCode.DATA),
         ([run, "--ladder", f"{tmp_path}/no.json"], ExitCode.CONFIG),
-        ([run, "--serve", "99999"], ExitCode.STORAGE),
+        ([run, "--serve", "--port", "99999"], ExitCode.CONFIG),
         ([run, "--out", str(tmp_path)], ExitCode.STORAGE),
         ([run, "--out", "/dev/full/x.html"], ExitCode.STORAGE),
     ):
         assert main(["report", *words]) == code
 
 
-def serve_run(run: Path) -> str:
-    """Serve the page of a run on a thread; return its address."""
+def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:
+    """Serve the page of the runs in a folder on a thread; return its address."""
     lines = queue.Queue[str]()
 
     class Listener(Console):
         def print(self, text: str = "", style: str = "") -> None:
             lines.put(text)
 
-    options = Namespace(runs=[run], price=None, ladder=None, serve=0)
+    address = {"host": host, "port": 0, "api_key": None}
+    options = Namespace(runs=[folder], price=None, ladder=None, **address)
     threading.Thread(target=serve, args=(options, Listener()), daemon=True).start()
     return lines.get(timeout=60).split()[0]
 
 
-def test_the_server_shows_the_run_as_it_is_now_to_this_machine_alone(tmp_path: Path):
+def fetch(address: str, host: str = "") -> str:
+    request = urllib.request.Request(address, headers={"Host": host} if host else {})
+    with urllib.request.urlopen(request) as answer:
+        return gzip.decompress(answer.read()).decode()
+
+
+def refused(address: str, host: str = "") -> int:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        fetch(address, host)
+    error.value.close()
+    return error.value.code
+
+
+def test_the_server_follows_the_runs_in_a_folder(tmp_path: Path):
     run = write_run(tmp_path / "a")
-    address = serve_run(run)
-    with urllib.request.urlopen(address) as answer:
-        data = read_data(answer.read().decode())
+    address = serve_runs(tmp_path)
+    data = read_data(fetch(address))
     assert data["live"]
     assert len(data["runs"][0]["train"]["loss"]) == 40
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 41, "tokens": 41, "loss": 3.5}\n')
-    with urllib.request.urlopen(address) as answer:
-        assert read_data(answer.read().decode())["runs"][0]["train"]["loss"][-1] == 3.5
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(address + "../../etc/passwd")
-    foreign = urllib.request.Request(address, headers={"Host": "evil.example:80"})
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(foreign)
+    sample = {"kind": "sample", "step": 41, "tokens": 41, "text": ["later"]}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(sample) + "\n")
+    page = fetch(f"{address}?hide=/")
+    data = read_data(page)
+    assert [shown["name"] for shown in data["runs"]] == ["a"]
+    assert data["runs"][0]["train"]["loss"][-1] == 3.5
+    assert {"memory", "later"} <= {*Elements(page).cells}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").touch()  # a run before its first step
+    data = read_data(fetch(f"{address}?hide=a"))
+    assert (data["names"], data["runs"][0]["train"]) == (["a", "b"], {})
+    shutil.rmtree(run)
+    assert read_data(fetch(address))["names"] == ["b"]
+    assert refused(f"{address}../../etc/passwd") == 403
+    assert refused(address, host="evil.example:80") == 403
+
+
+def test_other_machines_need_the_key(tmp_path: Path):
+    address = serve_runs(tmp_path, host="0.0.0.0")
+    match = re.fullmatch(r"http://[\w.-]+:(\d+)/([\w-]{22})/", address)
+    assert match
+    port, key = match.groups()
+    local = f"http://127.0.0.1:{port}/"
+    assert read_data(fetch(f"{local}{key}/"))["runs"] == []
+    for path in ("", f"{key[:-1]}/", f"x{key}/", f"{key}", f"?{key}/"):
+        assert refused(local + path) == 403
+
+
+def test_a_folder_of_many_runs_shows_the_newest_first(tmp_path: Path):
+    for number in range(10):
+        log = write_run(tmp_path / f"run-{number}", steps=3) / "metrics.jsonl"
+        os.utime(log, (number, number))
+    data = read_data(fetch(serve_runs(tmp_path)))
+    assert [run["name"] for run in data["runs"]] == data["names"][2:]
 
 
 @pytest.fixture
@@ -249,12 +304,16 @@ def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser):
     assert "a: 5 to 4.025" in labels[0]
     assert "a: 25% to 25%" in labels[4]
     heads = "[...document.querySelectorAll('figcaption')].map(each => each.textContent)"
-    assert browser.evaluate(heads)[0] == "loss (nats per token), dashed: validation"
+    assert browser.evaluate(heads)[0] == "loss (nats per token) training validation"
+    browser.evaluate("document.querySelector('#legend input').click()")
+    assert (
+        browser.evaluate("document.querySelector('[role=img]').ariaLabel").count("validation") == 1
+    )
 
 
 def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, browser: Browser):
     run = write_run(tmp_path / "run", text="early")
-    browser.open(serve_run(run))
+    browser.open(serve_runs(run))
     samples = "[...document.querySelectorAll('details')].map(each => [each.innerText.split('\\n').pop(), each.open])"
     assert browser.evaluate(samples) == [["early", True]]
     browser.evaluate(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.system import machine
-from megatoken.system.machine import cpu_count, free_memory_bytes, peak_resident_bytes
+from megatoken.system.machine import cpu_count, free_memory_bytes, peak_resident_bytes, read_load
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
 
@@ -138,3 +138,12 @@ def test_the_peak_of_a_process_is_not_its_parents():
     )
     assert peak_resident_bytes() > len(held)
     assert 1 << 20 < int(done.stdout) < 200 << 20
+
+
+def test_loads_are_shares(monkeypatch: pytest.MonkeyPatch):
+    lines = "NVIDIA H100 80GB HBM3, 97, 20480, 81920\\nTesla T4, [N/A], 0, 15360\\n"
+    monkeypatch.setattr(machine, "GPU_LOAD", ["printf", lines])
+    names, shares, _ = zip(*read_load(), strict=True)
+    assert names == ("CPU load", "memory", "GPU 0, NVIDIA H100 80GB HBM3", "GPU 0 memory")
+    assert shares[2:] == (0.97, 0.25)
+    assert 0 < shares[1] < 1

@@ -123,3 +123,12 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help=doc)
     choices = ("auto", "fp32", "bf16", "fp16")
     parser.add_argument("--precision", default="fp32", choices=choices, help="default fp32")
+
+
+def add_address_arguments(parser: argparse.ArgumentParser, port: int, key: str) -> None:
+    """Add --host, --port and --api-key. port: default of --port. key: help of --api-key."""
+    arg = parser.add_argument
+    doc = "address to listen on; others than localhost need a key (default 127.0.0.1)"
+    arg("--host", default="127.0.0.1", help=doc)
+    arg("--port", type=int, default=port, help=f"0: a free port (default {port})")
+    arg("--api-key", metavar="KEY", help=key)

@@ -1,13 +1,23 @@
-"""`megatoken report RUN...`: write runs as one HTML page, or serve it while they train."""
+"""`megatoken report RUN...`: write runs as one HTML page, or serve a page that follows them."""
 
+import gzip
+import hmac
+import secrets
+import socket
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from megatoken.cli import Result
+from megatoken.cli.arguments import add_address_arguments
+from megatoken.cli.runs import DEFAULT, find_runs
+from megatoken.cli.serve import LOOPBACK
 from megatoken.console import Console, format_quantity
-from megatoken.errors import ExitCode, StorageError
+from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.system.atomic_write import local_path, replace_file, storage_errors
+from megatoken.system.metrics_log import METRICS
 
 HELP = "write runs as one offline HTML page: curves, samples, scores, cost"
 EXAMPLE = "megatoken report runs/mine runs/other --out report.html"
@@ -15,22 +25,27 @@ EXAMPLE = "megatoken report runs/mine runs/other --out report.html"
 
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
-    arg("runs", metavar="RUN", nargs="+", type=local_path)
+    doc = "run, or folder with runs at any depth (default runs)"
+    arg("runs", metavar="RUN", nargs="*", type=local_path, default=[DEFAULT], help=doc)
     doc = "page to write (default report.html)"
     arg("--out", type=local_path, default=Path("report.html"), metavar="FILE", help=doc)
-    doc = "serve the page on this machine while runs continue (default port 8765)"
-    arg("--serve", type=int, nargs="?", const=8765, metavar="PORT", help=doc)
     arg("--price", type=float, metavar="DOLLARS", help="per process-hour")
     arg("--ladder", type=local_path, metavar="FILE", help="record of `bench ladder` to show")
+    doc = "serve a page that follows the runs, also new ones, and this machine's load"
+    arg("--serve", action="store_true", help=doc)
+    doc = "key in the page's address (default: none on localhost, else a random one)"
+    add_address_arguments(parser, 8765, doc)
 
 
 def run(options: Namespace, console: Console) -> Result:
     from megatoken.cli.report_page import build_page
 
-    page = build_page(options.runs, options.price, options.ladder, console.warn).encode()
-    if options.serve is not None:
+    if options.serve:
         serve(options, console)
         return Result(ExitCode.DONE, {"served": True})
+    # A path without runs is kept, as an error names it.
+    runs = [run for path in options.runs for run in [*find_runs(path)] or [path]]
+    page = build_page(runs, options.price, options.ladder, console.warn).encode()
     with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
@@ -39,31 +54,46 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def serve(options: Namespace, console: Console) -> None:
-    """Serve the page to this machine until Ctrl-C. Each request rebuilds it from the runs."""
+    """Serve the live page until Ctrl-C. Raises ConfigError if the address cannot be used."""
     from megatoken.cli.report_page import build_page
 
+    quiet = Console(quiet=True)  # each request reads the runs again
+    is_local = options.host in LOOPBACK
+    key = options.api_key or ("" if is_local else secrets.token_urlsafe(16))
+    folder = f"/{key}/" if key else "/"
+
+    def build(hidden: list[str] | None) -> str:
+        runs = [run for path in options.runs for run in find_runs(path) if (run / METRICS).exists()]
+        return build_page(runs, options.price, options.ladder, quiet.warn, hidden, is_live=True)
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30.0  # for a connection without a request
+
         def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            has_key = hmac.compare_digest(path.encode(), folder.encode())
             # Send nothing to another site whose name resolves to this machine (DNS rebinding).
             host = self.headers.get("Host", "").rpartition(":")[0]
-            if self.path != "/" or host not in ("127.0.0.1", "localhost"):
-                self.send_error(404)
+            if not has_key or (is_local and host not in LOOPBACK):
+                self.send_error(403)
                 return
-            page = build_page(
-                options.runs, options.price, options.ladder, lambda text: None, is_live=True
-            )
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(page.encode())
+            with suppress(DataError, OSError):  # a run was just removed; the client has gone
+                page = gzip.compress(build(parse_qs(query).get("hide")).encode(), 1)
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Encoding", "gzip")
+                self.end_headers()
+                self.wfile.write(page)
 
         def log_message(self, *_: object) -> None:
             """Log nothing."""
 
+    build(None)
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", options.serve), Handler)
+        server = ThreadingHTTPServer((options.host, options.port), Handler)
     except (OSError, OverflowError) as error:
-        raise StorageError(f"cannot serve: {error}", f"--serve {options.serve}") from None
-    console.print(f"http://127.0.0.1:{server.server_address[1]}/ until Ctrl-C")
+        raise ConfigError(f"cannot listen on {options.host}: {error}", "--port") from None
+    host = socket.gethostname() if options.host == "0.0.0.0" else options.host
+    console.print(f"http://{host}:{server.server_address[1]}{folder} until Ctrl-C")
     with server:
         server.serve_forever()

@@ -7,8 +7,9 @@ which have at most MAX_POINTS points each.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +23,25 @@ from megatoken.console import format_duration, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.eval.tasks import SCORES
 from megatoken.plots import number
+from megatoken.published import LADDER, shorten_source
+from megatoken.published import SCORES as PUBLISHED
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu, find_driver
-from megatoken.system.metrics_log import read_metrics
+from megatoken.system.machine import read_load
+from megatoken.system.metrics_log import METRICS, read_metrics
 
 MAX_POINTS = 1500
 MAX_SAMPLES = 12  # per run, evenly spread
 MAX_EVENTS = 200
+MAX_SHOWN = 8  # runs on a live page at first, which have different colors
 AXES = ("step", "tokens", "elapsed_seconds")
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 REWARDS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")
-# Published HellaSwag scores: acc, acc_norm, acc_token_mean; docs/evaluation.md has the sources.
-PUBLISHED = (
-    ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
-    ("GPT-2 124M, by build-nanogpt", None, None, 0.2955),
-    ("124M in llm.c, 10B tokens of FineWeb", None, None, 0.310),
-    ("124M, 1B tokens of TinyStories", None, None, 0.2631),
-    ("124M, 10B tokens of FineWeb-Edu", None, None, 0.3007),
-    ("1.5B, 10B tokens", None, None, 0.4122),
-    ("GPT-2 1558M, lm-evaluation-harness", 0.4004, 0.5089, None),
-    ("GPT-2 1558M, by build-nanogpt", None, None, 0.4893),
-)
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunData:
     """The data of a run, read from its folder."""
 
@@ -55,6 +49,7 @@ class RunData:
     folder: Path
     status: Row  # as `megatoken runs --json` prints it
     rows: list[Row]
+    curves: Row
     provenance: Row
 
     def of_kind(self, kind: str) -> list[Row]:
@@ -69,12 +64,16 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table on the page. A float in a row is drawn as a bar, with full length for 1.0."""
+    """A table on the page. A float in a row is drawn as a bar, with full length for 1.0.
+
+    pale: number of rows at the end that are pale, because other people published them.
+    """
 
     name: str
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str = ""
+    pale: int = 0
 
 
 def build_page(
@@ -82,6 +81,7 @@ def build_page(
     price: float | None,
     ladder: Path | None,
     warn: Callable[[str], None] = warnings.warn,
+    hidden: Sequence[str] | None = (),
     *,
     is_live: bool = False,
 ) -> str:
@@ -93,18 +93,13 @@ def build_page(
     price: dollars per hour of one process; None to use the price list.
     ladder: a record written by `bench ladder`, or None.
     warn: as in `read_metrics`.
-    is_live: whether the page reloads its data from the server.
+    hidden: names of runs to leave out; None for all but the MAX_SHOWN that changed last.
+    is_live: whether the page shows this machine's load, and fetches itself to follow the runs.
     """
-    data = [
-        RunData(
-            name=name,
-            folder=run,
-            status=read_run(run),
-            rows=read_metrics(run, warn),
-            provenance=read_object(run / "provenance.json"),
-        )
-        for name, run in zip(_name_runs(runs), runs, strict=True)
-    ]
+    names = _name_runs(runs)
+    if hidden is None:
+        hidden = sorted(names, key=lambda name: _stamp(names[name]))[:-MAX_SHOWN]
+    data = [_read_run(name, run, warn) for name, run in names.items() if name not in hidden]
     tables = [
         _tabulate_scores(data),
         *([_tabulate_ladder(read_object(ladder))] if ladder else []),
@@ -112,16 +107,38 @@ def build_page(
         _tabulate_events(data),
         _tabulate_provenance(data),
     ]
-    samples = {run.name: _choose_samples(run) for run in data if run.of_kind("sample")}
-    curves = [{"name": run.name, **read_curves(run.rows)} for run in data]
     return _load_template().render(
-        title=", ".join(run.name for run in data) if len(data) < 4 else f"{len(data)} runs",
         version=__version__,
+        shown=[run.name for run in data],
         summary=_summarize(data, price),
-        samples=samples,
+        samples={run.name: _choose_samples(run) for run in data if run.of_kind("sample")},
+        load=Table("Machine", (), read_load() if is_live else ()),
         tables=tables,
-        data={"live": is_live, "runs": curves},
+        data={"live": is_live, "names": [*names], "runs": [run.curves for run in data]},
     )
+
+
+def _read_run(name: str, run: Path, warn: Callable[[str], None]) -> RunData:
+    rows, curves = _read_log(run, _stamp(run), warn)
+    provenance = read_object(run / "provenance.json")
+    return RunData(name, run, read_run(run), rows, curves | {"name": name}, provenance)
+
+
+def _stamp(run: Path) -> tuple[int, int]:
+    """Return a value that changes with the run's log: its time and size."""
+    with suppress(OSError):
+        status = (run / METRICS).stat()
+        return status.st_mtime_ns, status.st_size
+    return 0, 0
+
+
+@lru_cache(maxsize=2 * MAX_SHOWN)
+def _read_log(
+    run: Path, stamp: tuple[int, int], warn: Callable[[str], None]
+) -> tuple[list[Row], Row]:
+    """Return the rows and the curves of a run. stamp: as returned by `_stamp`."""
+    rows = read_metrics(run, warn)
+    return rows, read_curves(rows)
 
 
 def read_curves(rows: Iterable[Row]) -> dict[str, Any]:
@@ -137,8 +154,8 @@ def read_curves(rows: Iterable[Row]) -> dict[str, Any]:
         if row["kind"] == "eval":
             scores.setdefault(str(row.get("task")), []).append(row)
     return {
-        "train": _average(_columns(train, (*AXES, *CURVES, *_find_rewards(train)))),
-        "val": _to_lists(_columns(val, (*AXES, "loss", *_find_rewards(val)))),
+        "train": _average(_columns(train, (*AXES, *CURVES, *REWARDS))),
+        "val": _to_lists(_columns(val, (*AXES, "loss", *REWARDS))),
         "tasks": {task: _to_lists(_columns(of, (*AXES, *SCORES))) for task, of in scores.items()},
     }
 
@@ -155,19 +172,19 @@ def _load_template() -> jinja2.Template:
     return environment.get_template("page.html")
 
 
-def _name_runs(runs: Sequence[Path]) -> list[str]:
-    """Return the names of the run folders, or their paths if two have the same name."""
-    names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def _find_rewards(rows: Sequence[Row]) -> list[str]:
-    return [name for name in REWARDS if any(name in row for row in rows)]
+def _name_runs(runs: Sequence[Path]) -> dict[str, Path]:
+    """Return the run folders by their names, or by their paths if two have the same name."""
+    names = {run.resolve().name: run for run in runs}
+    return names if len(names) == len(runs) else {str(run): run for run in runs}
 
 
 def _columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return for each name an array of its values in all rows, with NaN where a row has none."""
-    return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
+    """Return for each name an array of its values in all rows, with NaN where a row has none.
+
+    Names in REWARDS that no row has are left out.
+    """
+    found = [name for name in names if name not in REWARDS or any(name in row for row in rows)]
+    return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in found}
 
 
 def _average(points: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
@@ -198,7 +215,9 @@ def _summarize(runs: Sequence[RunData], price: float | None) -> Table:
     price: as in `build_page`.
     """
     rows = [_summarize_run(run, price) for run in runs]
-    heads = [head for head in rows[0] if any(row[head] not in ("", "-") for row in rows)]
+    heads = [
+        head for head in next(iter(rows), {}) if any(row[head] not in ("", "-") for row in rows)
+    ]
     sources = sorted({run.gpu.price_source for run in runs if run.gpu and run.gpu.price})
     note = f"cost by {' and '.join(sources)}" if sources and price is None else ""
     return Table("Runs", heads, [[row[head] for head in heads] for row in rows], note)
@@ -229,7 +248,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
         "state": _join(status["state"], status["message"], ": "),
         "objective": status["objective"] if status["objective"] != PRETRAIN else "",
         "steps": _join(f"{status['step'] or 0:,}", _cell(status["total_steps"], ",", ""), " of "),
-        "tokens": format_quantity(tokens),
+        "tokens": format_quantity(tokens) if tokens > 0 else "-",
         "loss": _cell(last.get("loss"), ".4f"),
         "validation": _join(_cell(last_val.get("loss"), ".4f"), _cell(best, ".4f", ""), ", best "),
         "reward": _format_reward(last, last_val),
@@ -269,7 +288,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _format_cost(process_seconds: float, price: float) -> str:
-    return f"${process_seconds / 3600 * price:,.2f}" if price else "-"
+    return f"${process_seconds / 3600 * price:,.2f}" if process_seconds * price > 0 else "-"
 
 
 def _format_reward(train: Row, val: Row) -> str:
@@ -298,14 +317,18 @@ def _tabulate_scores(runs: Sequence[RunData]) -> Table:
     """Return a table of the runs' last scores on each task, and published scores on HellaSwag."""
     rows = []
     for run in runs:
+        loss = _cell(run.status["val_loss"], ".4f")
         for task, last in {str(row.get("task")): row for row in run.of_kind("eval")}.items():
             stderr = last.get("stderr", {})
             scores = [_format_score(last.get(score), stderr.get(score)) for score in SCORES]
-            rows.append((run.name, task, f"{last['step']:,}", *scores))
-    if any(row[1].startswith("hellaswag") for row in rows):
-        for name, *values in PUBLISHED:
-            rows.append((f"{name} (published)", "hellaswag", "", *map(_format_score, values)))
-    return Table("Evaluation", ("run", "task", "step", *SCORES), rows, "percent, standard error")
+            rows.append((run.name, task, f"{last['step']:,}", loss, *scores))
+    published = PUBLISHED if any(row[1].startswith("hellaswag") for row in rows) else []
+    for known in published:
+        scores = [_format_score(getattr(known, score)) for score in SCORES]
+        rows.append((known.title, "hellaswag", "", _cell(known.val_loss, "g"), *scores))
+    heads = ("run", "task", "step", "validation", *SCORES)
+    note = "validation loss in nats per token, scores in percent with standard error"
+    return Table("Evaluation", heads, rows, note, len(published))
 
 
 def _format_score(value: Any, stderr: Any = None) -> str:
@@ -319,17 +342,21 @@ def _tabulate_ladder(record: Row) -> Table:
     rungs = [rung for rung in answer.get("rungs", []) if rung["tokens_per_second"]]
     if not rungs:
         raise ConfigError("no record of `megatoken bench ladder`", "--ladder")
-    fastest = max(rung["speedup"] for rung in rungs)
-    rows = [
-        (
-            rung["name"],
-            rung["speedup"] / fastest,
-            f"{rung['tokens_per_second']:,.0f} tokens/s, {rung['speedup']:.2f}x",
-        )
-        for rung in rungs
-    ]
+    rows = [(rung["name"], rung["tokens_per_second"], f"{rung['speedup']:.2f}x") for rung in rungs]
     note = f"{answer['preset']}, {answer['batch_tokens']} tokens per step, {answer['device']}"
-    return Table("Speed-ups on this machine", (), rows, note)
+    published = LADDER if answer["preset"] == "gpt2-124m" else []
+    for rung in published:
+        where = f"{rung.gpus} x {rung.device}, published: {shorten_source(rung.source)}"
+        rows.append((rung.name, rung.rate, where))
+    rates = np.array([rate for _, rate, _ in rows])
+    if published:
+        note += "; bars: logarithm of tokens/s"
+        rates = np.log(2 * rates / min(rates))
+    cells = [
+        (name, bar, f"{rate:,.0f} tokens/s, {more}")
+        for (name, rate, more), bar in zip(rows, rates / max(rates), strict=True)
+    ]
+    return Table("Speed-ups on this machine", (), cells, note, len(published))
 
 
 def _tabulate_differences(runs: Sequence[RunData]) -> Table:

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatoken.cli import Result
-from megatoken.cli.arguments import add_device_arguments
+from megatoken.cli.arguments import add_address_arguments, add_device_arguments
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
@@ -18,10 +18,7 @@ LOOPBACK = ["127.0.0.1", "::1", "localhost"]
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("model", metavar="MODEL", help="any MODEL of `sample`")
-    doc = "address to listen on; others than localhost need --api-key (default 127.0.0.1)"
-    arg("--host", default="127.0.0.1", help=doc)
-    arg("--port", type=int, default=8000, help="0: a free port (default 8000)")
-    arg("--api-key", metavar="KEY", help="key that clients must send (default: none)")
+    add_address_arguments(parser, 8000, "key that clients must send (default: none)")
     doc = "answers decoded at once (default 8)"
     arg("--parallel", type=int, default=8, metavar="N", help=doc)
     doc = "requests that may wait; others are refused (default 64)"

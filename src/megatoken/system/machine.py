@@ -12,6 +12,7 @@ from megatoken.system.environment import max_instruction_set, preferred_compiler
 from megatoken.system.process import run_child
 
 CPU_INFO = Path("/proc/cpuinfo")
+MEMORY_INFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_NAMES = Path("/proc/self/cgroup")
 # Prefixes of the features in /proc/cpuinfo that MEGATOKEN_INSTRUCTION_SET disables.
@@ -23,6 +24,11 @@ DISABLED_FEATURES = {
     "portable": ("amx", "avx512", "avx2", "fma"),
 }
 COMMAND_SECONDS = 5.0
+GPU_LOAD = [
+    "nvidia-smi",
+    "--query-gpu=name,utilization.gpu,memory.used,memory.total",
+    "--format=csv,noheader,nounits",
+]
 
 
 def cpu_count() -> int:
@@ -108,13 +114,16 @@ def peak_resident_bytes() -> int:
 
 def free_memory_bytes() -> int:
     """Return the bytes available without swapping, within all cgroup limits; 0 if unknown."""
+    return _read_memory()[0]
+
+
+def _read_memory() -> tuple[int, int]:
+    """Return the available bytes and all bytes, within all cgroup limits; zeros if unknown."""
     try:
-        available = re.search(r"^MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text(), re.M)
+        counts = dict(re.findall(r"^(\w+):\s*(\d+)", MEMORY_INFO.read_text(), re.M))
     except OSError:
-        return 0
-    if available is None:
-        return 0
-    free = int(available[1]) * 1024
+        return 0, 0
+    free, total = (int(counts.get(key, 0)) * 1024 for key in ("MemAvailable", "MemTotal"))
     limits = [
         *_read_cgroups("memory", "memory.max", "memory.current", "memory.stat"),
         *_read_cgroups("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
@@ -124,7 +133,32 @@ def free_memory_bytes() -> int:
             counts = dict(line.split() for line in stat.splitlines())
             page_cache = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
             free = min(free, max(1, int(limit) - int(used) + page_cache))
-    return free
+            total = min(total, int(limit))
+    return free, total
+
+
+def read_load() -> list[tuple[str, float, str]]:
+    """Return the name, share and text of this machine's loads: CPU, memory and GPUs.
+
+    A share above 1 means that processes wait for a core. Loads that cannot be read are left out.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # absent on Windows
+    free, total = _read_memory()
+    loads = [
+        ("CPU load", load, cpu_count(), "cores"),
+        ("memory", (total - free) / 2**30, total / 2**30, "GiB"),
+    ]
+    for index, line in enumerate(_read_lines(GPU_LOAD)):
+        with suppress(ValueError):  # a value that this GPU does not report
+            name, *values = line.split(", ")
+            busy, used, size = map(float, values)
+            loads.append((f"GPU {index}, {name}", busy, 100, "%"))
+            loads.append((f"GPU {index} memory", used / 1024, size / 1024, "GiB"))
+    return [
+        (name, used / total, f"{used:.1f} of {total:.4g} {unit}")
+        for name, used, total, unit in loads
+        if total
+    ]
 
 
 def allow_open_files(count: int) -> None:
@@ -157,9 +191,14 @@ def find_commit() -> str:
 
 def _first_line(command: list[str]) -> str:
     """Return the first line that a command prints; "" if it is missing, fails or hangs."""
+    return next(iter(_read_lines(command)), "").strip()
+
+
+def _read_lines(command: list[str]) -> list[str]:
+    """Return the lines that a command prints; [] if it is missing, fails or hangs."""
     lines: list[str] = []
     try:
         exit_code = run_child(command, on_line=lines.append, timeout=COMMAND_SECONDS)
     except OSError:
-        return ""
-    return lines[0].strip() if lines and exit_code == 0 else ""
+        return []
+    return lines if exit_code == 0 else []

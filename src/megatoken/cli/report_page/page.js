@@ -17,10 +17,14 @@ const PANELS = [
   {key: "mfu", title: "model FLOPs utilization", zero: true, percent: true},
 ];
 const X_TITLES = {tokens: "training tokens", step: "steps", elapsed_seconds: "training time"};
+const DASHES = ["", "5 3", "1.5 3"];  // training, validation; or a task's scores
 const narrow = matchMedia("(max-width: 559px)");
 const opened = new Map();  // samples that the reader has opened or closed, by `nameSample`
-let width = 560;
+const colours = new Map();  // index of a run's colour by its name
+const hidden = new Set();  // names of runs that the reader has left out
+let width = 560, requests = 0;
 let data = JSON.parse(document.getElementById("data").textContent);
+for (const name of data.names) if (!data.runs.some(run => run.name === name)) hidden.add(name);
 
 function element(name, attributes, parent) {
   const made = document.createElementNS(SVG, name);
@@ -59,16 +63,40 @@ function listLogTicks(low, high) {
   return ticks.length > 1 ? ticks : [low, high];
 }
 
-// The curves of one panel: {name, index, x, y, low, high, dots, label}.
+function listShown() {
+  return data.runs.filter(run => !hidden.has(run.name));
+}
+
+// Give each shown run a colour of its own as long as there are enough, and let it keep that.
+function chooseColours() {
+  const used = new Set();
+  for (const {name} of listShown())
+    if (used.has(colours.get(name))) colours.delete(name);
+    else if (colours.has(name)) used.add(colours.get(name));
+  for (const {name} of listShown()) {
+    if (colours.has(name)) continue;
+    let index = 0;
+    while (used.has(index)) index++;
+    colours.set(name, index);
+    used.add(index);
+  }
+}
+
+function drawMark(colour, dash, parent) {
+  const mark = element("svg", {width: 26, height: 10, "aria-hidden": "true", class: "mark"}, parent);
+  element("line", {x1: 1, x2: 25, y1: 5, y2: 5, stroke: colour, "stroke-width": 3, "stroke-dasharray": dash}, mark);
+}
+
+// The curves of one panel: {name, colour, x, y, low, high, kind, dots}; `kind` chooses the dashes.
 function listCurves(panel, settings) {
   const curves = [];
-  data.runs.forEach((run, index) => {
+  for (const run of listShown()) {
     const sources = panel.task
       ? Object.entries(run.tasks[panel.task] || {}).filter(([key]) => key.startsWith("acc"))
-        .map(([key, y]) => ({from: run.tasks[panel.task], y, name: `${run.name}, ${key}`, dots: true, label: key}))
-      : [{from: run.train, y: run.train[panel.key], name: run.name}];
+        .map(([key, y]) => ({from: run.tasks[panel.task], y, name: `${run.name}, ${key}`, kind: key, dots: true}))
+      : [{from: run.train, y: run.train[panel.key], name: run.name, kind: "training"}];
     if (!panel.task && run.val[panel.key])
-      sources.push({from: run.val, y: run.val[panel.key], name: `${run.name}, validation`, dots: true});
+      sources.push({from: run.val, y: run.val[panel.key], name: `${run.name}, validation`, kind: "validation", dots: true});
     for (const source of sources) {
       const x = source.from[settings.x];
       if (!x || !source.y) continue;
@@ -78,9 +106,10 @@ function listCurves(panel, settings) {
       if (!kept.length) continue;
       const pick = list => kept.map(i => list[i]);
       const band = panel.key === "loss" && !source.dots ? {low: pick(run.train.low), high: pick(run.train.high)} : {};
-      curves.push({...source, index, x: pick(x), y: pick(source.y), ...band});
+      const colour = `var(--c${colours.get(run.name) % COLOURS})`;
+      curves.push({...source, colour, x: pick(x), y: pick(source.y), ...band});
     }
-  });
+  }
   return curves;
 }
 
@@ -95,17 +124,25 @@ function drawPanel(panel, settings) {
   if (panel.zero) low = Math.min(0, low);
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
   const from = settings.late && panel.key === "loss" ? Math.min(...curves.map(curve => curve.x[0])) : 0;
-  const to = Math.max(...curves.map(curve => curve.x[curve.x.length - 1]), from + 1e-9);
+  const ends = listShown().map(run => run.train[settings.x]?.findLast(value => value !== null) ?? 0);
+  const to = Math.max(...curves.map(curve => curve.x[curve.x.length - 1]), ...ends, from + 1e-9);
   const px = x => LEFT + (x - from) / (to - from) * (width - LEFT - RIGHT);
   const py = y => HEIGHT - BOTTOM - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (HEIGHT - TOP - BOTTOM);
   const figure = document.createElement("figure");
   const caption = document.createElement("figcaption");
-  const isDashed = !panel.task && curves.some(curve => curve.dots) && curves.some(curve => !curve.dots);
-  caption.textContent = panel.title + (isDashed ? ", dashed: validation" : "");
+  const kinds = panel.task ? [...new Set(curves.map(curve => curve.kind))] : ["training", "validation"];
+  caption.textContent = panel.title;
+  if (curves.some(curve => curve.dots))
+    kinds.forEach((kind, i) => {
+      const key = document.createElement("span");
+      drawMark("var(--muted)", DASHES[i], key);
+      key.append(kind.replaceAll("_", " "));
+      caption.append(" ", key);
+    });
   const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
-  const ends = curves.map(curve => `${curve.name}: ${formatY(curve.y[0])} to ${formatY(curve.y[curve.y.length - 1])}`);
+  const spans = curves.map(curve => `${curve.name}: ${formatY(curve.y[0])} to ${formatY(curve.y[curve.y.length - 1])}`);
   const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0,
-    "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${ends.join("; ")}. Arrow keys read values.`});
+    "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${spans.join("; ")}. Arrow keys read values.`});
   const formatX = settings.x === "elapsed_seconds" ? formatSeconds : formatNumber;
   for (const tick of isLog ? listLogTicks(low, high) : listTicks(low, high, 5)) {
     element("line", {x1: LEFT, x2: width - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
@@ -117,7 +154,7 @@ function drawPanel(panel, settings) {
   }
   element("text", {x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end"}, svg).textContent = X_TITLES[settings.x];
   for (const curve of curves) {
-    const colour = `var(--c${curve.index % COLOURS})`;
+    const {colour} = curve;
     const point = (x, y) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
     if (curve.low) {
       const usable = curve.x.map((x, i) => i).filter(i => curve.low[i] !== null && (!isLog || curve.low[i] > 0));
@@ -127,11 +164,7 @@ function drawPanel(panel, settings) {
     }
     if (!curve.dots || curve.x.length > 1)
       element("polyline", {points: curve.x.map((x, i) => point(x, curve.y[i])).join(" "), fill: "none", stroke: colour,
-        "stroke-width": 1.6, "stroke-linejoin": "round", ...(curve.dots ? {"stroke-dasharray": "4 3"} : {})}, svg);
-    if (curve.label) {
-      const place = {x: px(curve.x[curve.x.length - 1]), y: py(curve.y[curve.y.length - 1]) - 7, "text-anchor": "end"};
-      element("text", place, svg).textContent = curve.label;
-    }
+        "stroke-width": 1.6, "stroke-linejoin": "round", "stroke-dasharray": DASHES[kinds.indexOf(curve.kind)]}, svg);
     if (curve.dots && curve.x.length <= MOST_DOTS)
       curve.x.forEach((x, i) => element("circle", {cx: px(x), cy: py(curve.y[i]), r: 3, fill: colour, stroke: "var(--panel)"}, svg));
   }
@@ -170,18 +203,43 @@ function draw() {
   width = narrow.matches ? 360 : 560;  // letters stay readable on a telephone
   const form = document.getElementById("controls");
   const settings = {x: form.elements.x.value, log: form.elements.log.checked, late: form.elements.late.checked};
-  const hasTime = data.runs.some(run => (run.train.elapsed_seconds || []).some(value => value !== null));
+  chooseColours();
+  const hasTime = listShown().some(run => (run.train.elapsed_seconds || []).some(value => value !== null));
   form.querySelector("[value=elapsed_seconds]").disabled = !hasTime;
-  const tasks = [...new Set(data.runs.flatMap(run => Object.keys(run.tasks)))];
+  const tasks = [...new Set(listShown().flatMap(run => Object.keys(run.tasks)))];
   const panels = PANELS.concat(tasks.map(task => ({key: task, task, title: task, percent: true})));
-  document.getElementById("charts").replaceChildren(...panels.map(panel => drawPanel(panel, settings)).filter(Boolean));
-  document.getElementById("legend").replaceChildren(...data.runs.map((run, index) => {
-    const item = document.createElement("li");
-    const mark = element("svg", {width: 24, height: 10, "aria-hidden": "true"}, item);
-    element("line", {x1: 0, x2: 24, y1: 5, y2: 5, stroke: `var(--c${index % COLOURS})`, "stroke-width": 3}, mark);
-    item.append(run.name);
-    return item;
-  }));
+  const charts = document.getElementById("charts");
+  const focused = [...charts.children].findIndex(figure => figure.contains(document.activeElement));
+  charts.replaceChildren(...panels.map(panel => drawPanel(panel, settings)).filter(Boolean));
+  if (focused >= 0) charts.children[focused]?.querySelector("[tabindex]").focus();
+  drawLegend();
+}
+
+// A checkbox per run. The elements stay as long as the runs do, and so does the focus.
+function drawLegend() {
+  const legend = document.getElementById("legend");
+  const {names} = data;
+  if (legend.dataset.names !== JSON.stringify(names)) {
+    legend.dataset.names = JSON.stringify(names);
+    legend.replaceChildren(...names.map(name => {
+      const item = document.createElement("li"), label = document.createElement("label"), box = document.createElement("input");
+      box.type = "checkbox";
+      box.checked = !hidden.has(name);
+      box.addEventListener("change", () => {
+        if (box.checked) hidden.delete(name);
+        else hidden.add(name);
+        draw();
+        if (data.live) refresh();
+      });
+      label.append(box);
+      drawMark("none", "", label);
+      label.append(name);
+      item.append(label);
+      return item;
+    }));
+  }
+  legend.querySelectorAll("line").forEach((line, i) => line.setAttribute("stroke",
+    hidden.has(names[i]) ? "var(--line)" : `var(--c${colours.get(names[i]) % COLOURS})`));
 }
 
 function nameSample(details) {
@@ -190,23 +248,36 @@ function nameSample(details) {
   return `${head ? head.textContent : ""} ${details.querySelector("summary").textContent}`;
 }
 
+// Replace the sections that have changed; what the reader has opened and scrolled stays.
+function replaceSections(page) {
+  const next = page.querySelectorAll("main > section");
+  document.querySelectorAll("main > section").forEach((section, i) => {
+    if (section.querySelector("#charts") || section.textContent === next[i].textContent) return;
+    for (const each of next[i].querySelectorAll("details")) each.open = opened.get(nameSample(each)) ?? each.open;
+    const scrolled = section.querySelector(".wide")?.scrollLeft;
+    section.replaceWith(document.adoptNode(next[i]));
+    next[i].querySelector(".wide")?.scrollTo(scrolled, 0);
+  });
+}
+
 async function refresh() {
-  const state = document.getElementById("state");
+  if (document.hidden) return;
+  const state = document.getElementById("state"), request = ++requests;
   try {
-    const page = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
+    // A page without `hide` has the newest runs only, and no run has the name "/".
+    const query = new URLSearchParams(["/", ...hidden].map(name => ["hide", name]));
+    const response = await fetch(`?${query}`, {cache: "no-store"});
+    if (!response.ok) throw new Error(response.statusText);
+    const page = new DOMParser().parseFromString(await response.text(), "text/html");
+    if (request !== requests) return;  // the reader has chosen other runs since
     data = JSON.parse(page.getElementById("data").textContent);
-    // Tables are replaced, the controls and what the reader has opened stay.
-    const now = [...document.querySelectorAll("main > section")], next = [...page.querySelectorAll("main > section")];
-    if (now.length !== next.length) location.reload();
-    next.forEach((section, i) => {
-      if (section.querySelector("#charts") || section.textContent === now[i].textContent) return;
-      for (const each of section.querySelectorAll("details")) each.open = opened.get(nameSample(each)) ?? each.open;
-      now[i].replaceWith(document.adoptNode(section));
-    });
+    document.title = page.title;
+    document.querySelector("h1").textContent = page.querySelector("h1").textContent;
+    replaceSections(page);
     draw();
     state.textContent = `updated ${new Date().toLocaleTimeString()}`;
   } catch {
-    state.textContent = "the server has ended; the page stays as it was";
+    state.textContent = "no connection to the server; the page stays as it was";
   }
 }
 
@@ -217,4 +288,7 @@ document.querySelector("main").addEventListener("click", event => {
   if (summary) opened.set(nameSample(summary.parentElement), !summary.parentElement.open);
 });
 draw();
-if (data.live) setInterval(refresh, REFRESH_MS);
+if (data.live) {
+  setInterval(refresh, REFRESH_MS);
+  document.addEventListener("visibilitychange", refresh);
+}
