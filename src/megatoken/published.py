@@ -1,5 +1,6 @@
 """Losses, speeds and scores that other people published, from a table (published.toml)."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,11 @@ from pathlib import Path
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CONTEXT = 1024  # of every rung
 SOURCES: dict[str, str] = _TABLE["sources"]
+
+
+def shorten_source(source: str) -> str:
+    """Return the title of a source, a key of SOURCES, without what explains it."""
+    return re.split("[:,]", SOURCES[source])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +44,16 @@ class PublishedScore:
 
     model: str
     source: str
+    parameters: int
     acc: float | None = None
     acc_norm: float | None = None
     acc_token_mean: float | None = None
     val_loss: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The model and, in short, who published its scores."""
+        return f"{self.model} (published: {shorten_source(self.source)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
