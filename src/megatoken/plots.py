@@ -273,7 +273,7 @@ def draw_weights(
         figure.colorbar(image.imshow(positions, aspect="auto", cmap="gray"), label="weight")
         image.set(title="position embeddings", xlabel="channel", ylabel="position")
         for channel in [n for n in channels if n < positions.shape[1]] or range(3):
-            columns.plot(positions[:, channel], lw=1, label=f"channel {channel}")
+            columns.plot(positions[:, channel], label=f"channel {channel}")
         columns.set(title="columns of the embeddings", xlabel="position", ylabel="weight")
         columns.legend(**LAST_VALUES)
         paths.append(save_figure(pyplot, figure, folder / "positions.png"))
