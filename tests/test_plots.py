@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
 from megatoken.errors import ExitCode
-from megatoken.plots import draw_curves
+from megatoken.plots import draw_curves, draw_weights
 from tests.convert.models import byte_tokenizer, draw_model
 
 pytest.importorskip("matplotlib")
@@ -23,7 +24,7 @@ def write_rows(folder: Path, *, steps: int, seconds: float, mfu: float | None = 
     for step in range(1, steps + 1):
         place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
         values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0, "mfu": mfu}
-        rows.append({"kind": "train", **place, "loss": 3.5, **values})
+        rows.append({"kind": "train", **place, "loss": 3.5 if step == steps else 9.0, **values})
     rows.append({"kind": "val", **place, "loss": 3.25})
     rows.append({"kind": "eval", **place, "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,6 +50,8 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
     assert main(words) == ExitCode.DONE
     # 8 minutes and 2 hours
     assert {"time (hours)", *map(str, runs[1:])} <= read_texts(tmp_path / "long.svg")
+    many_steps = write_rows(tmp_path / "many", steps=150, seconds=1.0)  # enough to be smoothed
+    assert "3.5000 train" in read_texts(draw_curves([many_steps], tmp_path / "many.svg"))
     assert "MFU (full attention)" not in read_texts(draw_curves(runs[2:], tmp_path / "other.svg"))
 
 
@@ -89,3 +92,21 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
         assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
     assert sorted(folder.iterdir()) == files
     assert main(["plot", "model"]) == ExitCode.DATA
+
+
+def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures: list[Any] = []
+    monkeypatch.setattr("megatoken.plots.save_figure", lambda *words: figures.append(words[1]))
+    model = draw_model()
+    state = model.state_dict()
+    write_hf(tmp_path, model, byte_tokenizer(), "fp32")
+    for channels, drawn, block, shown in (
+        ([1, 31, 99], [1, 31], 0, 0),
+        ([150], [0, 1, 2], 9, 1),  # the model has 32 channels and 2 blocks
+    ):
+        draw_weights(tmp_path, tmp_path, channels, block)
+        positions, matrix = figures[-2:]
+        columns = [line.get_ydata().tolist() for line in positions.axes[1].lines]
+        assert columns == state["positions.weight"].T[drawn].tolist()
+        corner = state[f"blocks.{shown}.attention.qkv.weight"][:300, :300]
+        assert matrix.axes[0].images[0].get_array().tolist() == corner.tolist()

@@ -38,7 +38,7 @@ LAST_VALUES = {  # legend at the right of a panel
     "bbox_to_anchor": (1, 1),
     "labelcolor": "linecolor",
     "handlelength": 0,
-    "markerscale": 0,
+    "markerscale": 0.7,
     "frameon": False,
     "fontsize": 8,
 }
@@ -172,7 +172,8 @@ def draw_curves(
             _draw_scores(panels[task], [row for row in run_rows if row.get("task") == task], style)
     for name, axis in panels.items():
         title, ticks, _ = PANELS.get(name, (name, "{x:.0%}", ""))
-        axis.set(title=title, xlabel=x_label, xlim=(0, None))
+        right = axis.get_xlim()[1]
+        axis.set(title=title, xlabel=x_label, xlim=(-0.02 * right, right))  # shows points at 0
         if name in keys[1:]:
             axis.set_ylim(0, None)
         axis.xaxis.set_major_formatter(format_tick)
@@ -201,8 +202,8 @@ def _set_x(rows: Sequence[Row], x: str) -> str:
 def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     """Draw the training loss, raw and smoothed, and the validations as dots."""
     x, y = _read_points(rows, "train", "loss")
-    axis.plot(x, y, lw=0.6, alpha=0.3, **style)
-    _plot(axis, x, _smooth(y) if len(y) else y, "{:.4f} train", lw=1.6, **style)
+    _plot(axis, x, y, "{:.4f} train", lw=0.6, alpha=0.3, **style)
+    axis.plot(x, _smooth(y) if len(y) else y, lw=1.6, **style)
     points = _read_points(rows, "val", "loss")
     _plot(axis, *points, "{:.4f} val", marker="o", mec="white", color=style["color"], ls="")
 
@@ -249,24 +250,37 @@ def _smooth(y: np.ndarray) -> np.ndarray:
         return np.asarray(sums / np.convolve(is_finite, window, "same"))
 
 
-def draw_weights(run: Path, folder: Path) -> list[Path]:
-    """Draw a model's learned position embeddings, if any, and a corner of its first QKV weight.
+def draw_weights(
+    run: Path, folder: Path, channels: Sequence[int] = (150, 200, 250), block: int = 1
+) -> list[Path]:
+    """Draw a model's learned position embeddings, if any, and a corner of a QKV weight.
 
     Returns the paths of the pictures.
+
+    channels: columns of the embeddings to plot as curves; channels that the model lacks are left
+    out, and if it lacks all, the first 3 are drawn. block: block of the weight, or the last block if there are fewer.
     """
     from megatoken.convert.load_pretrained import load_pretrained
 
-    state = load_pretrained(run, warn=lambda text: None).model.state_dict()
+    model = load_pretrained(run, warn=lambda text: None).model
+    state = model.state_dict()
     pyplot = load_pyplot()
     paths = []
     if "positions.weight" in state:
         positions = state["positions.weight"].numpy()
-        figure, (image,) = open_panels(pyplot)
-        image.imshow(positions, aspect="auto", cmap="gray")
+        figure, (image, columns) = open_panels(pyplot, 2)
+        image.grid(visible=False)
+        figure.colorbar(image.imshow(positions, aspect="auto", cmap="gray"), label="weight")
         image.set(title="position embeddings", xlabel="channel", ylabel="position")
+        for channel in [n for n in channels if n < positions.shape[1]] or range(3):
+            columns.plot(positions[:, channel], label=f"channel {channel}")
+        columns.set(title="columns of the embeddings", xlabel="position", ylabel="weight")
+        columns.legend(**LAST_VALUES)
         paths.append(save_figure(pyplot, figure, folder / "positions.png"))
-    figure, (image,) = open_panels(pyplot, size=(6, 6))
-    image.imshow(state["blocks.0.attention.qkv.weight"].numpy()[:300, :300], cmap="gray")
-    title = "blocks.0.attention.qkv, first 300 x 300"
-    image.set(title=title, xlabel="input channel", ylabel="output channel")
+    figure, (image,) = open_panels(pyplot, size=(6.5, 5.5))
+    name = f"blocks.{min(block, model.config.n_layer - 1)}.attention.qkv"
+    image.grid(visible=False)
+    corner = state[f"{name}.weight"].numpy()[:300, :300]
+    figure.colorbar(image.imshow(corner, cmap="gray"), label="weight")
+    image.set(title=f"corner of {name}", xlabel="input channel", ylabel="output channel")
     return [*paths, save_figure(pyplot, figure, folder / "matrix.png")]

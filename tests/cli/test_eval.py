@@ -99,14 +99,16 @@ def test_several_models_in_one_table(
     tasks = f"--tasks hellaswag,lambada --data {data}/tasks"
     picture = tmp_path / "scores.svg"
     assert main(["eval", *models, *tasks.split(), "--plot", str(picture)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()[-6:-1]
+    head, *lines = capsys.readouterr().out.splitlines()[-15:-1]
     assert head.split() == ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
     sizes = dict(zip(models, ("35,744", "21,248"), strict=True))
-    assert [line.split()[:4] for line in lines] == [
+    assert [line.split()[:4] for line in lines[:4]] == [
         [model, sizes[model], task, "40"] for model in models for task in ("hellaswag", "lambada")
     ]
     assert " 40 with a choice longer" in lines[2]
-    names = ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
+    assert lines[4].split()[-6:] == ["124,439,808", "hellaswag", "10,042", "28.92%", "31.14%", "-"]
+    assert lines[12].split()[-4:] == ["10,042", "-", "-", "48.93%"]
+    names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M")
     assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
     together = ask(f"eval {run} {short} {tasks}")["models"]
     assert [answer.pop("parameters") for answer in together] == [35744, 21248]

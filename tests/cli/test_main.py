@@ -125,7 +125,6 @@ ERRORS = f"""
 4 sample runs/nope a
 2 sample /no/run x --tokens 0
 2 sample /no/run x --top-k -1
-2 sample run hello --tokens 5 more
 5 sample {LONG} hello
 4 eval runs/nope --tasks hellaswag
 5 eval {LONG} --data {LONG}
@@ -252,6 +251,11 @@ def test_prepare_train_sample_verify_plot(
     assert ask(greedy) == first
     assert [len(ids) for ids in first["ids"]] == [12]
     assert run(*shlex.split(greedy), capsys=capsys)[1] == f"the cat{first['text'][0]}\n"
+    samples = ask(f"{greedy} 'a dog'")["samples"]
+    assert samples == [first, ask(greedy.replace("the cat", "a dog"))]
+    texts = [f"the cat{first['text'][0]}", f"a dog{samples[1]['text'][0]}"]
+    printed = run(*shlex.split(f"{greedy} 'a dog'"), capsys=capsys)[1]
+    assert printed == f"\n{'-' * 40}\n".join(texts) + "\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, err = run("sample", out, "--tokens", "4", "-n", "2", capsys=capsys)
     assert (code, text.startswith("document 0: the cat"), err.count("\n")) == (0, True, 1)
@@ -276,8 +280,9 @@ def test_settings_and_options_mix_with_positional_words():
     assert (options.recipe, options.init) == ("quickstart", "a.b=c")
     assert options.overrides == ["optim.lr=1", "save.every=2"]
     assert parse(shlex.split("train --llmc '-i a -o b' optim.lr=1")).llmc == "-i a -o b"
-    assert parse(shlex.split("sample --tokens 5 run hello --seed 1")).prompt == "hello"
-    assert parse(shlex.split("sample run --tokens 5")).prompt == "-"
+    assert parse(shlex.split("sample --tokens 5 run hello --seed 1")).prompts == ["hello"]
+    assert parse(shlex.split("sample run a --tokens 5 b")).prompts == ["a", "b"]
+    assert parse(shlex.split("sample run --tokens 5")).prompts == ["-"]
     assert parse(shlex.split("plot a --x seconds b")).runs == [Path("a"), Path("b")]
     options = parse(shlex.split("race a 'b c.d=e' f.g=h"))
     assert (options.contenders, options.overrides) == (["a", "b c.d=e"], ["f.g=h"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from argparse import Namespace
@@ -13,10 +14,11 @@ import pytest
 
 from megatoken.cli import child_runs
 from megatoken.cli.main import main
-from megatoken.cli.sweep import Sweep, TrialLosses, format_values, parse_space
+from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_space
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
+from megatoken.plots import load_pyplot
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask
 from tests.ranks import start_process
@@ -134,6 +136,14 @@ def test_combinations_of_choices_are_tried_once(recipe: str, tmp_path: Path):
     rest = draw_trials(recipe, words, tmp_path / "again", 6)
     assert len(first) == 5
     assert {*first, *rest} == {*combinations}
+
+
+def test_choices_are_on_the_axis_in_their_order(recipe: str, tmp_path: Path):
+    words = ["optim.lr=4e-3|1e-3|2e-3"]
+    draw_trials(recipe, words, tmp_path, 2)
+    search = open_sweep(recipe, words, tmp_path, 2)
+    picture = draw(load_pyplot(), tmp_path / "sweep.svg", search.study, search.space)
+    assert re.findall(r"<!-- (\de-\d) -->", picture.read_text()) == ["4e-3", "1e-3", "2e-3"]
 
 
 def test_a_restarted_search_draws_the_same_values(recipe: str, tmp_path: Path):

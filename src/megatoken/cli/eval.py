@@ -1,8 +1,8 @@
 """`megatoken eval MODEL...`: score models on tasks, questions or text."""
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from megatoken.errors import ConfigError, ExitCode
 from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, TASKS, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
+from megatoken.published import SCORES as PUBLISHED_SCORES
 from megatoken.system.atomic_write import local_path
 from megatoken.system.object_store import path_or_address
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 HELP = "score models on tasks, or compute their loss"
 EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
+HELLASWAG = "hellaswag"
+Model = tuple[str, Mapping[str, Any]]  # a name, and the data that the evaluation returned
+PUBLISHED: list[Model] = [  # on all 10,042 examples
+    (
+        row.title.replace(" (", "\n(", 1),
+        {
+            "parameters": row.parameters,
+            "tasks": {HELLASWAG: asdict(row) | {"n": 10_042, "stderr": dict.fromkeys(SCORES)}},
+        },
+    )
+    for row in PUBLISHED_SCORES
+]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,7 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="skip acc_token_mean: HellaSwag in half the time",
     )
     arg("--nproc", type=int, default=1, metavar="N", help="local processes (default 1)")
-    doc = "PNG of the scores, or the loss, by model size"
+    doc = "PNG of the scores, or the loss, of each model"
     arg("--plot", type=local_path, metavar="FILE", help=doc)
     chat = parser.add_argument_group("chat models")
     doc = "questions to answer: rows of prompt and answer, conversations, or exercises-test"
@@ -184,36 +197,35 @@ def evaluate_models(options: Namespace) -> Result:
             answers.append(about | evaluate_model(loaded, device, comm))
     if not dist_env.is_main_process:
         return Result(ExitCode.DONE, None)
+    models: list[Model] = list(zip(options.models, answers, strict=True))
+    if HELLASWAG in answers[0].get("tasks", ()):
+        models += PUBLISHED
     if not options.json and not options.harness:
-        print_answers(options.models, answers, console)
+        print_answers(models, console)
     if options.plot:
-        console.print(f"picture: {draw_scores(options.models, answers, options.plot)}")
+        console.print(f"picture: {draw_scores(models, options.plot)}")
     if len(answers) > 1:
         return Result(ExitCode.DONE, {"models": answers})
     del answers[0]["parameters"]
     return Result(ExitCode.DONE, answers[0])
 
 
-def print_answers(
-    names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
-) -> None:
-    """Print the scores of all models: for tasks, for text, or for answers to questions.
-
-    answers: for each model, the data that its evaluation returned.
-    """
-    if "chat" in answers[0]:
+def print_answers(models: Sequence[Model], console: Console) -> None:
+    """Print the scores of all models: for tasks, for text, or for answers to questions."""
+    first = models[0][1]
+    if "chat" in first:
         from megatoken.eval.answers import describe_answers
 
-        for answer in answers:
+        for _, answer in models:
             console.table([("model", answer["model"]), *describe_answers(answer["chat"])])
         return
-    has_tasks = "tasks" in answers[0]
+    has_tasks = "tasks" in first
     if has_tasks:
         heads = ["task", "n", *SCORES, ""]
     else:
         heads = ["data", "loss", "bits/byte", "perplexity", "tokens", "bytes"]
     rows = [["model", "parameters", *heads]]
-    for name, answer in zip(names, answers, strict=True):
+    for name, answer in models:
         lines = list_task_cells(answer) if has_tasks else [list_loss_cells(answer)]
         rows += [[name, f"{answer['parameters']:,}", *cells] for cells in lines]
     console.table(rows, left=3)
@@ -249,51 +261,35 @@ def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], target: Path) -> Path:
-    """Plot the models' scores against their sizes, in a panel per task, and return the path.
+def draw_scores(models: Sequence[Model], target: Path) -> Path:
+    """Plot scores in a panel per task, with a row per model, the smallest first; return the path.
 
     Without tasks, there are two panels, for loss and bits per byte.
     """
-    from megatoken.plots import load_pyplot, save_figure
+    from megatoken.plots import LAST_VALUES, load_pyplot, number, open_panels, save_figure
 
     pyplot = load_pyplot()
-    models = sorted(zip(names, answers, strict=True), key=lambda model: model[1]["parameters"])
-    answers = [answer for _, answer in models]
-    sizes = [answer["parameters"] for answer in answers]
-    panels = list(answers[0].get("tasks", ())) or ["loss", "bits_per_byte"]
-    figsize = (5.5 * len(panels), 4.2)
-    figure, (axes,) = pyplot.subplots(
-        1, len(panels), figsize=figsize, layout="constrained", squeeze=False
-    )
+    tasks = models[0][1].get("tasks", ())
+    panels = list(tasks or ("loss", "bits_per_byte"))
+    models = sorted(models, key=lambda model: model[1]["parameters"])
+    figure, axes = open_panels(pyplot, len(panels), (9, 1.5 + 0.45 * len(models)))
     for axis, panel in zip(axes, panels, strict=True):
-        for label, points in list_curves(panel, answers).items():
-            axis.errorbar(sizes, *zip(*points, strict=True), marker="o", label=label)
-        axis.set(title=panel.replace("_", " "), xlabel="parameters", xscale="log")
-        labels = [
-            f"{Path(name).name}\n{format_quantity(size)}"
-            for (name, _), size in zip(models, sizes, strict=True)
-        ]
-        axis.set_xticks(sizes, labels)
-        axis.minorticks_off()
-        axis.legend()
+        labels, rows = [], []
+        for name, answer in models:
+            if not tasks or panel in answer["tasks"]:
+                labels.append(f"{Path(name).name}, {format_quantity(answer['parameters'])}")
+                rows.append(answer["tasks"][panel] if tasks else answer)
+        for score, marker in zip(SCORES if tasks else [panel], "osv", strict=False):
+            values = [number(row[score]) for row in rows]
+            errors = [row.get("stderr", {}).get(score) or 0 for row in rows]
+            style = {"fmt": marker, "mfc": "none", "label": score}
+            axis.errorbar(values, range(len(rows)), xerr=errors, **style)
+        axis.set_yticks(range(len(rows)), labels)
+        title = "loss (nats per token)" if panel == "loss" else panel.replace("_", " ")
+        axis.set(title=title, ylim=(len(rows) - 0.5, -0.5))
+        if panel == HELLASWAG:
+            axis.axvline(0.25, color="gray", ls="--", label="chance")
+        if tasks:
+            axis.xaxis.set_major_formatter("{x:.0%}")
+            axis.legend(**LAST_VALUES)
     return save_figure(pyplot, figure, target)
-
-
-def list_curves(
-    panel: str, answers: Sequence[Mapping[str, Any]]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the curves of a panel by name, each with a point per model.
-
-    A point is (value or NaN, standard error). panel: name of a task, or of a kind of loss.
-    """
-    if "tasks" not in answers[0]:
-        return {panel: [(_or_nan(answer[panel]), 0.0) for answer in answers]}
-    metrics = [answer["tasks"][panel] for answer in answers]
-    return {
-        score: [(_or_nan(task[score]), task["stderr"][score] or 0.0) for task in metrics]
-        for score in SCORES
-    }
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -21,6 +21,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot the weights of the first RUN; of a MODEL of `sample` only these"
     arg("--pictures", action="store_true", help=doc)
+    doc = "columns of the position embeddings to plot (default 150,200,250)"
+    arg(
+        "--channels",
+        metavar="N,N,...",
+        type=lambda text: [*map(int, text.split(","))],
+        default="150,200,250",
+        help=doc,
+    )
+    doc = "block of the QKV weight (default 1)"
+    arg("--block", metavar="N", type=int, default=1, help=doc)
 
 
 def run(options: Namespace, console: Console) -> Result:
@@ -28,14 +38,16 @@ def run(options: Namespace, console: Console) -> Result:
 
     first: Path = options.runs[0]
     if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():
-        pictures = draw_weights(first, options.out or Path("plots") / first.stem)
+        pictures = draw_weights(
+            first, options.out or Path("plots") / first.stem, options.channels, options.block
+        )
     else:
         target = options.out or first / "plots" / "curves.png"
         if target.is_dir():
             target /= "curves.png"
         pictures = [draw_curves(options.runs, target, options.x, Console(to_stderr=True).warn)]
         if options.pictures:
-            pictures += draw_weights(first, first / "plots")
+            pictures += draw_weights(first, first / "plots", options.channels, options.block)
     names = [str(path) for path in pictures]
     if not options.json:
         print(redact("\n".join(names)))

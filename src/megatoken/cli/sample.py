@@ -1,7 +1,8 @@
-"""`megatoken sample MODEL PROMPT`: continue a prompt with a model."""
+"""`megatoken sample MODEL PROMPT...`: continue prompts with a model."""
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatoken.cli import Result
@@ -18,9 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c .bin, nanoGPT .pt"
     arg("model", metavar="MODEL", help=doc)
-    arg("prompt", metavar="PROMPT", nargs="?", default="-", help="default -: stdin")
+    arg("prompts", metavar="PROMPT", nargs="*", default=["-"], help="default -: stdin")
     add_sampling_arguments(parser, 128)
-    arg("-n", "--n", type=int, default=1, help="sequences (default 1)")
+    arg("-n", "--n", type=int, default=1, help="sequences per prompt (default 1)")
     arg("--int8", action="store_true", help="8-bit weights: faster on a CPU")
     add_device_arguments(parser)
 
@@ -29,7 +30,7 @@ def run(options: Namespace, console: Console) -> Result:
     from megatoken.system.device import memory_errors
 
     with memory_errors("sample", "use --precision bf16 or --device cpu, or lower --n and --tokens"):
-        return sample(options, read_prompt(options.prompt), console)
+        return sample(options, [read_prompt(prompt) for prompt in options.prompts], console)
 
 
 def read_prompt(prompt: str) -> str:
@@ -41,8 +42,11 @@ def read_prompt(prompt: str) -> str:
     return sys.stdin.buffer.read().decode(errors="replace")
 
 
-def sample(options: Namespace, prompt: str, console: Console) -> Result:
-    """Generate text and print it. Without --json, a single sequence is printed as it grows."""
+def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Result:
+    """Generate text and print it. Without --json, a single sequence is printed as it grows.
+
+    For a single prompt, the data is its ids and texts. For several, it is {"samples": [...]}.
+    """
     from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.data.chat_template import find_stop_ids
     from megatoken.sampling.choose import Sampling
@@ -63,35 +67,39 @@ def sample(options: Namespace, prompt: str, console: Console) -> Result:
     tokenizer = loaded.tokenizer
     model = loaded.model.to(device.torch_device)
     prepare_decoding(model, device, int8=options.int8)
-    prompt_ids = tokenizer.encode(prompt).tolist()
-    start_ids = tokenizer.start_ids(prompt_ids)
-    note = describe_window(model.config, len(start_ids), options.tokens)
-    if note:
-        messages.print(f"note: {note}")
-    is_streamed = options.n == 1 and not options.json
-    stream = TextStream(tokenizer, prompt_ids)
+    sampling = replace(sampling, stop_ids=find_stop_ids(tokenizer))
+    is_streamed = options.n == len(prompts) == 1 and not options.json
+    stream = TextStream(tokenizer, tokenizer.encode(prompts[0]).tolist())
     title = f"{loaded.source}: sample"
     if is_streamed:
         if console.is_live:
             console.rule(title)
-        write(prompt, console)
-    sequences = generate_ids(
-        model,
-        start_ids,
-        replace(sampling, stop_ids=find_stop_ids(tokenizer)),
-        num_samples=options.n,
-        device=device,
-        on_token=(lambda token: write(stream.push(token.id), console)) if is_streamed else None,
-    )
-    texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
+        write(prompts[0], console)
+    samples, texts = [], []
+    for prompt in prompts:
+        prompt_ids = tokenizer.encode(prompt).tolist()
+        start_ids = tokenizer.start_ids(prompt_ids)
+        note = describe_window(model.config, len(start_ids), options.tokens)
+        if note:
+            messages.print(f"note: {note}")
+        ids = generate_ids(
+            model,
+            start_ids,
+            sampling,
+            num_samples=options.n,
+            device=device,
+            on_token=(lambda token: write(stream.push(token.id), console)) if is_streamed else None,
+        )
+        text = [tokenizer.decode_after(prompt_ids, sequence) for sequence in ids]
+        texts += [prompt + continuation for continuation in text]
+        samples.append({"prompt_ids": prompt_ids, "ids": ids, "text": text, "model": loaded.source})
     if is_streamed:
         write(stream.push(None) + "\n", console)
         if console.is_live:
             console.rule()
     elif not options.json:
-        print_samples(title, [prompt + text for text in texts], console)
-    data = {"prompt_ids": prompt_ids, "ids": sequences, "text": texts, "model": loaded.source}
-    return Result(ExitCode.DONE, data)
+        print_samples(title, texts, console)
+    return Result(ExitCode.DONE, samples[0] if len(samples) == 1 else {"samples": samples})
 
 
 def write(text: str, console: Console) -> None:

@@ -324,10 +324,12 @@ def draw(pyplot: Any, path: Path, study: Any, space: Space) -> Path:
     for axis, (key, distribution) in zip(panels, space.items(), strict=True):
         for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
             trials = study.get_trials(states=[state])
-            x = [trial.params[key] for trial in trials]
+            x = [distribution.to_internal_repr(trial.params[key]) for trial in trials]
             y = [trial.value for trial in trials]
-            axis.plot(x, y, marker, label=state.name.lower())
-        axis.set(title=key, ylabel="validation loss (nats per token)")
+            axis.plot(x, y, marker, label=state.name.lower() if trials else "")
+        if choices := getattr(distribution, "choices", ()):  # their internal values are indices
+            axis.set_xticks(range(len(choices)), choices)
+        axis.set(xlabel=key, ylabel="validation loss (nats per token)")
         if getattr(distribution, "log", False):
             axis.set_xscale("log")
     panels[0].legend()

@@ -52,6 +52,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 # name -> (dataset repository on the Hugging Face hub, its files)
 HUB = {
     "tinystories": ("roneneldan/TinyStories", "data/train-*.parquet"),
+    "openwebtext": ("Skylion007/openwebtext", "plain_text/*.parquet"),
     "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
     "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/*.parquet"),
     "fineweb-350bt": ("HuggingFaceFW/fineweb", "sample/350BT/*.parquet"),
