@@ -287,7 +287,7 @@ def test_a_family_on_several_gpu_counts_at_fixed_tokens_and_two_prices(ask: Ask)
 def test_the_ladder_has_what_the_card_has(gpu: str, names: str, ask: Ask):
     rows = ask(f"plan gpt2-124m --gpus {gpu} --ladder")["ladder"]
     ours = ["our fused kernels"] if "bf16" in names else []
-    expected = [*names.split(", "), *ours, "65,536 tokens a step", "8 GPUs"]
+    expected = [*names.split(", "), *ours, "65,536 tokens per step", "8 GPUs"]
     assert [row["name"] for row in rows] == expected
     assert rows[-1]["speedup"] == rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"]
 
