@@ -55,6 +55,18 @@ def test_describe(name: str, parameters: int, full: int, ask: Ask):
     assert (answer["parameters"], answer["flops_per_token_full"]) == (parameters, full)
 
 
+def test_describe_counts_decayed_parameters_and_mfu(ask: Ask):
+    """Published: 50 decayed tensors; 34.5% of fp32 and 2.3% of bf16 on an H100."""
+    answer = ask("describe gpt2-124m --gpu H100 --rate 27026")
+    assert (answer["decayed_parameters"], answer["other_parameters"]) == (124_354_560, 121_344)
+    full = answer["mfu_full"]
+    assert full["fp32"] == pytest.approx(0.3447, abs=5e-5)
+    assert full["bf16"] == pytest.approx(0.0233, abs=5e-5)
+    assert answer["mfu_causal"]["fp32"] == pytest.approx(full["fp32"] * 797_815_296 / 854_438_400)
+    eight = ask("describe gpt2-124m --gpu 8xH100 --rate 3046409")["mfu_full"]
+    assert eight["bf16"] == pytest.approx(0.33, abs=0.005)
+
+
 def test_describe_follows_settings(ask: Ask):
     answer = ask("describe gpt2-124m model.d_model=384 model.n_layer=2")
     assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)

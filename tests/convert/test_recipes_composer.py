@@ -177,6 +177,12 @@ def test_gpt3_350m_field_by_field(tmp_path: Path):
     assert resolved.origins["budget.batch_tokens"].startswith(f"{path}:{batch_line}, ")
 
 
+def test_without_an_optimizer_it_is_adamw(tmp_path: Path):
+    head, _, rest = GPT3_350M.partition("optimizers:")
+    path = write(tmp_path, head + rest[rest.index("schedulers:") :])
+    assert translate_composer(path).resolve([]).config.optim.lr == OptimConfig().lr
+
+
 def test_weight_decay_equals_decoupled_adamw():
     """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as in Composer's optimizer."""
     lr = 3e-4

@@ -1,20 +1,22 @@
 """Published speeds of training runs with what the planner has to know of each; `python -m tests.estimate.published`
 prints the table of docs/numbers.md.
 
-A few rows set constants of estimate/speed.py (`sets` names them); the others only test. Sources:
-Journey, a published account of training GPT-2 from a laptop to 8 H100; llm.c: its discussions 481
-and 677, its scripts, and modded-nanogpt's copy of its log; Notebook: build-nanogpt in a notebook,
-with the figures of its lecture; Composer: MosaicML's posts on GPT-3 of 2022; foundry: llm-foundry's
-table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs of modded-nanogpt;
-torchtitan: its benchmark of December 2024;
-megatoken: records/gpu-adamw-124m.json.
+A few rows set constants of estimate/speed.py (`sets` names them); the others only test. Journey,
+Notebook and Lecture are megatoken.published.LADDER. Other sources: llm.c: its discussions 481 and
+677, its scripts, and modded-nanogpt's copy of its log; Composer: MosaicML's posts on GPT-3 of 2022;
+foundry: llm-foundry's table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs
+of modded-nanogpt; torchtitan: its benchmark of December 2024; megatoken:
+records/gpu-adamw-124m.json.
 """
 
 from dataclasses import dataclass, replace
 
+from megatoken.config.load import resolve_preset
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
+from megatoken.estimate.ladder import climb
 from megatoken.estimate.speed import Layout, estimate_step
+from megatoken.published import LADDER
 from megatoken.system.gpus import GPUS
 
 MPT = {
@@ -30,21 +32,17 @@ SLOW_ATTENTION = "its Triton attention of 2023 is slower at long contexts"
 
 @dataclass(frozen=True)
 class Published:
-    """tokens_per_second: of all GPUs. sets: the constant chosen by this row, else it only tests. reason: of an error
-    above a quarter."""
+    """tokens_per_second, predicted: of all GPUs. sets: the constant chosen by this row, else it only tests. reason: of
+    an error above a quarter."""
 
     source: str
     what: str
-    model: ModelConfig
+    gpus: int
     gpu: str
-    layout: Layout
     tokens_per_second: float
+    predicted: float
     sets: str = ""
     reason: str = ""
-
-    @property
-    def predicted(self) -> float:
-        return estimate_step(self.model, GPUS[self.gpu], self.layout).tokens_per_second
 
     @property
     def error(self) -> float:
@@ -59,34 +57,25 @@ def mpt(name: str) -> ModelConfig:
     return ModelConfig(**sizes, seq_len=int(seq_len), vocab_size=50368, bias=False)
 
 
+# The constants that rungs of published.LADDER set, by device and name.
+LADDER_SETS = {
+    ("H100", "fp32"): "fp32 share",
+    ("H100", "compile"): "host",
+    ("H100", "fused AdamW"): "host",
+    ("T4", "fp32"): "fp32 share",
+    ("T4", "fused AdamW"): "products",
+    ("A100-80GB", "fp32"): "fp32 share",
+    ("A100-80GB", "bf16"): "explicit attention",
+    ("A100-80GB", "fused AdamW"): "products",
+}
 # source | run | model | GPUs | micro-batch x steps | tokens/s | layout | constant or reason
 TABLE = """
-Journey | 124M, 1 x 1,024, fp32 | gpt2-124m | 1 RTX-3090 |  1x1 |     11381 | fp32 eager explicit foreach
-Journey | 124M, 1 x 1,024, fp32 | gpt2-124m | 1 H100 |  1x1 |     27026 | fp32 eager explicit foreach | fp32 share
-Journey | the same, TF32 | gpt2-124m | 1 H100 |  1x1 |     46632 | tf32 eager explicit foreach
-Journey | the same, bf16 | gpt2-124m | 1 H100 |  1x1 |     42871 | eager explicit foreach
-Journey | and FlashAttention | gpt2-124m | 1 H100 |  1x1 |     48154 | eager foreach
-Journey | and compiled | gpt2-124m | 1 H100 |  1x1 |     55271 | foreach | host
-Journey | and fused AdamW | gpt2-124m | 1 H100 |  1x1 |     78750 |  | host
-Journey | and 64 x 1,024 | gpt2-124m | 1 H100 | 64x1 |    350000
-Journey | and on 8 GPUs | gpt2-124m | 8 H100 | 64x1 |   3046409
 Journey | 1558M, 16 x 1,024, 8 a step | gpt2-1558m | 8 H100 | 16x8 |    320000
 llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 A100-40GB | 64x1 |   1590000 | fused gelu zero1
 llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 A100-80GB | 64x1 |   1848000 | fused zero1
 llm.c | 124M, 64 x 1,024 | gpt2-124m | 8 H100 | 64x1 |   3744000 | fused zero1
 llm.c | 350M, 64 x 1,024 | gpt2-355m | 8 A100-80GB | 64x1 |    639200 | fused zero1
 llm.c | 1558M, 16 x 1,024 | gpt2-1558m | 8 H100 | 16x8 |    374400 | fused zero1 | products
-Notebook | 124M, fp32, 1200 ms | gpt2-124m | 1 T4 |  4x1 |   3413.33 | fp32 eager explicit foreach | fp32 share
-Notebook | 124M, fp16, 460 ms | gpt2-124m | 1 T4 |  4x1 |   8904.35 | fp16 eager explicit foreach
-Notebook | 124M, and compiled, 300 ms | gpt2-124m | 1 T4 |  4x1 |  13653.33 | fp16 explicit foreach
-Notebook | 124M, and FlashAttention, 260 ms | gpt2-124m | 1 T4 |  4x1 |  15753.85 | fp16 foreach
-Notebook | 124M, and fused AdamW, 250 ms | gpt2-124m | 1 T4 |  4x1 |     16384 | fp16 | products
-Notebook | 124M, fp32, 1000 ms | gpt2-124m | 1 A100-80GB | 16x1 |     16384 | fp32 eager explicit foreach | fp32 share
-Notebook | 124M, TF32, 333 ms | gpt2-124m | 1 A100-80GB | 16x1 |   49201.2 | tf32 eager explicit foreach
-Notebook | 124M, bf16, 300 ms | gpt2-124m | 1 A100-80GB | 16x1 |  54613.33 | eager explicit foreach | explicit attention
-Notebook | 124M, and compiled, 130 ms | gpt2-124m | 1 A100-80GB | 16x1 | 126030.77 | explicit foreach
-Notebook | 124M, and FlashAttention, 96 ms | gpt2-124m | 1 A100-80GB | 16x1 | 170666.67 | foreach
-Notebook | 124M, and fused AdamW, 90 ms | gpt2-124m | 1 A100-80GB | 16x1 | 182044.44 |  | products
 Composer | 1.3B, 1B tokens in 7.1 h | gpt3-1.3b | 8 A100-40GB |  4x8 |  39123.63 | eager explicit block zero3 | old
 Composer | 1.3B, 20B tokens in 1.5 days | gpt3-1.3b | 32 A100-40GB |  4x2 | 154320.99 | eager explicit block zero3 | old
 Composer | 1.3B, 1B tokens in 0.5 h | gpt3-1.3b | 128 A100-40GB |  2x1 | 555555.56 | eager explicit block zero3 | old
@@ -147,16 +136,39 @@ def read_row(line: str) -> Published:
     return Published(
         source,
         what,
-        PRESETS[model] if model in PRESETS else mpt(model),
+        int(count),
         gpu,
-        layout,
         float(rate),
+        estimate_step(
+            PRESETS[model] if model in PRESETS else mpt(model), GPUS[gpu], layout
+        ).tokens_per_second,
         sets="" if note in REASONS else note,
         reason=REASONS.get(note, ""),
     )
 
 
-ROWS = [read_row(line) for line in TABLE.strip().splitlines()]
+def read_ladder(device: str) -> list[Published]:
+    """Return the published rungs of a device, with predictions of the same settings and batches."""
+    rungs = [rung for rung in LADDER if rung.device == device]
+    config = resolve_preset("gpt2-124m", ()).config
+    rows = climb(config, PRESETS["gpt2-124m"], GPUS[device], rungs)
+    return [
+        Published(
+            rung.source.capitalize(),
+            f"124M, {rung.micro_batch} x 1,024, {rung.name}",
+            rung.gpus,
+            device,
+            row["published"],
+            row["tokens_per_second"],
+            sets=LADDER_SETS.get((device, rung.name), ""),
+        )
+        for rung, row in zip(rungs, rows, strict=True)
+    ]
+
+
+DEVICES = dict.fromkeys(rung.device for rung in LADDER if rung.device in GPUS)
+ROWS = [row for device in DEVICES for row in read_ladder(device)]
+ROWS += [read_row(line) for line in TABLE.strip().splitlines()]
 
 
 def median_error(rows: list[Published]) -> float:
@@ -171,7 +183,7 @@ def draw_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for each in ROWS:
-        gpus = f"{each.layout.gpus} x {each.gpu}"
+        gpus = f"{each.gpus} x {each.gpu}"
         rates = f"{each.tokens_per_second:,.0f} | {each.predicted:,.0f} | {each.error:+.0%}"
         lines.append(f"| {each.source} | {each.what} | {gpus} | {rates} | {each.sets} |")
     return "\n".join(lines)

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
-from megatoken.cli.recipe import resolve_recipe_or_preset
+from megatoken.cli.recipe import find_model
 from megatoken.config.load import load_config
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
+from megatoken.config.schema import Config
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 from megatoken.estimate.compute_optimal import fitted_loss, split_compute
@@ -30,9 +33,14 @@ from tests.convert.models import TINY_GPT, draw_model, save_run
 A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
 
+def read_model(name: str, *overrides: str) -> tuple[Config, ModelConfig]:
+    resolved, model, _ = find_model(parse(["describe", name, *overrides]))
+    return resolved.config, model
+
+
 def plan_recipe(name: str, gpu: str, gpus: int, *overrides: str, **options: float) -> Plan:
-    resolved, model, _ = resolve_recipe_or_preset(name, overrides)
-    return plan_run(resolved.config, model, GPUS[gpu], gpus, **options)
+    config, model = read_model(name, *overrides)
+    return plan_run(config, model, GPUS[gpu], gpus, **options)
 
 
 def test_published_run_of_llm_c():
@@ -40,7 +48,7 @@ def test_published_run_of_llm_c():
     plan = plan_recipe("gpt2-124m", "A100-40GB", 8)
     assert plan.fits
     assert plan.hours == pytest.approx(107 / 60, rel=0.1)
-    assert plan.dollars == pytest.approx(20, rel=0.1)
+    assert plan.dollars == [pytest.approx(20, rel=0.1)]
     assert plan.gpu_hours == plan.hours * 8
     assert plan.energy_kwh == pytest.approx(plan.gpu_hours * 0.4)
     flops = plan.tokens_per_second * flops_per_token(plan.model, causal=False)
@@ -95,7 +103,7 @@ def test_what_does_not_fit_has_no_price(ask: Ask):
     assert answer["fewest_gpus"] == 48
     assert plan_recipe("gpt3-175b", "H100", 48).fits
     assert not plan_recipe("gpt3-175b", "H100", 32).fits  # the next divisor of 1,536 sequences
-    assert plan_recipe("gpt3-175b", "H100", 1024, "machine.tensor_parallel=8").fits
+    assert plan_recipe("gpt3-175b", "H100", 1024).fits
     assert ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")["fewest_gpus"] is None
 
 
@@ -104,8 +112,7 @@ def test_a_price_that_nobody_knows(ask: Ask):
 
 
 def test_strong_scaling():
-    resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
-    config = resolved.config
+    config, model = read_model("gpt2-124m")
     plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
     assert [plan.layout.gpus for plan in plans] == [
         1,
@@ -166,8 +173,7 @@ def test_the_form_of_adamw_counts(adamw: str, counted: str):
 
 
 def test_deadline_is_the_fewest_gpus():
-    resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
-    config = resolved.config
+    config, model = read_model("gpt2-124m")
     plan = find_deadline(config, model, A100, 2.0)
     assert plan is not None
     assert plan.hours <= 2.0
@@ -234,11 +240,11 @@ def test_a_batch_that_grows_takes_longer(ask: Ask):
 def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert (
-        resolve_recipe_or_preset("quickstart", ())[1].vocab_size == 4096
+        read_model("quickstart")[1].vocab_size == 4096
     )  # as the shipped recipe's data are prepared
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
-    assert resolve_recipe_or_preset("quickstart", (f"data.path={tmp_path}",))[1].vocab_size == 300
-    assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
+    assert read_model("quickstart", f"data.path={tmp_path}")[1].vocab_size == 300
+    assert read_model("quickstart", "model.vocab_size=512")[1].vocab_size == 512
 
 
 def test_json_of_the_command(ask: Ask):
@@ -250,9 +256,78 @@ def test_json_of_the_command(ask: Ask):
     assert answer["tokens_per_second_low"] < rate < answer["tokens_per_second_high"]
     assert answer["deadline"]["hours"] <= 60
     assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
+    assert {row["tokens"] for (row,) in answer["family"].values()} == {
+        20 * count_parameters(model) for name, model in PRESETS.items() if name.startswith("gpt3-")
+    }
     assert set(answer["family"]) == {name for name in PRESETS if name.startswith("gpt3-")}
     spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
     assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
+
+
+def test_a_family_on_several_gpu_counts_at_fixed_tokens_and_two_prices(ask: Ask):
+    answer = ask("plan gpt3-1.3b --gpus 8,128xA100-40GB --tokens 1e9 --price 1.5,5")
+    assert {row["tokens"] for rows in answer["family"].values() for row in rows} == {1e9}
+    few, many = answer["family"]["gpt3-1.3b"]
+    assert (few["gpus"], many["gpus"]) == (8, 128)
+    assert few["dollars"] == pytest.approx(1.5 * few["gpu_hours"])
+    plan = plan_recipe("gpt3-1.3b", "A100-40GB", 8, prices=[1.5, 5.0])
+    assert plan.dollars == [1.5 * plan.gpu_hours, 5 * plan.gpu_hours]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "names"),
+    [
+        ("H100", "fp32, TF32 alone, bf16, flash attention, compile, fused AdamW, TF32 on top"),
+        ("T4", "fp32, fp16, compile, flash attention, padded vocabulary, fused AdamW"),
+        ("L4", "fp32, TF32 alone, bf16, flash attention, compile, fused AdamW"),
+        ("V100-32GB", "fp32, fp16, compile, flash attention, fused AdamW"),
+        ("P100", "fp32, flash attention, fused AdamW"),
+    ],
+)
+def test_the_ladder_has_what_the_card_has(gpu: str, names: str, ask: Ask):
+    rows = ask(f"plan gpt2-124m --gpus {gpu} --ladder")["ladder"]
+    ours = ["our fused kernels"] if "bf16" in names else []
+    expected = [*names.split(", "), *ours, "65,536 tokens per step", "8 GPUs"]
+    assert [row["name"] for row in rows] == expected
+    assert rows[-1]["speedup"] == rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"]
+
+
+def test_the_ladder_is_next_to_published_rows_of_that_card_and_model(tmp_path: Path, ask: Ask):
+    pytest.importorskip("matplotlib")
+    rows = ask(f"plan gpt2-124m --gpus H100 --ladder --plot {tmp_path}/ladder.png")["ladder"]
+    published = {row["name"]: row["published"] for row in rows}
+    assert (published["fp32"], published["8 GPUs"]) == (27026, 3046409)
+    assert published["our fused kernels"] is None
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    for words in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
+        assert not any(row["published"] for row in ask(f"plan {words} --ladder")["ladder"])
+
+
+def test_explicit_attention_holds_the_scores():
+    """Six bytes each, by which the published bf16 rung exceeds FlashAttention's, 859 MiB."""
+    words = ("machine.precision=bf16", "machine.fused=off", "machine.compile=off")
+    explicit, flash = (
+        plan_recipe("shakespeare", "H100", 1, *words, f"machine.attention={name}").memory
+        for name in ("explicit", "flash")
+    )
+    excess = explicit.total_bytes - flash.total_bytes
+    assert excess == 12 * 12 * 1024**2 * 6 == pytest.approx(859 * 2**20, rel=0.01)
+
+
+def test_list_of_gpus(ask: Ask):
+    rows = {row["name"]: row for row in ask("plan --gpus list")["gpus"]}
+    assert set(rows) == set(GPUS)
+    assert rows["T4"]["peaks"] == {"fp32": 8.1e12, "fp16": 65e12}
+    assert rows["H100"]["memory_rate"] == 3.35e12
+
+
+def test_recipes_of_other_programs(ask: Ask):
+    """llm.c's default batch grows with the processes."""
+    flags = "-i a/train_*.bin -j a/val_*.bin -e d12 -b 4 -x 100"
+    answer = ask(f"plan --gpus 8xH100 --llmc '{flags}'")
+    assert answer["tokens"] == 100 * 8 * 4 * 1024
+    script = ask(f"launch slurm --nproc 2 --llmc '{flags}'")["script"]
+    assert f"'--llmc={flags}'" in script
 
 
 @pytest.mark.parametrize(
@@ -268,7 +343,7 @@ def test_json_of_the_command(ask: Ask):
         "gpt2-124m --gpus 8xH100 --deadline 5",
         "gpt2-124m --gpus 8xH100 --tokens 0",
         "gpt2-124m --gpus 8xH100 budget.epochs=1",
-        "gpt3-175b --gpus 1000xH100 machine.tensor_parallel=8",
+        "gpt3-175b --gpus 1000xH100",
     ],
 )
 def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):

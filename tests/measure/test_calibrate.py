@@ -178,7 +178,7 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
     config = load_config("quickstart", *WORDS)
-    options = Namespace(recipe="quickstart", price=3.0)
+    options = Namespace(recipe="quickstart", price=[3.0, 6.0])
     answer = plan.plan_here(options, config, config.model, 2 * 3600 * 32.0, Console()).data
     assert answer is not None
     assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
@@ -192,7 +192,7 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch):
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
-    options = Namespace(recipe="quickstart", price=0.0)
+    options = Namespace(recipe="quickstart", price=[])
 
     def plan_seconds(*others: str) -> float:
         config = load_config("quickstart", *words, *others)

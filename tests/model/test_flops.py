@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.model.flops import (
+    count_decayed_parameters,
     count_matmul_parameters,
     count_padded_parameters,
     count_parameters,
@@ -110,6 +111,8 @@ def test_counts_are_those_of_the_module(name: str):
         model_config
     )
     assert count_padded_parameters(model_config) == sum(p.numel() for p in model.parameters())
+    decayed = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    assert count_decayed_parameters(model_config) == decayed
 
 
 @pytest.mark.parametrize(

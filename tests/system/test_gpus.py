@@ -19,11 +19,15 @@ from megatoken.system.peak_flops import PEAK_FLOPS
     ],
 )
 def test_number_and_name(text: str, count: int, name: str):
-    assert parse_gpus(text) == (count, GPUS[name])
+    assert parse_gpus(text) == ([count], GPUS[name])
+
+
+def test_numbers_and_name():
+    assert parse_gpus("8,16,128 x h100") == ([8, 16, 128], GPUS["H100"])
 
 
 @pytest.mark.parametrize(
-    "text", ["0xA100", "-1xH100", "1.5xH100", "999999xH100", "8A100", "", "quux"]
+    "text", ["0xA100", "-1xH100", "1.5xH100", "999999xH100", "8,xH100", "8A100", "", "quux"]
 )
 def test_other_words_are_refused(text: str):
     with pytest.raises(ConfigError):

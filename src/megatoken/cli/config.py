@@ -17,7 +17,6 @@ EXAMPLE = "megatoken config gpt2-124m optim.lr=1e-3"
 def add_arguments(parser: ArgumentParser) -> None:
     add_recipe_arguments(parser)
     add_settings(parser)
-    parser.set_defaults(nproc=1)  # --llmc divides the batch by it
 
 
 def run(options: Namespace, console: Console) -> Result:

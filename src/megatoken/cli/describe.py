@@ -3,11 +3,12 @@
 import math
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from megatoken.checkpoint.manifest import encode_model_config
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.recipe import PRESET_HELP, find_vocabulary, resolve_recipe_or_preset
+from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model, find_vocabulary
 from megatoken.config.load import list_recipes
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import PRESETS
@@ -15,6 +16,7 @@ from megatoken.console import Console, format_count, format_memory
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
+from megatoken.system.gpus import parse_gpus
 
 HELP = "print the parameters, FLOPs and memory of a preset or recipe"
 EXAMPLE = "megatoken describe gpt2-124m"
@@ -22,20 +24,28 @@ EXAMPLE = "megatoken describe gpt2-124m"
 
 def add_arguments(parser: ArgumentParser) -> None:
     doc = f"{PRESET_HELP}; with --tensors also any MODEL of `sample`"
-    parser.add_argument("preset", metavar="PRESET_OR_RECIPE", help=doc)
+    add_recipe_arguments(parser, doc)
     add_settings(parser)
     doc = "list the name, shape, dtype and size of each tensor"
     parser.add_argument("--tensors", action="store_true", help=doc)
+    parser.add_argument(
+        "--rate", type=float, metavar="TOKENS/S", help="print the MFU at this speed"
+    )
+    doc = "GPUs of --rate, such as 8xH100 (default H100)"
+    parser.add_argument("--gpu", default="H100", metavar="NxNAME", help=doc)
 
 
 def run(options: Namespace, console: Console) -> Result:
     if options.tensors:
         return list_model_tensors(options, console)
-    resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
+    resolved, model, _ = find_model(options)
     config = resolved.config
-    data = {
+    decayed = flops.count_decayed_parameters(model)
+    data: dict[str, Any] = {
         "parameters": flops.count_parameters(model),
         "matmul_parameters": flops.count_matmul_parameters(model),
+        "decayed_parameters": decayed,
+        "other_parameters": flops.count_padded_parameters(model) - decayed,
         "flops_per_token_full": flops.flops_per_token(model, causal=False),
         "flops_per_token_causal": flops.flops_per_token(model, causal=True),
         "state_bytes": count_saved_bytes(config.optim.name, model),
@@ -50,18 +60,33 @@ def run(options: Namespace, console: Console) -> Result:
     state = f"{format_memory(data['state_bytes'])}, fp32 weights and {config.optim.name}"
     if not options.json:
         rows = [
-            ("model", f"{options.preset}: {size}"),
+            ("model", f"{resolved.name}: {size}"),
             ("blocks", describe_blocks(model)),
             ("context", f"{model.seq_len:,} tokens"),
             ("vocabulary", vocabulary),
             ("parameters", f"{data['parameters']:,}"),
             ("in matmuls", f"{data['matmul_parameters']:,}"),
+            ("decayed", f"{decayed:,}, others {data['other_parameters']:,} (with padding)"),
             ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
             ("state", state),
             ("first loss", f"ln(V) = {data['expected_initial_loss']:.3f} nats"),
         ]
+        if options.rate:
+            rows += describe_mfu(options, data)
         console.table(rows)
     return Result(ExitCode.DONE, data)
+
+
+def describe_mfu(options: Namespace, data: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows with the MFU at --rate against each peak of --gpu, and add them to `data`."""
+    counts, gpu = parse_gpus(options.gpu)
+    rows = []
+    for kind in ("full", "causal"):
+        rate = options.rate * data[f"flops_per_token_{kind}"] / counts[0]
+        mfu = {precision: rate / peak for precision, peak in gpu.peaks.items()}
+        data[f"mfu_{kind}"] = mfu
+        rows.append((f"MFU {kind}", ", ".join(f"{mfu[name]:.2%} of {name}" for name in mfu)))
+    return rows
 
 
 def describe_blocks(model: ModelConfig) -> str:
@@ -82,9 +107,9 @@ def list_model_tensors(options: Namespace, console: Console) -> Result:
     """Print the tensors of a preset, recipe or model file."""
     from megatoken.convert.list_tensors import list_parameters, list_tensors
 
-    name = options.preset
+    name = options.recipe
     if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):
-        tensors = list_parameters(resolve_recipe_or_preset(name, options.overrides)[1])
+        tensors = list_parameters(find_model(options)[1])
     elif options.overrides:
         raise ConfigError("a model file takes no settings", options.overrides[0], "leave them out")
     else:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.recipe import PRESET_HELP, apply_options, resolve_recipe_or_preset
+from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 
@@ -15,7 +15,7 @@ EXAMPLE = "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100"
 
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
-    arg("preset", metavar="PRESET_OR_RECIPE", help=PRESET_HELP)
+    add_recipe_arguments(parser, PRESET_HELP)
     add_settings(parser)
     arg("--gpus", type=int, default=1, help="processes, one per GPU (default 1)")
     arg("--tp", type=int, help="machine.tensor_parallel=...")
@@ -31,13 +31,13 @@ def run(options: Namespace, console: Console) -> Result:
             "--shard": ("machine.sharding", options.shard),
         },
     )
-    resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
+    resolved, model, _ = find_model(options)
     from megatoken.measure.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
 
     memory_bytes = gpu_memory_bytes(options.gpu)
     estimate = dry_run(resolved.config, model, options.gpus, memory_bytes)
     fits, advice = check_fit(estimate, resolved.config, options.gpu, memory_bytes)
-    name = f"{options.preset} on {options.gpus:,} x {options.gpu}"
+    name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
     console.table([("model", name), *describe_estimate(estimate)])
     console.print(advice)
     data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.recipe import RECIPE_HELP, check_init, check_recipe
-from megatoken.config.load import find_run, resolve
+from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_job, name_job, write_script
@@ -21,7 +20,7 @@ EXAMPLE = "megatoken launch slurm gpt2-1558m --nodes 4 --write job.sh"
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
-    arg("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    add_recipe_arguments(parser)
     add_settings(parser)
     arg("--nodes", type=int, default=1, help="machines (default 1)")
     arg("--nproc", type=int, default=8, help="processes per machine, one per GPU (default 8)")
@@ -42,13 +41,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    resolved = resolve(options.recipe, options.overrides)
-    out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
-    check_recipe(resolved.config)
+    resolved, named_out = find_recipe(options)
+    out = options.out or named_out or Path("runs") / resolved.name
     check_init(options.recipe, resolved.config, out)
+    translated = {name: getattr(options, name) for name in TRANSLATED}
+    recipe = [f"--{name}={value}" for name, value in translated.items() if value]
     job = Job(
         name=name_job(resolved.name),
-        train_args=[options.recipe, "--out", str(out), *options.overrides],
+        train_args=[*(recipe or [options.recipe]), "--out", str(out), *options.overrides],
         nodes=options.nodes,
         nproc=options.nproc,
         setup=options.setup,

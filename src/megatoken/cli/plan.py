@@ -7,16 +7,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatoken.bench.report import show_rows
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.recipe import PRESET_HELP, resolve_recipe_or_preset
+from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model
 from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import FIELDS, Config
-from megatoken.console import Console, format_duration, format_quantity
+from megatoken.console import Console, format_duration, format_memory, format_quantity
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.estimate.compute_optimal import Optimum, spend_budget
+from megatoken.estimate.ladder import climb, list_rungs
 from megatoken.estimate.plan import (
     CHECKPOINTING,
     GPU_COUNTS,
@@ -31,32 +33,47 @@ from megatoken.estimate.plan import (
     plan_run,
     scale_gpus,
 )
+from megatoken.estimate.plan_plot import draw_ladder, draw_plan
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object
-from megatoken.system.gpus import Gpu, parse_gpus
+from megatoken.system.gpus import GPUS, parse_gpus
 
 HELP = "plan a run on some GPUs: fit, speed, hours, dollars"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
 PAIRS = ("dpo", "reward")  # objectives that train on preference pairs
 CALIBRATE_SECONDS = 30.0
+LADDER_COLUMNS = {
+    "name": "rung",
+    "tokens_per_second": "tokens/s",
+    "speedup": "speed-up",
+    "step_seconds": "step",
+    "mfu": "MFU",
+    "memory_bytes": "memory",
+    "published": "published",
+}
+PLAN_COLUMNS = ["model", "tokens", "GPUs", "speed-up", "tokens/s", "MFU", "hours"]
+PLAN_COLUMNS += ["GPU-hours", "dollars", "layout"]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
-    arg("recipe", metavar="RECIPE_OR_PRESET", help=PRESET_HELP)
+    add_recipe_arguments(parser, PRESET_HELP)
     add_settings(parser)
-    arg("--gpus", metavar="NxNAME", help="number and kind, such as 8xA100-40GB")
+    doc = "numbers and kind, such as 8xA100-40GB or 8,16,32xH100; list: print all kinds"
+    arg("--gpus", metavar="NxNAME", help=doc)
     doc = "training tokens, such as 10e9, or chinchilla: 20 per parameter (default: the recipe's)"
     arg("--tokens", help=doc)
-    doc = "price of a GPU-hour (default: from a built-in list)"
-    arg("--price", type=_dollars, default=0.0, metavar="USD", help=doc)
+    doc = "price of a GPU-hour, or a range such as 1.5,5 (default: from a built-in list)"
+    arg("--price", type=_prices, default=[], metavar="USD", help=doc)
     doc = "find the fewest GPUs that finish in time, such as 24h"
     arg("--deadline", type=_hours, default=0.0, metavar="TIME", help=doc)
     doc = "find the compute-optimal model and tokens for this cost"
     arg("--budget", type=_dollars, default=0.0, metavar="USD", help=doc)
     doc = "of --budget: 20 tokens per parameter, or fitted by Hoffmann et al. (default chinchilla)"
     arg("--law", choices=("chinchilla", "fitted"), default="chinchilla", help=doc)
-    doc = "PNG of speed and hours by number of GPUs"
+    doc = "predict the speed after each optimization, next to published ones"
+    arg("--ladder", action="store_true", help=doc)
+    doc = "PNG of speed and hours by number of GPUs, or of the ladder"
     arg("--plot", type=local_path, metavar="FILE", help=doc)
     doc = "folder of `bench batch` records on such GPUs, which correct the speed (default records)"
     arg("--records", type=local_path, default=Path("records"), metavar="DIR", help=doc)
@@ -71,6 +88,10 @@ def _dollars(text: str) -> float:
     return dollars
 
 
+def _prices(text: str) -> list[float]:
+    return [_dollars(word) for word in text.split(",")]
+
+
 def _hours(text: str) -> float:
     try:
         hours = parse_time(text) / 3600
@@ -82,7 +103,12 @@ def _hours(text: str) -> float:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    resolved, model, is_recipe = resolve_recipe_or_preset(options.recipe, options.overrides)
+    if options.gpus == "list":
+        return list_gpus(console)
+    if options.gpus:
+        options.nproc = parse_gpus(options.gpus)[0][0]
+    resolved, model, is_recipe = find_model(options)
+    options.recipe = resolved.name
     config = resolved.config
     tokens = choose_tokens(options.tokens, config, model, is_recipe)
     if config.objective.name not in ("pretrain", "sft"):
@@ -93,9 +119,33 @@ def run(options: Namespace, console: Console) -> Result:
     if options.gpus is None:
         fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
         raise ConfigError("no GPUs given", "megatoken plan", fix)
+    if options.ladder:
+        return plan_ladder(options, config, model, console)
     is_open = resolved.origins["machine.activation_checkpointing"] == "default"
     modes = CHECKPOINTING if is_open else (config.machine.activation_checkpointing,)
     return plan_gpus(options, config, model, tokens, modes, console)
+
+
+def list_gpus(console: Console) -> Result:
+    """Print the known GPUs."""
+    rows = [["GPU", "architecture", "TFLOP/s", "memory", "bandwidth", "power", "$/hour"]]
+    for gpu in GPUS.values():
+        peaks = ", ".join(f"{name} {peak / 1e12:g}" for name, peak in gpu.peaks.items())
+        rates = f"{gpu.memory_rate / 1e9:,.0f} GB/s", f"{gpu.watts} W", f"{gpu.price or ''}"
+        rows.append([gpu.name, gpu.architecture, peaks, format_memory(gpu.memory_bytes), *rates])
+    console.table(rows, left=3)
+    return Result(ExitCode.DONE, {"gpus": [asdict(gpu) for gpu in GPUS.values()]})
+
+
+def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Result:
+    """Predict and print the software ladder on one kind of GPU."""
+    _, gpu = parse_gpus(options.gpus)
+    rungs = climb(config, model, gpu, list_rungs(gpu))
+    show_rows(LADDER_COLUMNS, rungs, console)
+    if options.plot:
+        title = f"{options.recipe} on {gpu.name}"
+        console.print(f"picture: {draw_ladder(title, rungs, options.plot)}")
+    return Result(ExitCode.DONE, {"ladder": rungs})
 
 
 def plan_gpus(
@@ -110,33 +160,33 @@ def plan_gpus(
 
     tokens: training tokens of the run.
     """
-    n_gpus, gpu = parse_gpus(options.gpus)
+    counts, gpu = parse_gpus(options.gpus)
     factor, n_measured = measured_factor(options.records, gpu)
-    common: dict[str, Any] = {
-        "tokens": tokens,
-        "price": options.price,
-        "modes": modes,
-        "measured": factor,
-    }
-    full_budget = replace(config.budget, batch_start=0, batch_ramp=0)
-    full = replace(config, budget=full_budget)
-    counts = sorted({*GPU_COUNTS, n_gpus})
-    plan = plan_run(config, model, gpu, n_gpus, **common)
-    scaled = scale_gpus(full, model, gpu, counts, **common)
+    common: dict[str, Any] = {"prices": options.price, "modes": modes, "measured": factor}
+    full = replace(config, budget=replace(config.budget, batch_start=0, batch_ramp=0))
+    is_fixed = options.tokens not in (None, "chinchilla")
+    length = f"{format_quantity(tokens)} tokens" if is_fixed else "20 tokens per parameter"
+    others = sorted({*GPU_COUNTS, *counts})
+    family = plan_family(full, model, gpu, others, tokens=is_fixed * tokens, **common)
+    common["tokens"] = tokens
+    plan = plan_run(config, model, gpu, counts[0], **common)
+    scaled = scale_gpus(full, model, gpu, others, **common)
     fitting = [scaled_plan for scaled_plan in scaled if scaled_plan.fits]
-    family = plan_family(full, model.preset, gpu, [n_gpus], **common) if model.preset else {}
     data = plan_data(plan)
     data["scaling"] = [plan_data(scaled_plan) for scaled_plan in fitting]
-    data["family"] = {name: plan_data(member) for name, (member,) in family.items()}
+    data["family"] = {}
+    members = {}
+    for name, plans in family.items():
+        members[name] = [member for member in plans if member.layout.gpus in counts]
+        data["family"][name] = [plan_data(member) for member in members[name]]
     data["settings"] = list_settings(config, plan) if plan.fits else []
     rows = [describe_model(options.recipe, model), *describe_plan(plan)]
     if data["settings"]:
         rows.append(("settings", f"train with {' '.join(data['settings'])}"))
     if not plan.fits:
-        fewest = find_fewest_gpus(config, model, gpu, common)
-        data["fewest_gpus"] = fewest
-        where = f"{fewest:,} x {gpu.name}" if fewest else f"no number up to {GPU_COUNTS[-1]:,}"
-        rows.append(("fits on", where))
+        smallest = find_deadline(config, model, gpu, math.inf, **common)
+        data["fewest_gpus"] = smallest and smallest.layout.gpus
+        rows.append(("fits on", f"{data['fewest_gpus'] or 'no number of'} x {gpu.name}"))
     if n_measured:
         rows.append(("measured", f"{factor:.2f} times the formula ({n_measured} records)"))
     if options.deadline:
@@ -144,30 +194,19 @@ def plan_gpus(
         data["deadline"] = plan_data(met) if met else None
         rows.append(("deadline", describe_deadline(met, options.deadline, gpu.name)))
     if options.budget:
-        optimum = spend_budget(full, options.budget, gpu, n_gpus, options.price, options.law, modes)
+        optimum = spend_budget(full, options.budget, plan, options.law, modes)
         data["budget"] = asdict(optimum)
         rows.append(("budget", describe_optimum(optimum, options.budget)))
-    if options.plot:
-        from megatoken.estimate.plan_plot import draw_plan
-
-        drawn = plan_family(full, model.preset, gpu, GPU_COUNTS, **common) if model.preset else {}
+    if options.plot and fitting:
         title = f"{options.recipe} on {gpu.name}"
-        data["picture"] = str(draw_plan(title, fitting, drawn, options.plot))
+        data["picture"] = str(draw_plan(title, fitting, family, length, options.plot))
         rows.append(("picture", data["picture"]))
     console.table(rows)
-    print_scaling(scaled, counts, full, console)
-    print_family(family, f"{n_gpus} x {gpu.name}", console)
+    ramp = ", without the ramp" if plan.ramp else ""
+    title = f"the same batch of {config.batch_seqs:,} sequences on GPU counts that divide it{ramp}"
+    print_plans(console, title, {options.recipe: scaled})
+    print_plans(console, f"the family at {length} on {gpu.name}", members)
     return Result(ExitCode.DONE, data)
-
-
-def find_fewest_gpus(
-    config: Config, model: ModelConfig, gpu: Gpu, common: dict[str, Any]
-) -> int | None:
-    """Return the fewest GPUs on which the model fits; None if more than GPU_COUNTS lists."""
-    smallest = find_deadline(config, model, gpu, math.inf, **common)
-    if smallest is None or smallest.layout.gpus > GPU_COUNTS[-1]:
-        return None
-    return smallest.layout.gpus
 
 
 def plan_here(
@@ -187,13 +226,14 @@ def plan_here(
     mfu = None
     if device.peak_flops:
         mfu = rate * flops_per_token(model, causal=False) / device.peak_flops
+    dollars = [hours * price for price in options.price] if fits else []
     data = {
         "fits": fits,
         "memory_bytes": memory_bytes,
         "tokens_per_second": rate,
         "mfu": mfu,
         "hours": hours if fits else None,
-        "dollars": hours * options.price if fits and options.price else None,
+        "dollars": dollars[0] if dollars else None,
         "energy_kwh": None,
         "tokens": tokens,
         "device": device.name,
@@ -211,7 +251,7 @@ def plan_here(
         ("length", describe_length(tokens, model)),
     ]
     if fits:
-        cost = f", ${data['dollars']:,.2f}" if data["dollars"] else ""
+        cost = f", ${format_dollars(dollars)}" if dollars else ""
         rows.append(("time", describe_time(hours, MEASURED_SPREAD) + cost))
     console.table(rows)
     return Result(ExitCode.DONE, data)
@@ -242,13 +282,9 @@ def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recip
 def count_epoch_tokens(config: Config, seq_len: int) -> int:
     """Return the training tokens in one epoch; 0 if the dataset is not on this machine."""
     manifest = read_object(Path(config.data.path) / "manifest.json")
-    counts = manifest.get("tokens")
-    source = manifest.get("source")
-    if not isinstance(counts, dict) or not isinstance(counts.get("train"), int):
-        return 0
-    is_rows = isinstance(source, dict) and source.get("kind", "text") != "text"
-    row_len = seq_len + 1 if is_rows else seq_len  # rows also hold the last target
-    return int(counts["train"] // row_len * seq_len)
+    is_rows = manifest.get("source", {}).get("kind", "text") != "text"
+    row_len = seq_len + is_rows  # rows also hold the last target
+    return int(manifest.get("tokens", {}).get("train", 0) // row_len * seq_len)
 
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
@@ -273,8 +309,9 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     batches = f", batches of {ramp.start:,} to {ramp.full:,}" if ramp else ""
     parallel = f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     size = f"{layout.micro_steps} x {layout.micro_batch} sequences per GPU and step"
+    emulated = "" if layout.precision in plan.gpu.peaks else " (not supported: emulated in fp32)"
     rows = [
-        ("on", f"{layout.gpus} x {plan.gpu.name}, {layout.precision}, {layout.program}"),
+        ("on", f"{layout.gpus} x {plan.gpu.name}, {layout.precision}{emulated}, {layout.program}"),
         ("memory", f"{fit}: {format_quantity(total, 'B')}, {share}"),
         ("", describe_parts(asdict(plan.memory), lambda part: format_quantity(part, "B"))),
         (
@@ -289,9 +326,10 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
         time = describe_time(plan.hours, plan.spread)
         energy = format_quantity(1000 * plan.energy_kwh, "Wh")
         price = f"no price of {plan.gpu.name} known; give --price"
-        if plan.dollars is not None:
-            source = plan.gpu.price_source if plan.price == plan.gpu.price else "--price"
-            price = f"${plan.dollars:,.2f} at ${plan.price:.2f} per GPU-hour ({source})"
+        if plan.prices:
+            source = plan.gpu.price_source if plan.prices == [plan.gpu.price] else "--price"
+            each = format_dollars(plan.prices)
+            price = f"${format_dollars(plan.dollars)} at ${each} per GPU-hour ({source})"
         rows += [
             ("time", f"{time}, {format_digits(plan.gpu_hours)} GPU-hours"),
             ("price", price),
@@ -329,59 +367,41 @@ def format_digits(number: float) -> str:
     return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
 
 
-def print_scaling(
-    plans: Sequence[Plan], counts: Sequence[int], config: Config, console: Console
-) -> None:
-    """Print a table of plans for different numbers of GPUs. counts: the requested numbers."""
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        return
-    console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other GPU counts")
-    base = fitting[0].tokens_per_second / fitting[0].layout.gpus
-    leads = [(f"{plan.layout.gpus:,}", f"{plan.tokens_per_second / base:,.1f}") for plan in plans]
-    print_costs(console, ("GPUs", "speed-up"), leads, plans)
-    left_out = sorted({*counts} - {plan.layout.gpus for plan in plans})
-    if left_out:
-        numbers = ", ".join(f"{count:,}" for count in left_out)
-        seqs = f"{config.batch_seqs:,} sequences"
-        console.print(f"left out: {numbers}, among which {seqs} do not divide")
+def print_plans(console: Console, title: str, models: Mapping[str, Sequence[Plan]]) -> None:
+    """Print a table of plans with speed, time, price and layout, unless none fits.
 
-
-def print_family(family: Mapping[str, Sequence[Plan]], gpus: str, console: Console) -> None:
-    """Print a table of plans for all presets of a family. family: plans by preset."""
-    if family:
-        console.print(f"\nthe family at 20 tokens per parameter on {gpus}")
-        plans = [plan for (plan,) in family.values()]
-        leads = [
-            (name, format_quantity(plan.tokens)) for name, plan in zip(family, plans, strict=True)
-        ]
-        print_costs(console, ("model", "tokens"), leads, plans)
-
-
-def print_costs(
-    console: Console,
-    heads: tuple[str, str],
-    leads: Sequence[tuple[str, str]],
-    plans: Sequence[Plan],
-) -> None:
-    """Print a table of plans with speed, time, price and layout.
-
-    heads: headings of the first two columns. leads: their cells for each plan.
+    models: plans by model.
     """
-    rows = [[*heads, "tokens/s", "MFU", "hours", "GPU-hours", "dollars", "layout"]]
-    for lead, plan in zip(leads, plans, strict=True):
-        if not plan.fits:
-            excess = f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
-            rows.append([lead[0], *[""] * 6, excess])
-            continue
-        layout = plan.layout
-        parts = [f"{layout.micro_steps} x {layout.micro_batch}"]
-        parts += [word for word in (layout.sharding, layout.checkpointing) if word != "none"]
-        costs = [plan.hours, plan.gpu_hours, plan.dollars]
-        cells = [f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}"]
-        cells += ["" if cost is None else format_digits(cost) for cost in costs]
-        rows.append([*lead, *cells, ", ".join(parts)])
+    if not any(plan.fits for plans in models.values() for plan in plans):
+        return
+    console.print(f"\n{title}")
+    rows = [PLAN_COLUMNS]
+    for name, plans in models.items():
+        base = next((plan.tokens_per_second / plan.layout.gpus for plan in plans if plan.fits), 0)
+        leads = [name, format_quantity(plans[0].tokens)]
+        for plan in plans:
+            layout = plan.layout
+            row = [*leads, f"{layout.gpus:,}"]
+            leads = ["", ""]
+            if plan.fits:
+                rate = plan.tokens_per_second
+                hours = [format_digits(plan.hours), format_digits(plan.gpu_hours)]
+                row += [f"{rate / base:,.1f}", f"{rate:,.0f}", f"{plan.mfu:.1%}", *hours]
+                parts = [f"{layout.micro_steps} x {layout.micro_batch}"]
+                parts += [
+                    word for word in (layout.sharding, layout.checkpointing) if word != "none"
+                ]
+                row += [format_dollars(plan.dollars), ", ".join(parts)]
+            else:
+                size = format_quantity(plan.memory.total_bytes, "B")
+                row += [*[""] * 6, f"does not fit: {size}"]
+            rows.append(row)
     console.table(rows, left=1)
+
+
+def format_dollars(dollars: Sequence[float]) -> str:
+    """Format the costs at one or two prices."""
+    return " to ".join(map(format_digits, dollars))
 
 
 def describe_deadline(plan: Plan | None, hours: float, gpu: str) -> str:
@@ -392,7 +412,7 @@ def describe_deadline(plan: Plan | None, hours: float, gpu: str) -> str:
     deadline = format_duration(3600 * hours)
     if plan is None:
         return f"{deadline}: not met by any number of {gpu}; raise budget.batch_tokens"
-    cost = "" if plan.dollars is None else f", ${plan.dollars:,.2f}"
+    cost = f", ${format_dollars(plan.dollars)}" if plan.prices else ""
     time = describe_time(plan.hours, plan.spread)
     return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {time}{cost}"
 
@@ -423,7 +443,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "hours": plan.hours,
-        "dollars": plan.dollars,
+        "dollars": plan.dollars[0] if plan.prices else None,
         "energy_kwh": plan.energy_kwh,
         "tokens": plan.tokens,
         "gpu": plan.gpu.name,

@@ -2,7 +2,6 @@
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +39,10 @@ TRANSLATED = {  # options that read the recipe of another program in place of RE
 NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes
 
 
-def add_recipe_arguments(parser: ArgumentParser) -> None:
-    """Add RECIPE and the options that replace it."""
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
+def add_recipe_arguments(parser: ArgumentParser, doc: str = RECIPE_HELP) -> None:
+    """Add RECIPE, described by `doc`, and the options that replace it."""
+    parser.set_defaults(nproc=1)  # --llmc divides the batch by it
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=doc)
     for name, (metavar, doc) in TRANSLATED.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=f"instead of RECIPE: {doc}")
 
@@ -134,19 +134,18 @@ def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> Non
         options.overrides.append(f"{key}={value}")
 
 
-def resolve_recipe_or_preset(
-    name: str, overrides: Sequence[str]
-) -> tuple[ResolvedConfig, ModelConfig, bool]:
-    """Resolve a recipe or, if no recipe has that name, a preset.
+def find_model(options: Namespace) -> tuple[ResolvedConfig, ModelConfig, bool]:
+    """Resolve the recipe or, if no recipe has that name, the preset that the command line names.
 
     Also returns its model config with the vocabulary size filled in, and whether it is a recipe.
     """
+    name = options.recipe
     is_recipe = name in list_recipes() or name not in PRESETS
     if is_recipe:
-        resolved = resolve(name, overrides)
+        resolved, _ = find_recipe(options)
     else:
-        resolved = resolve_preset(name, overrides)
-    if resolved.config.model.init:
+        resolved = resolve_preset(name, options.overrides)
+    if name and resolved.config.model.init:
         from megatoken.train.initial_state import take_architecture
 
         resolved = take_architecture(resolved, Path(name))
@@ -159,10 +158,9 @@ def find_vocabulary(config: Config) -> tuple[int, str]:
     It comes from the first of these that is known: the dataset, if it is on this machine; the
     preset; the tokenizer in the recipe's `prepare` command; GPT-2.
     """
-    tokenizer = read_object(Path(config.data.path) / "manifest.json").get("tokenizer")
-    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-    if isinstance(size, int) and size > 0:
-        return size, f"that of {config.data.path}"
+    manifest = read_object(Path(config.data.path) / "manifest.json")
+    if "tokenizer" in manifest:
+        return manifest["tokenizer"]["vocab_size"], f"that of {config.data.path}"
     if config.model.preset:
         return PRESETS[config.model.preset].vocab_size, "the preset's assumed"
     bpe = re.search(r"--tokenizer (bpe:(\d+))", PREPARE.get(config.data.path, ""))

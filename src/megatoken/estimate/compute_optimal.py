@@ -56,24 +56,18 @@ def split_compute(flops: float, law: str) -> tuple[float, float]:
 
 
 def spend_budget(
-    config: Config,
-    dollars: float,
-    gpu: Gpu,
-    gpus: int,
-    price: float,
-    law: str,
-    modes: Sequence[str],
+    config: Config, dollars: float, plan: Plan, law: str, modes: Sequence[str]
 ) -> Optimum:
     """Return the compute-optimal model size and number of tokens for a budget in dollars.
 
-    Assumes the speed of the nearest GPT-3 preset that fits. modes: kinds of activation
-    checkpointing to choose from. Raises ConfigError if the price is unknown, no GPT-3 fits, or the
-    model is smaller than those that the law was fitted to.
+    Assumes the speed of the nearest GPT-3 preset that fits on the GPUs of `plan`, and its first
+    price. modes: kinds of activation checkpointing to choose from. Raises ConfigError if the price
+    is unknown, no GPT-3 fits, or the model is smaller than those that the law was fitted to.
     """
-    price = price or gpu.price
-    if not price:
+    gpu, gpus = plan.gpu, plan.layout.gpus
+    if not plan.prices:
         raise ConfigError(f"unknown price of {gpu.name}", "--budget", "give --price per GPU-hour")
-    gpu_seconds = dollars / price * 3600
+    gpu_seconds = dollars / plan.prices[0] * 3600
     family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
     plans = {name: plan_preset(config, model, gpu, gpus, modes) for name, model in family.items()}
     if not any(plan.fits for plan in plans.values()):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatoken.config.batch_ramp import BatchRamp
@@ -20,7 +21,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_memory
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
 from megatoken.errors import ConfigError
-from megatoken.estimate.speed import Layout, StepTime, estimate_step
+from megatoken.estimate.speed import ARCHITECTURES, Layout, StepTime, estimate_step
 from megatoken.model.flops import count_parameters, count_value_parameters, flops_per_token
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.atomic_write import read_object
@@ -34,7 +35,6 @@ SLOWEST = 0.77
 FASTEST = 1.12
 MEASURED_SPREAD = 0.9, 1.1  # the range if this GPU was measured
 CHECKPOINTING = ("none", "gelu", "block")
-LOW_PRECISION = {"turing": "fp16", "volta": "fp16", "pascal": "fp32"}  # others: bf16
 VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 
 
@@ -42,8 +42,8 @@ VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 class Plan:
     """A training run of one model on a number of GPUs.
 
-    tokens: training tokens. evaluated_tokens: tokens of all evaluations together. price: dollars
-    per GPU-hour, 0 if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
+    tokens: training tokens. evaluated_tokens: tokens of all evaluations together. prices: dollars
+    per GPU-hour; none if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
     measured. spread: expected range of tokens/s, relative to `tokens_per_second`.
     """
 
@@ -55,7 +55,7 @@ class Plan:
     tokens: float
     evaluated_tokens: float
     ramp: BatchRamp | None
-    price: float
+    prices: Sequence[float]
     speed_factor: float
     spread: tuple[float, float]
 
@@ -92,8 +92,9 @@ class Plan:
         return self.hours * self.layout.gpus
 
     @property
-    def dollars(self) -> float | None:
-        return self.gpu_hours * self.price if self.price else None
+    def dollars(self) -> list[float]:
+        """Cost at each of the prices."""
+        return [self.gpu_hours * price for price in self.prices]
 
     @property
     def energy_kwh(self) -> float:
@@ -115,14 +116,14 @@ def plan_run(
     gpus: int,
     *,
     tokens: float = 0.0,
-    price: float = 0.0,
+    prices: Sequence[float] = (),
     measured: float = 0.0,
     modes: Sequence[str] = CHECKPOINTING,
 ) -> Plan:
     """Plan a run in the fastest layout that fits, or with the least memory if none fits.
 
-    tokens: 0 for the config's budget. price: dollars per GPU-hour, 0 for the GPU table's. measured:
-    measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation checkpointing
+    tokens: 0 for the config's budget. prices: dollars per GPU-hour; the GPU table's if empty.
+    measured: measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation checkpointing
     to choose from if the config sets none. Raises ConfigError if the batch does not divide among
     the GPUs.
     """
@@ -141,7 +142,7 @@ def plan_run(
             tokens=tokens,
             evaluated_tokens=count_evaluated_tokens(config, tokens),
             ramp=ramp,
-            price=price or gpu.price,
+            prices=prices or [gpu.price] * bool(gpu.price),
             speed_factor=measured or 1.0,
             spread=MEASURED_SPREAD if measured else (SLOWEST, FASTEST),
         )
@@ -177,11 +178,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
                 )
                 rate = row["tokens_per_second"]["median"]
                 ratios.append(rate / estimate_step(model, gpu, layout).tokens_per_second)
-    if not ratios:
-        return 0.0, 0
-    ratios.sort()
-    middle = len(ratios) // 2
-    return (ratios[middle] + ratios[~middle]) / 2, len(ratios)
+    return median(ratios or [0.0]), len(ratios)
 
 
 def list_layouts(
@@ -234,7 +231,7 @@ def _fit_micro_batch(
         sizes = [machine.micro_batch]
     precision: str = machine.precision
     if precision == "auto":
-        precision = LOW_PRECISION.get(gpu.architecture, "bf16")
+        precision = ARCHITECTURES[gpu.architecture]["precision"]
     for size in sizes:
         layout, memory = build_layout(
             config,
@@ -281,6 +278,11 @@ def build_layout(
         optimizer=config.optim.name,
         masters=masters,
     )
+    is_explicit = attention == "explicit" or bool(model.dropout)
+    if is_explicit:  # scores in fp32, and a copy in the precision of matmuls
+        scores = model.n_layer * micro_batch * model.n_head * model.seq_len**2
+        score_bytes = scores * (4 if precision == "fp32" else 6)
+        memory = replace(memory, activations=memory.activations + score_bytes)
     if precision == "fp32" and machine.tf32:
         precision = gpu.compute_precision("tf32")
     layout = Layout(
@@ -289,7 +291,7 @@ def build_layout(
         micro_steps=micro_steps,
         precision=precision,
         program="eager" if not compiled else "fused" if masters else "compiled",
-        attention="explicit" if attention == "explicit" or model.dropout else "flash",
+        attention="explicit" if is_explicit else "flash",
         checkpointing=checkpointing,
         sharding=dims.sharding,
         tensor_parallel=dims.tp_size,
@@ -371,19 +373,26 @@ def scale_gpus(
 
 
 def plan_family(
-    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any
+    config: Config,
+    model: ModelConfig,
+    gpu: Gpu,
+    counts: Sequence[int],
+    *,
+    tokens: float,
+    **options: Any,
 ) -> dict[str, list[Plan]]:
-    """Plan each preset of a family (gpt2, llama2, ...) at its compute-optimal length.
+    """Plan each preset of the model's family (gpt2, llama2, ...) on each number of GPUs.
 
-    Return plans by preset, one per number of GPUs in `counts`; all use the config's batch. preset:
-    any preset of the family.
+    Returns plans by preset; all use the config's batch. tokens: training tokens, or 0 for each
+    model's compute-optimal number. options: those of `plan_run`.
     """
     families = {}
-    for name, model in PRESETS.items():
-        is_related = name.partition("-")[0] == preset.partition("-")[0]
-        if is_related and config.budget.batch_tokens % model.seq_len == 0:
-            options["tokens"] = optimal_tokens(model)
-            plans = scale_gpus(replace(config, model=model), model, gpu, counts, **options)
+    for name, member in PRESETS.items():
+        is_related = name.partition("-")[0] == model.preset.partition("-")[0]
+        if is_related and config.budget.batch_tokens % member.seq_len == 0:
+            length = tokens or optimal_tokens(member)
+            sized = replace(config, model=member)
+            plans = scale_gpus(sized, member, gpu, counts, tokens=length, **options)
             if plans:
                 families[name] = plans
     return families

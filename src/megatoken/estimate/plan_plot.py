@@ -1,7 +1,9 @@
-"""Draw the picture of `megatoken plan`: speed and hours by number of GPUs."""
+"""Draw the pictures of `megatoken plan`: speed and hours by number of GPUs, and the ladder."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,29 +12,31 @@ from megatoken.plots import load_pyplot, open_panels, save_figure
 
 
 def draw_plan(
-    name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence[Plan]], target: Path
+    name: str,
+    scaled: Sequence[Plan],
+    families: Mapping[str, Sequence[Plan]],
+    length: str,
+    target: Path,
 ) -> Path:
-    """Draw tokens/s and MFU by number of GPUs, and hours by number of GPUs for each model.
+    """Draw tokens/s, MFU and hours by number of GPUs.
 
-    scaled: plans of the run, one per number of GPUs. families: such plans for each model. Raises
-    ConfigError and StorageError as `save_figure` does.
+    scaled: plans of the run that fit, one per number of GPUs. families: such plans for each model.
+    length: their training length in words. Raises ConfigError and StorageError as `save_figure` does.
     """
     pyplot = load_pyplot()
     figure, (speed, hours) = open_panels(pyplot, 2, size=(6.5, 4.8))
-    speed.set(title=f"{name}: does not fit", ylabel="tokens a second (at each point: MFU)")
-    if scaled:
-        speed.set_title(f"{name}: {scaled[0].step.tokens:,} tokens a step")
-        gpus = [plan.layout.gpus for plan in scaled]
-        rates = [plan.tokens_per_second for plan in scaled]
-        linear = [count * rates[0] / gpus[0] for count in gpus]
-        speed.plot(gpus, linear, "--", color="gray", label="linear")
-        speed.plot(gpus, rates, marker="o", label="predicted")
-        low, high = zip(*(plan.spread for plan in scaled), strict=True)
-        speed.fill_between(gpus, np.multiply(low, rates), np.multiply(high, rates), alpha=0.2)
-        for plan, count, rate in zip(scaled, gpus, rates, strict=True):
-            speed.annotate(f"\n{plan.mfu:.0%}", (count, rate), fontsize=7, ha="center", va="top")
-        speed.legend(fontsize=8)
-    hours.set(ylabel="hours", title="hours to 20 tokens a parameter")
+    title = f"{name}: {scaled[0].step.tokens:,} tokens a step"
+    speed.set(title=title, ylabel="tokens a second (at each point: MFU)")
+    counts = np.array([plan.layout.gpus for plan in scaled])
+    rates = np.array([plan.tokens_per_second for plan in scaled])
+    speed.plot(counts, counts * rates[0] / counts[0], "--", color="gray", label="linear")
+    speed.plot(counts, rates, marker="o", label="predicted")
+    low, high = scaled[0].spread
+    speed.fill_between(counts, low * rates, high * rates, alpha=0.2)
+    for plan, point in zip(scaled, zip(counts, rates, strict=True), strict=True):
+        speed.annotate(f"\n{plan.mfu:.0%}", point, fontsize=7, ha="center", va="top")
+    speed.legend(fontsize=8)
+    hours.set(ylabel="hours", title=f"hours to {length}")
     for model, plans in families.items():
         fitting = [plan for plan in plans if plan.fits]
         gpus = [plan.layout.gpus for plan in fitting]
@@ -43,4 +47,18 @@ def draw_plan(
         axes.set(xlabel="GPUs", yscale="log")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
+    return save_figure(pyplot, figure, target)
+
+
+def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) -> Path:
+    """Draw a bar of the tokens/s of each rung, in front of a pale one if it was published."""
+    pyplot = load_pyplot()
+    figure, (axis,) = open_panels(pyplot, size=(9, 1.5 + 0.4 * len(rungs)))
+    names = [rung["name"] for rung in rungs]
+    rates = [rung["tokens_per_second"] for rung in rungs]
+    axis.barh(names, [rung["published"] or math.nan for rung in rungs], color="C1", alpha=0.3)
+    axis.bar_label(axis.barh(names, rates, 0.4), fmt="{:,.0f}", padding=4)
+    axis.set(title=f"{title}, predicted (pale: published)", xlabel="tokens per second")
+    axis.set(xscale="log", xlim=(rates[0] / 5, 4 * max(rates)), axisbelow=True)
+    axis.invert_yaxis()
     return save_figure(pyplot, figure, target)

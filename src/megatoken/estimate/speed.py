@@ -7,23 +7,18 @@ error on published runs.
 """
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_padded_parameters
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
 
-# Share of the data sheet's peak that large matmuls reach: in 16 bits or TF32, and in fp32 without
-# TF32.
-PRODUCT_SHARE = {
-    "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90),
-    "ampere-graphics": (0.80, 0.60), "ada": (0.80, 0.60), "hopper": (0.62, 0.65), "blackwell": (0.60, 0.60),
-    "cdna": (0.50, 0.60),
-}  # fmt: skip
-# Share that attention reaches at long contexts (FlashAttention-2's paper for A100 and H100).
-ATTENTION_SHARE = {"ampere": 0.58, "hopper": 0.36, "blackwell": 0.30, "turing": 0.2, "cdna": 0.25}
-ATTENTION_SHARE_OTHERS = 0.5
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ARCHITECTURES: dict[str, dict[str, Any]] = _TABLE["architectures"]
 HALF_SPEED_CONTEXT = 950  # tokens at which attention reaches half of that share
 HALF_SPEED_DEPTH = 128  # inner dimension at which a matmul reaches half of its share
 TILE = 128  # rows and columns of a tile
@@ -66,27 +61,7 @@ class Program:
     launches: float
 
 
-PROGRAMS = {
-    "eager": Program(
-        element_bytes=210,
-        logit_bytes=26,
-        score_bytes=90,
-        weight_bytes=16,
-        adamw_bytes=36,
-        launches=83,
-    ),
-    "compiled": Program(
-        element_bytes=120,
-        logit_bytes=10,
-        score_bytes=22,
-        weight_bytes=16,
-        adamw_bytes=36,
-        launches=45,
-    ),
-    "fused": Program(
-        element_bytes=80, logit_bytes=4, score_bytes=22, weight_bytes=6, adamw_bytes=32, launches=25
-    ),
-}
+PROGRAMS = {name: Program(**row) for name, row in _TABLE["programs"].items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +134,14 @@ def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
     parts = micro_batch_seconds(model, gpu, layout)
     compute = sum(parts.values())
     update = update_seconds(model, gpu, layout)
+    waits = _data_parallel_seconds(model, gpu, layout, compute)
+    waits += _tensor_parallel_seconds(model, gpu, layout)
     slowest = WAIT_SHARE * math.log2(layout.gpus) * steps * compute
     return StepTime(
         **{name: steps * seconds for name, seconds in parts.items()},
         optimizer=update,
         host=max(0.0, LAUNCH * count_launches(model, layout) - steps * compute - update),
-        communication=communication_seconds(model, gpu, layout, compute) + slowest,
+        communication=waits + slowest,
         tokens=layout.micro_batch * model.seq_len * steps * ranks,
     )
 
@@ -239,8 +216,9 @@ def _linear_seconds(gpu: Gpu, tokens: int, inner: int, outer: int, precision: st
 
 def product_rate(gpu: Gpu, precision: str) -> float:
     """Return the FLOP/s that large matmuls reach."""
-    is_plain = gpu.compute_precision(precision) == "fp32"
-    return gpu.peak_flops(precision) * PRODUCT_SHARE[gpu.architecture][is_plain]
+    share = "products_fp32" if gpu.compute_precision(precision) == "fp32" else "products"
+    reached: float = ARCHITECTURES[gpu.architecture][share]
+    return gpu.peak_flops(precision) * reached
 
 
 def _product_seconds(gpu: Gpu, rows: int, columns: int, depth: int, precision: str) -> float:
@@ -263,27 +241,19 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
         flops = 12 * tokens * context * model.d_model
         products = flops / product_rate(gpu, layout.precision) * 2
         return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + products)
-    share = ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS)
-    share = share * context / (context + HALF_SPEED_CONTEXT)
+    share: float = ARCHITECTURES[gpu.architecture]["attention"]
+    share *= context / (context + HALF_SPEED_CONTEXT)
     flops = 7 * tokens * context * model.d_model  # half of the scores, recomputed in the backward
     return model.n_layer * flops / (gpu.peak_flops(layout.precision) * share)
-
-
-def communication_seconds(
-    model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
-) -> float:
-    """Return how many seconds of a step GPUs wait for communication.
-
-    micro_seconds: time to compute a micro-batch.
-    """
-    exposed = _data_parallel_seconds(model, gpu, layout, micro_seconds)
-    return exposed + _tensor_parallel_seconds(model, gpu, layout)
 
 
 def _data_parallel_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
 ) -> float:
-    """Return the seconds of data-parallel collectives that the backward does not hide."""
+    """Return the seconds of data-parallel collectives that the backward does not hide.
+
+    micro_seconds: time to compute a micro-batch.
+    """
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     if ranks == 1:

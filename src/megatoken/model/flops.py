@@ -28,6 +28,16 @@ def count_parameters(config: ModelConfig) -> int:
     )
 
 
+def count_decayed_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters with weight decay: those in matrices and embeddings.
+
+    The vocabulary's padding rows are included.
+    """
+    rows = config.value_head + config.seq_len * (config.pos_emb == "learned")
+    tables = _count_embeddings(config, config.padded_vocab_size)
+    return config.n_layer * _block_matrices(config) + tables + rows * config.d_model
+
+
 def count_block_parameters(config: ModelConfig) -> int:
     """Return the number of trainable parameters of one block."""
     d = config.d_model

@@ -9,7 +9,6 @@ from megatoken.errors import ConfigError
 from megatoken.suggest import suggest
 from megatoken.system.peak_flops import PEAK_FLOPS
 
-MAX_GPUS = 100_000
 NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|[^a-z0-9]")
 
 
@@ -18,7 +17,8 @@ class Gpu:
     """A GPU model. Rates are in bytes per second per direction; prices in US dollars per hour.
 
     driver: the name that its driver reports, as in PEAK_FLOPS.
-    memory_bytes: as torch reports it, which is less than the nominal size.
+    peaks: peak FLOP/s of matmuls by precision, without sparsity.
+    memory_gib: as torch reports it, which is less than the nominal size.
     link_rate: rate between GPUs in one machine.
     network_rate: a GPU's share of the rate between machines.
     price: 0 if unknown.
@@ -27,7 +27,8 @@ class Gpu:
     name: str
     driver: str
     architecture: str
-    memory_bytes: int
+    peaks: dict[str, float]
+    memory_gib: float
     memory_rate: float
     multiprocessors: int
     link_rate: float
@@ -37,6 +38,10 @@ class Gpu:
     per_machine: int = 8
 
     @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * 2**30)
+
+    @property
     def price_source(self) -> str:
         if self.name == "A100-40GB":
             return "llm.c's account of 2024"
@@ -44,26 +49,15 @@ class Gpu:
 
     def compute_precision(self, precision: str) -> str:
         """Return the precision in which matmuls run: the given one, or fp32 if not supported."""
-        return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
+        return precision if precision in self.peaks else "fp32"
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak FLOP/s of matmuls in a precision, without sparsity."""
-        return PEAK_FLOPS[self.driver][self.compute_precision(precision)]
+        """Return the peak FLOP/s of matmuls in a precision."""
+        return self.peaks[self.compute_precision(precision)]
 
 
 GPUS = {
-    name: Gpu(
-        name=name,
-        driver=row["driver"],
-        architecture=row["architecture"],
-        memory_bytes=round(row["memory_gib"] * 2**30),
-        memory_rate=row["memory_gb_s"] * 1e9,
-        multiprocessors=row["multiprocessors"],
-        link_rate=row["link_gb_s"] * 1e9,
-        network_rate=row["network_gb_s"] * 1e9,
-        watts=float(row["watts"]),
-        price=row["dollars_per_hour"],
-    )
+    name: Gpu(name=name, peaks=PEAK_FLOPS[row["driver"]], **row)
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
 
@@ -92,19 +86,17 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
     gpu = _BY_WORD.get(_simplify(name))
     if gpu is None:
         near = suggest(_simplify(name), _BY_WORD)
-        fix = f"did you mean {_BY_WORD[near].name}?" if near else f"choose from {', '.join(GPUS)}"
+        fix = f"did you mean {_BY_WORD[near].name}? " if near else ""
+        fix += "see plan --gpus list, or measure with plan --calibrate"
         raise ConfigError(f"unknown GPU '{name}'", where, fix)
     return gpu
 
 
-def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Parse text such as `8xA100-40GB` or `H100` into a number of GPUs and their model.
+def parse_gpus(text: str) -> tuple[list[int], Gpu]:
+    """Parse text such as `8xA100-40GB`, `8,16xH100` or `H100` into numbers of GPUs and their model.
 
     Raises ConfigError.
     """
-    match = re.fullmatch(r"\s*([-+\d.]+)\s*[x*]\s*(\S.*)", text)
-    count, name = match.groups() if match else ("1", text)
-    if not count.isdecimal() or not 1 <= int(count) <= MAX_GPUS:
-        fix = f"use a number from 1 to {MAX_GPUS:,}: 8xH100"
-        raise ConfigError(f"{count} GPUs", "--gpus", fix)
-    return int(count), find_gpu(name)
+    match = re.fullmatch(r"\s*([1-9]\d{0,4}(?:,[1-9]\d{0,4})*)\s*[x*]\s*(\S.*)", text)
+    counts, name = match.groups() if match else ("1", text)
+    return [int(count) for count in counts.split(",")], find_gpu(name)

@@ -92,6 +92,8 @@ def translate_composer(path: Path) -> Translation:
     if get("model.name") in MPT:
         translation.set("model.mlp", "gelu-erf", "model.name")
         translation.notes.append("initial weights are GPT-2's, not MPT's kaiming_normal_")
+    if not get("optimizer.name"):
+        translation.notes.append("no optimizer: Composer's SGD is replaced by AdamW")
     if get("model.expansion_ratio"):
         d_ff = int(get("model.expansion_ratio") * get("model.n_embd"))
         translation.set("model.d_ff", d_ff, "model.expansion_ratio")
