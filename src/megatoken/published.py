@@ -65,20 +65,19 @@ class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 
     settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
-    which a repetition agrees. needs: hardware or weights. step_milliseconds: median; 0 if not
-    published. has_documents: whether an end-of-text token precedes each paragraph.
+    which a repetition agrees. where: hardware. needs: hardware or weights. has_documents: whether
+    an end-of-text token precedes each paragraph.
     """
 
     name: str
     title: str
     source: str
-    hardware: str
+    where: str
     precision: str
     settings: list[str]
     losses: list[float]
     tolerance: float
     needs: str
-    step_milliseconds: float = 0.0
     has_documents: bool = False
     note: str = ""
 

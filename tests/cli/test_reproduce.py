@@ -71,7 +71,7 @@ def test_a_loss_beyond_the_tolerance_is_an_exit_code(
 def test_documents_are_separated_as_in_llmc(real_data: Path, tmp_path: Path):
     """llm.c's script writes 338,028 tokens, an end-of-text token before each paragraph."""
     text = real_data / "tinyshakespeare.txt"
-    folder = reproduce.write_text(tmp_path / "documents", text, RUNS["llmc-overfit"])
+    folder = reproduce.write_text(tmp_path / "documents", text, has_documents=True)
     tokens = load_dataset(folder).train
     assert len(tokens) == reproduce.COPIES * (305_260 + 32_768)
     assert tokens.read(0, 4).tolist() == [50256, 5962, 22307, 25]
