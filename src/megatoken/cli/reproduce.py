@@ -149,10 +149,11 @@ def draw_overlay(run: PublishedRun, losses: Sequence[float], target: Path) -> Pa
 
     pyplot = load_pyplot()
     figure, (axis,) = open_panels(pyplot, size=(8, 5))
-    label = f"published ({run.where}, {run.precision})"
+    title = f"GPT-2 124M on tiny Shakespeare: {run.title}"
+    label = f"published ({run.where}, {run.precision}): {run.losses[-1]:.4f}"
     axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
-    axis.plot(range(1, len(losses) + 1), losses, label="megatoken")
-    axis.set(xlabel="step", ylabel="training loss (nats per token)", title=run.title)
+    axis.plot(range(1, len(losses) + 1), losses, label=f"megatoken: {losses[-1]:.4f}")
+    axis.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
     axis.legend()
     return save_figure(pyplot, figure, target)
 
