@@ -58,22 +58,21 @@ def run(options: Namespace, console: Console) -> Result:
     size = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}"
     full, causal = data["flops_per_token_full"], data["flops_per_token_causal"]
     state = f"{format_memory(data['state_bytes'])}, fp32 weights and {config.optim.name}"
-    if not options.json:
-        rows = [
-            ("model", f"{resolved.name}: {size}"),
-            ("blocks", describe_blocks(model)),
-            ("context", f"{model.seq_len:,} tokens"),
-            ("vocabulary", vocabulary),
-            ("parameters", f"{data['parameters']:,}"),
-            ("in matmuls", f"{data['matmul_parameters']:,}"),
-            ("decayed", f"{decayed:,}, others {data['other_parameters']:,} (with padding)"),
-            ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
-            ("state", state),
-            ("first loss", f"ln(V) = {data['expected_initial_loss']:.3f} nats"),
-        ]
-        if options.rate:
-            rows += describe_mfu(options, data)
-        console.table(rows)
+    rows = [
+        ("model", f"{resolved.name}: {size}"),
+        ("blocks", describe_blocks(model)),
+        ("context", f"{model.seq_len:,} tokens"),
+        ("vocabulary", vocabulary),
+        ("parameters", f"{data['parameters']:,}"),
+        ("in matmuls", f"{data['matmul_parameters']:,}"),
+        ("decayed", f"{decayed:,}, others {data['other_parameters']:,} (with padding)"),
+        ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
+        ("state", state),
+        ("first loss", f"ln(V) = {data['expected_initial_loss']:.3f} nats"),
+    ]
+    if options.rate:
+        rows += describe_mfu(options, data)
+    console.table(rows)
     return Result(ExitCode.DONE, data)
 
 

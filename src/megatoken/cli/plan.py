@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench.report import show_rows
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model
@@ -33,7 +32,6 @@ from megatoken.estimate.plan import (
     plan_run,
     scale_gpus,
 )
-from megatoken.estimate.plan_plot import draw_ladder, draw_plan
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.gpus import GPUS, parse_gpus
@@ -139,6 +137,9 @@ def list_gpus(console: Console) -> Result:
 
 def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Result:
     """Predict and print the software ladder on one kind of GPU."""
+    from megatoken.bench.report import show_rows
+    from megatoken.estimate.plan_plot import draw_ladder
+
     _, gpu = parse_gpus(options.gpus)
     rungs = climb(config, model, gpu, list_rungs(gpu))
     show_rows(LADDER_COLUMNS, rungs, console)
@@ -174,11 +175,8 @@ def plan_gpus(
     fitting = [scaled_plan for scaled_plan in scaled if scaled_plan.fits]
     data = plan_data(plan)
     data["scaling"] = [plan_data(scaled_plan) for scaled_plan in fitting]
-    data["family"] = {}
-    members = {}
-    for name, plans in family.items():
-        members[name] = [member for member in plans if member.layout.gpus in counts]
-        data["family"][name] = [plan_data(member) for member in members[name]]
+    members = {name: [p for p in family[name] if p.layout.gpus in counts] for name in family}
+    data["family"] = {name: [plan_data(member) for member in members[name]] for name in members}
     data["settings"] = list_settings(config, plan) if plan.fits else []
     rows = [describe_model(options.recipe, model), *describe_plan(plan)]
     if data["settings"]:
@@ -198,6 +196,8 @@ def plan_gpus(
         data["budget"] = asdict(optimum)
         rows.append(("budget", describe_optimum(optimum, options.budget)))
     if options.plot and fitting:
+        from megatoken.estimate.plan_plot import draw_plan
+
         title = f"{options.recipe} on {gpu.name}"
         data["picture"] = str(draw_plan(title, fitting, family, length, options.plot))
         rows.append(("picture", data["picture"]))
