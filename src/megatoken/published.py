@@ -57,7 +57,7 @@ class PublishedScore:
     @property
     def title(self) -> str:
         """The model and, in short, who published its scores."""
-        return f"{self.model} (published: {shorten_source(self.source)})"
+        return f"{self.model}, published: {shorten_source(self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

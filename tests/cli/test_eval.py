@@ -108,7 +108,7 @@ def test_several_models_in_one_table(
     assert " 40 with a choice longer" in lines[2]
     assert lines[4].split()[-6:] == ["124,439,808", "hellaswag", "10,042", "28.92%", "31.14%", "-"]
     assert lines[12].split()[-4:] == ["10,042", "-", "-", "48.93%"]
-    names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M")
+    names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M,")
     assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
     together = ask(f"eval {run} {short} {tasks}")["models"]
     assert [answer.pop("parameters") for answer in together] == [35744, 21248]

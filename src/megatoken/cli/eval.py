@@ -32,7 +32,7 @@ HELLASWAG = "hellaswag"
 Model = tuple[str, Mapping[str, Any]]  # a name, and the data that the evaluation returned
 PUBLISHED: list[Model] = [  # on all 10,042 examples
     (
-        row.title.replace(" (", "\n(", 1),
+        row.title.replace(", published", ",\npublished"),
         {
             "parameters": row.parameters,
             "tasks": {HELLASWAG: asdict(row) | {"n": 10_042, "stderr": dict.fromkeys(SCORES)}},
