@@ -65,7 +65,7 @@ def list_runs(console: Console) -> Result:
     rows = [["name", "what", "published on", "first and last loss", "needs"]]
     for run in RUNS.values():
         losses = f"{run.losses[0]:.2f} {run.losses[-1]:.2f}"
-        rows.append([run.name, run.title, run.where, losses, run.needs])
+        rows.append([run.name, run.title, run.hardware, losses, run.needs])
     for name, model in MODELS.items():
         rows.append([name, f"{model.name} on HellaSwag", "", "", f"{model.weights} from the hub"])
     console.table(rows, left=5)
@@ -98,7 +98,10 @@ def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> R
     largest = float(differences[worst])
     agrees = abs(largest) <= run.tolerance
     table = [
-        ("published", f"{published[0]:.4f} to {published[-1]:.4f}, {run.where}, {run.precision}"),
+        (
+            "published",
+            f"{published[0]:.4f} to {published[-1]:.4f}, {run.hardware}, {run.precision}",
+        ),
         ("here", f"{losses[0]:.4f} to {losses[-1]:.4f}"),
         ("difference", f"mean {mean:.3f}, largest {largest:+.3f} at step {worst + 1}"),
         ("tolerance", f"{run.tolerance:g}: {'' if agrees else 'not '}reproduced"),
@@ -150,7 +153,7 @@ def draw_overlay(run: PublishedRun, losses: Sequence[float], target: Path) -> Pa
     pyplot = load_pyplot()
     figure, (axis,) = open_panels(pyplot, size=(8, 5))
     title = f"GPT-2 124M on tiny Shakespeare: {run.title}"
-    label = f"published ({run.where}, {run.precision}): {run.losses[-1]:.4f}"
+    label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
     axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
     axis.plot(range(1, len(losses) + 1), losses, label=f"megatoken: {losses[-1]:.4f}")
     axis.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
