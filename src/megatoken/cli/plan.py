@@ -368,11 +368,8 @@ def format_digits(number: float) -> str:
 
 
 def print_plans(console: Console, title: str, models: Mapping[str, Sequence[Plan]]) -> None:
-    """Print a table of plans with speed, time, price and layout, unless none fits.
-
-    models: plans by model.
-    """
-    if not any(plan.fits for plans in models.values() for plan in plans):
+    """Print a table of plans with speed, time, price and layout. models: plans by model."""
+    if not models:
         return
     console.print(f"\n{title}")
     rows = [PLAN_COLUMNS]
