@@ -65,8 +65,8 @@ class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 
     settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
-    which a repetition agrees. needs: hardware or weights. has_documents: whether
-    an end-of-text token precedes each paragraph.
+    which a repetition agrees. needs: hardware or weights. has_documents: whether an end-of-text
+    token precedes each paragraph.
     """
 
     name: str
