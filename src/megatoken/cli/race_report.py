@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.bench.report import format_cell, save_picture, write_record
+from megatoken.bench.workload import describe_seconds
 from megatoken.cli.scaling_fit import read_model
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
@@ -191,11 +192,7 @@ def summarize(values: Sequence[float]) -> Row | None:
 
     With fewer than four values, the minimum and maximum replace the quartiles.
     """
-    if not values:
-        return None
-    timing = Timing(tuple(values))
-    low, high = timing.quartiles
-    return {"median": timing.median, "low": low, "high": high, "repeats": len(values)}
+    return describe_seconds(Timing(tuple(values))) if values else None
 
 
 def compare(row: Row, first: Row) -> None:

@@ -62,19 +62,19 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     return LoadedModel(model, tokenizer, source)
 
 
-def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> ModelConfig:
+def read_model_config(name: str | Path) -> ModelConfig:
     """Return the architecture of a model without loading it.
 
-    Takes the arguments of `load_pretrained` and raises the same errors.
+    Takes the names that `load_pretrained` takes and raises the same errors.
     """
-    kind, path = find_format(name, warn)
+    kind, path = find_format(name, warnings.warn)
     if kind == "llmc":
         return read_header(path)[0]
     if kind == "nanogpt":
         return read_content(path)[1]
     if kind == "hf":
         return read_family(find_folder(str(name)))[1]
-    folder, manifest = find_checkpoint(path, warn, hashes=lambda _: False)
+    folder, manifest = find_checkpoint(path, warnings.warn, hashes=lambda _: False)
     return decode_model_config(manifest.meta.get("shape"), folder)
 
 
