@@ -11,7 +11,7 @@ import numpy as np
 from megatoken.errors import ConfigError, DataError
 from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.metrics_log import read_metrics
+from megatoken.system.metrics_log import Row, read_metrics
 
 # Panels: title, format of ticks, format of the last value.
 PANELS = {
@@ -43,7 +43,6 @@ LAST_VALUES = {  # legend at the right of a panel
     "fontsize": 8,
 }
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
-Row = dict[str, Any]
 
 
 def load_pyplot() -> Any:

@@ -20,7 +20,7 @@ from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plots import choose_time_unit, format_tick, line_style, open_panels, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.device import open_device
-from megatoken.system.metrics_log import STATUS, read_metrics
+from megatoken.system.metrics_log import STATUS, Row, read_metrics
 from megatoken.system.timing import Timing
 from megatoken.train.run_folder import CHECKPOINTS
 
@@ -38,7 +38,6 @@ COLUMNS = {  # heading and format of a row's values
     "final_loss": ("final loss", "loss"),
     "loss_p": ("p", "p"),
 }
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

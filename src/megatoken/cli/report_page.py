@@ -29,7 +29,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu, find_driver
 from megatoken.system.machine import read_load
-from megatoken.system.metrics_log import METRICS, read_metrics
+from megatoken.system.metrics_log import METRICS, Row, read_metrics
 
 MAX_POINTS = 1500
 MAX_SAMPLES = 12  # per run, evenly spread
@@ -38,7 +38,6 @@ MAX_SHOWN = 8  # runs on a live page at first, which have different colors
 AXES = ("step", "tokens", "elapsed_seconds")
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 REWARDS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
