@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
 from megatoken.config.schema import MachineConfig
 from megatoken.console import MUTED, Console, format_count, format_quantity, spell_controls
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters
 
 try:
@@ -76,7 +76,7 @@ def chat(options: Namespace, console: Console) -> Result:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":
             raise KeyboardInterrupt
-        return Result(ExitCode.DONE, {**asdict(answer), "model": loaded.source})
+        return done({**asdict(answer), "model": loaded.source})
     config = loaded.model.config
     size = f"{format_quantity(count_parameters(config))} parameters"
     console.print(f"{loaded.source}: {size}, context {config.seq_len:,} tokens", MUTED)
@@ -85,7 +85,7 @@ def chat(options: Namespace, console: Console) -> Result:
     messages = [
         {"role": message.role, "content": message.content} for message in conversation.messages
     ]
-    return Result(ExitCode.DONE, {"messages": messages, "model": loaded.source})
+    return done({"messages": messages, "model": loaded.source})
 
 
 def open_conversation(

@@ -5,11 +5,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
-from megatoken.errors import ExitCode
 
 HELP = "generate text from a trained model"
 EXAMPLE = 'megatoken sample runs/mine "Once upon a time" --tokens 100'
@@ -99,7 +98,7 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
             console.rule()
     elif not options.json:
         print_samples(title, texts, console)
-    return Result(ExitCode.DONE, samples[0] if len(samples) == 1 else {"samples": samples})
+    return done(samples[0] if len(samples) == 1 else {"samples": samples})
 
 
 def write(text: str, console: Console) -> None:

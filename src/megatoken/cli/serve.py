@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_address_arguments, add_device_arguments
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.launch.local import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
@@ -79,7 +79,7 @@ def serve(options: Namespace, console: Console) -> Result:
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
             server.run([listener])
-    return Result(ExitCode.DONE, {"model": loaded.source, "address": address})
+    return done({"model": loaded.source, "address": address})
 
 
 def check_options(options: Namespace) -> None:
