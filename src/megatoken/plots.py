@@ -2,13 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import ConfigError, DataError, Warn
 from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.metrics_log import Row, read_metrics
@@ -134,10 +134,7 @@ def draw_run(run: Path, *, pictures: bool) -> str:
 
 
 def draw_curves(
-    runs: Sequence[Path],
-    target: Path,
-    x: str = "tokens",
-    warn: Callable[[str], None] = warnings.warn,
+    runs: Sequence[Path], target: Path, x: str = "tokens", warn: Warn = warnings.warn
 ) -> Path:
     """Plot the curves of runs against `x`, and return the path of the picture.
 

@@ -28,7 +28,7 @@ from megatoken.checkpoint.manifest import (
     list_files,
     verify,
 )
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, Warn
 from megatoken.system.atomic_write import (
     error_number,
     hash_file,
@@ -222,7 +222,7 @@ def parse_steps(names: Collection[str]) -> list[int]:
 
 
 def find_checkpoint(
-    source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
+    source: Path, warn: Warn, *, hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest]:
     """Verify a checkpoint or, in a run folder, find the newest valid one.
 

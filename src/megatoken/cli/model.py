@@ -1,17 +1,15 @@
 """Open the model that a command line names, to generate text with it."""
 
 from argparse import Namespace
-from collections.abc import Callable
 
 from megatoken.config.schema import MachineConfig
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
+from megatoken.errors import Warn
 from megatoken.sampling.generate import prepare_decoding
 from megatoken.system.device import Device, open_device
 
 
-def open_model(
-    options: Namespace, warn: Callable[[str], None], *, int8: bool = False
-) -> tuple[LoadedModel, Device]:
+def open_model(options: Namespace, warn: Warn, *, int8: bool = False) -> tuple[LoadedModel, Device]:
     """Load the model on the device of `add_device_arguments`, prepared for decoding; return both.
 
     warn: as in `load_pretrained`. int8: as in `prepare_decoding`.

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from megatoken.bench.workload import describe_seconds
 from megatoken.cli.scaling_fit import read_model
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, Warn
 from megatoken.estimate.paired_test import compute_p_value
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plots import choose_time_unit, format_tick, line_style, open_panels, save_figure
@@ -68,7 +68,7 @@ class Curve:
         return float(np.interp(-target, -self.losses[span], self.tokens[span]))
 
 
-def read_curve(run: Path, metric: str, warn: Callable[[str], None]) -> Curve:
+def read_curve(run: Path, metric: str, warn: Warn) -> Curve:
     """Read the validations of a run in `metric`, which is `loss` or `bits_per_byte`.
 
     warn: as in `read_metrics`.

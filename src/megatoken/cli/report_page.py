@@ -20,7 +20,7 @@ from markupsafe import Markup
 from megatoken import __version__
 from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_run
 from megatoken.console import format_duration, format_quantity
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, Warn
 from megatoken.eval.tasks import SCORES
 from megatoken.plots import number
 from megatoken.published import LADDER, shorten_source
@@ -79,7 +79,7 @@ def build_page(
     runs: Sequence[Path],
     price: float | None,
     ladder: Path | None,
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Warn = warnings.warn,
     hidden: Sequence[str] | None = (),
     *,
     is_live: bool = False,
@@ -117,7 +117,7 @@ def build_page(
     )
 
 
-def _read_run(name: str, run: Path, warn: Callable[[str], None]) -> RunData:
+def _read_run(name: str, run: Path, warn: Warn) -> RunData:
     rows, curves = _read_log(run, _stamp(run), warn)
     provenance = read_object(run / "provenance.json")
     return RunData(name, run, read_run(run), rows, curves | {"name": name}, provenance)
@@ -132,9 +132,7 @@ def _stamp(run: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=2 * MAX_SHOWN)
-def _read_log(
-    run: Path, stamp: tuple[int, int], warn: Callable[[str], None]
-) -> tuple[list[Row], Row]:
+def _read_log(run: Path, stamp: tuple[int, int], warn: Warn) -> tuple[list[Row], Row]:
     """Return the rows and the curves of a run. stamp: as returned by `_stamp`."""
     rows = read_metrics(run, warn)
     return rows, read_curves(rows)

@@ -15,14 +15,14 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 from megatoken.config.load import list_runs
-from megatoken.errors import DataError
+from megatoken.errors import DataError, Warn
 from megatoken.redact import redact_values
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.file_lock import format_now, lock_folder
@@ -215,7 +215,7 @@ class MetricsLogger:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def read_metrics(run: Path | str, warn: Callable[[str], None] = warnings.warn) -> list[Row]:
+def read_metrics(run: Path | str, warn: Warn = warnings.warn) -> list[Row]:
     """Return the rows of a run's metrics.jsonl in order, without an incomplete last line.
 
     The strings "nan", "inf" and "-inf" in train, val and eval rows become floats. Lines that are
