@@ -83,7 +83,7 @@ def count_needed_bytes(content_bytes: int) -> int:
     return content_bytes + SLACK_BYTES
 
 
-def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
+def open_draft(root: Path, step: int, needed_bytes: int) -> Path | None:
     """Create a draft folder for the checkpoint of `step`, and return it.
 
     Returns None if a valid checkpoint of that step exists. Raises StorageError if there are not

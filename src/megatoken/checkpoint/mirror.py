@@ -188,9 +188,7 @@ def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
     return manifest
 
 
-def prune_mirror(
-    store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
-) -> None:
+def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
     """Remove old mirrored checkpoints, and old remains of interrupted uploads.
 
     Remains are old if they belong to an earlier step than the newest checkpoint. Raises

@@ -31,9 +31,7 @@ from megatoken.train.step import forward_backward
 GRADIENT_TOLERANCE = 1e-2  # relative difference of gradient norms; some kernels sum in any order
 
 
-def compile_forward(
-    state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
-) -> str:
+def compile_forward(state: TrainState, step_config: StepConfig, device: Device, mode: str) -> str:
     """Compile the compute model and run it once; return an error message, "" on success.
 
     If compilation fails on any rank, all ranks use the uncompiled model. Raises ConfigError if a
