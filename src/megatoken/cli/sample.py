@@ -86,8 +86,10 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
         write(stream.push(None) + "\n", console)
         if console.is_live:
             console.rule()
+    elif console.is_live and not options.json:
+        console.fence(title, texts)
     elif not options.json:
-        print_samples(title, texts, console)
+        print(f"\n{'-' * 40}\n".join(texts))
     return done(samples[0] if len(samples) == 1 else {"samples": samples})
 
 
@@ -95,11 +97,3 @@ def write(text: str, console: Console) -> None:
     """Write generated text to stdout; on a terminal, escape control characters."""
     sys.stdout.write(spell_controls(text) if console.is_live else text)
     sys.stdout.flush()
-
-
-def print_samples(title: str, texts: list[str], console: Console) -> None:
-    """Print several texts with a line between them."""
-    if console.is_live:
-        console.fence(title, texts)
-    else:
-        print(f"\n{'-' * 40}\n".join(texts))
