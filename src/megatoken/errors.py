@@ -5,11 +5,14 @@ errors. The command line prints `str(error)` and exits with `error.code`; `--deb
 traceback.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import ClassVar
 
 from megatoken.redact import redact
+
+Warn = Callable[[str], None]  # called with the text of a warning
 
 
 class ExitCode(IntEnum):

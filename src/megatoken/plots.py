@@ -2,16 +2,16 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import ConfigError, DataError, Warn
 from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.metrics_log import read_metrics
+from megatoken.system.metrics_log import Row, read_metrics
 
 # Panels: title, format of ticks, format of the last value.
 PANELS = {
@@ -43,7 +43,6 @@ LAST_VALUES = {  # legend at the right of a panel
     "fontsize": 8,
 }
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
-Row = dict[str, Any]
 
 
 def load_pyplot() -> Any:
@@ -135,10 +134,7 @@ def draw_run(run: Path, *, pictures: bool) -> str:
 
 
 def draw_curves(
-    runs: Sequence[Path],
-    target: Path,
-    x: str = "tokens",
-    warn: Callable[[str], None] = warnings.warn,
+    runs: Sequence[Path], target: Path, x: str = "tokens", warn: Warn = warnings.warn
 ) -> Path:
     """Plot the curves of runs against `x`, and return the path of the picture.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from megatoken.config.presets import PRESETS
 from megatoken.system.atomic_write import local_path
 
-ELSEWHERE = "Benchmarks against other programs: `python -m benchmarks` in a checkout."
 DOCS = {
     "ladder": "the training step with one more optimization at a time, from plain PyTorch up",
     "knob": "the training step with each value of a machine setting",

@@ -6,11 +6,10 @@ The micro-batch size doubles until memory runs out. All sizes are timed in inter
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from megatoken.bench.report import show_rows
+from megatoken.bench.report import Row, show_rows
 from megatoken.bench.workload import (
     SPEED,
     Workload,
@@ -44,7 +43,7 @@ COLUMNS = {
 }
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(options: argparse.Namespace, console: Console) -> Row:
     """Measure micro-batches of 1, 2, 4, ... sequences; return the result for the record.
 
     Raises ConfigError if a single sequence does not fit in memory.
@@ -76,7 +75,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def measure(
     workload: Workload, device: Device, largest: int, repeats: int, console: Console
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[Row], str]:
     """Time steps on 1, 2, 4, ... sequences, at most `largest`.
 
     Return a row for each size, and the reason why no larger size was measured.
@@ -119,7 +118,7 @@ def measure(
     return rows, ended
 
 
-def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> dict[str, Any]:
+def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> Row:
     """Build the record's row for one micro-batch size."""
     config = workload.model_config
     tokens = seqs * config.seq_len

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from megatoken.bench.arguments import SIZES
-from megatoken.bench.report import show_rows
+from megatoken.bench.report import Row, show_rows
 from megatoken.bench.runner import measure_workers
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_peak, format_peak
@@ -26,7 +26,7 @@ TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen"
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(options: argparse.Namespace, console: Console) -> Row:
     """Time the step with each value of a setting; return the result for the record.
 
     The result includes the losses: equal ones show that a value changes only the speed. Raises
@@ -44,7 +44,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             what = f"micro-batch {each.micro_batch} does not divide {spec.batch_seqs} sequences"
             raise ConfigError(what, "--batch-seqs", "use a multiple")
     workers = measure_workers(specs, options.repeats, console)
-    rows = [{"value": worker.spec.configuration} | worker.describe(device) for worker in workers]
+    rows: list[Row] = [
+        {"value": worker.spec.configuration} | worker.describe(device) for worker in workers
+    ]
     if all(row["skipped"] for row in rows):
         what = f"no value ran: {rows[0]['skipped']}"
         raise PeerError(what, "bench knob", "use a smaller batch or preset")
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"knob": options.setting, **step, **describe_peak(device), "rows": rows}
 
 
-def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> dict[str, Any]:
+def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> Row:
     """Return the record's entries for the model and the batch of a step."""
     sizes = {name: getattr(spec.model_config, name) for name in SIZES}
     return {"preset": options.preset, "batch_seqs": spec.batch_seqs, **sizes}
@@ -87,7 +89,7 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
     return spec, device
 
 
-def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
+def read_values(name: str, text: str) -> tuple[str, Row]:
     """Return a setting's name, and {text: value} of the values to compare.
 
     name: the setting, with or without "machine.". text: values separated by commas; if empty, all

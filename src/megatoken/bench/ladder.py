@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatoken.bench.report import format_cell, format_rows, save_picture
+from megatoken.bench.report import Row, format_cell, format_rows, save_picture
 from megatoken.bench.runner import Worker, count_steps, run_rounds
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import count_seqs, describe_peak, format_peak
@@ -71,9 +71,6 @@ SCALINGS = {  # names, and places of the labels in the picture
     "strong (one batch divided)": {"ha": "left", "va": "top"},
     "weak (one batch each)": {"ha": "right", "va": "bottom"},
 }
-
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

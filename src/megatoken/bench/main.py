@@ -4,16 +4,15 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
 
 from megatoken.bench import batch, knob, ladder, parts
-from megatoken.bench.report import write_record
+from megatoken.bench.report import Row, write_record
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import memory_errors, open_device
 
-Bench = Callable[[argparse.Namespace, Console], dict[str, Any]]
+Bench = Callable[[argparse.Namespace, Console], Row]
 BENCHES: dict[str, Bench] = {
     "ladder": ladder.run,
     "knob": knob.run,
@@ -23,7 +22,7 @@ BENCHES: dict[str, Bench] = {
 }
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(options: argparse.Namespace, console: Console) -> Row:
     """Run the benchmark that the options name; return its result."""
     if options.bench == "knob":
         options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def run_bench(
     bench: Bench, options: argparse.Namespace, console: Console, command: list[str]
-) -> dict[str, Any]:
+) -> Row:
     """Run a benchmark, write its record to `options.out`, and return its result.
 
     Raises StorageError if the folder is not writable, before anything is measured.

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatoken.bench.report import show_rows
+from megatoken.bench.report import Row, show_rows
 from megatoken.bench.workload import (
     STEPS,
     Workload,
@@ -67,7 +67,7 @@ SHOWN_KERNELS = 12
 LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(options: argparse.Namespace, console: Console) -> Row:
     """Profile a training step of a preset; return the result for the record.
 
     Raises ConfigError if the batch is not a multiple of the context.
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def measure(
     workload: Workload, device: Device, repeats: int, console: Console, trace: Path | None = None
-) -> dict[str, Any]:
+) -> Row:
     """Run steps without and with the profiler in turn; return the groups and totals for the record.
 
     trace: file for a Chrome trace of the last profiled step.
@@ -123,7 +123,7 @@ def measure(
     products = 6 * count_matmul_parameters(config) * tokens
     attention = flops_per_token(config, causal=True) * tokens - products
     flops = {"matrix products": products, "attention": attention}
-    parts: list[dict[str, Any]] = []
+    parts: list[Row] = []
     for name in profiles[0]:
         part = Timing(tuple(groups[name] for groups in profiles))
         parts.append(describe_part(name, part, timing.median, flops.get(name), device))
@@ -142,7 +142,7 @@ def measure(
     }
 
 
-def describe_kernels(events: list[Any]) -> dict[str, Any]:
+def describe_kernels(events: list[Any]) -> Row:
     """Return the launches of a step, and the kernels that take most of its time."""
     seconds: Counter[str] = Counter()
     for event in events:
@@ -157,7 +157,7 @@ def describe_kernels(events: list[Any]) -> dict[str, Any]:
 
 def describe_part(
     name: str, part: Timing, step_seconds: float, flops: int | None, device: Device
-) -> dict[str, Any]:
+) -> Row:
     """Build a group's row: time, share of the step and, if `flops` is given, speed."""
     rate = flops / part.median if flops and part.median else None
     return {
@@ -228,7 +228,7 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
     return seconds
 
 
-def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None:
+def show_parts(answer: Row, device: Device, console: Console) -> None:
     """Print the seconds of each group of operations as a Markdown table, then tokens/s."""
     step_seconds = answer["step_seconds"]["median"]
     remainder = "idle" if device.type == "cuda" else "step without profiler - parts"

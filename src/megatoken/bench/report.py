@@ -20,12 +20,11 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.machine import cpu_count, find_commit
 
+Row = dict[str, Any]  # entries of a record, or of a row in it
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
 
 
-def write_record(
-    folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]
-) -> Path:
+def write_record(folder: Path, name: str, answer: Row, device: str, command: Sequence[str]) -> Path:
     """Write a benchmark's result to FOLDER/NAME.json and return the path.
 
     The record also has the command, the commit, the hardware and the versions. Raises StorageError.

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from megatoken.bench.report import Row
 from megatoken.bench.worker import WorkerSpec, serve
 from megatoken.bench.workload import describe_mfu
 from megatoken.config.schema import MachineConfig
@@ -100,14 +100,14 @@ class Worker:
         rounds = zip(values, self.probes, strict=False)
         return tuple(value for value, probe in rounds if probe >= limit)
 
-    def describe(self, device: Device) -> dict[str, Any]:
+    def describe(self, device: Device) -> Row:
         """Build the record's row of measurements, with None for what was not measured.
 
         mfu is relative to the device's peak, mfu_probe to the median probe. undisturbed: tokens/s
         in undisturbed rounds.
         """
         rates = ("tokens_per_second", "best", "mfu", "mfu_causal", "seconds")
-        row: dict[str, Any] = dict.fromkeys((*rates, "undisturbed", "probe_flops", "mfu_probe"))
+        row: Row = dict.fromkeys((*rates, "undisturbed", "probe_flops", "mfu_probe"))
         measures = ("first_step_seconds", "peak_memory_bytes", "loss", "steps")
         row |= dict.fromkeys(measures)
         row |= {"chosen": self.chosen, "skipped": self.skipped or None}
@@ -159,16 +159,16 @@ class Worker:
             self.processes.append(process)
             self._connections.append(ours)
 
-    def _request_steps(self, steps: int) -> dict[str, Any] | None:
+    def _request_steps(self, steps: int) -> Row | None:
         for connection in self._connections:
             with suppress(OSError):  # the process has died; `_receive` reports it
                 connection.send(steps)
         self.steps += steps
         return self._receive()
 
-    def _receive(self) -> dict[str, Any] | None:
+    def _receive(self) -> Row | None:
         """Return rank 0's answer, or None if any rank failed."""
-        answers: list[dict[str, Any]] = []
+        answers: list[Row] = []
         for process, connection in zip(self.processes, self._connections, strict=True):
             try:
                 answers.append(connection.recv())

@@ -5,12 +5,12 @@ Ids follow Zipf's law, so that losses fall and the embedding's gradient is as sp
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatoken.bench.report import Row
 from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from megatoken.config.schema import BudgetConfig, Config, MachineConfig
 from megatoken.console import format_quantity
@@ -60,8 +60,8 @@ class Workload:
             batch = draw_batch(self.model_config, seqs, self.state.step, self.device)
             return train_step(self.state, self.step_config, self.device, batch)
         except torch.OutOfMemoryError:
-            self.state.compute_model.zero_grad(set_to_none=True)
-            self.state.optimizer.zero_grad(set_to_none=True)
+            self.state.compute_model.zero_grad()
+            self.state.optimizer.zero_grad()
             raise
 
     def resize(self, micro_batch: int) -> "Workload":
@@ -150,7 +150,7 @@ def count_seqs(tokens: int, seq_len: int) -> int:
 
 def describe_mfu(
     tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
-) -> dict[str, Any]:
+) -> Row:
     """Return {"mfu": ..., "mfu_causal": ...}; both are None if the device's peak is unknown.
 
     mfu counts the FLOPs of full attention, mfu_causal only the causal half. n_peaks: number
@@ -165,7 +165,7 @@ def describe_mfu(
     }
 
 
-def describe_peak(device: Device) -> dict[str, Any]:
+def describe_peak(device: Device) -> Row:
     """Return the record's entries for the device and its peak FLOP/s."""
     return {
         "device": device.name,
@@ -181,7 +181,7 @@ def format_peak(device: Device) -> str:
     return f"{device.precision} on {device.name}; MFU against {peak}"
 
 
-def describe_seconds(timing: Timing) -> dict[str, Any]:
+def describe_seconds(timing: Timing) -> Row:
     """Convert a timing to a figure: median, low and high quartile, and number of repeats."""
     low, high = timing.quartiles
     return {"median": timing.median, "low": low, "high": high, "repeats": len(timing.seconds)}

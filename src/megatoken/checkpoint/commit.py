@@ -28,7 +28,7 @@ from megatoken.checkpoint.manifest import (
     list_files,
     verify,
 )
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, Warn
 from megatoken.system.atomic_write import (
     error_number,
     hash_file,
@@ -83,7 +83,7 @@ def count_needed_bytes(content_bytes: int) -> int:
     return content_bytes + SLACK_BYTES
 
 
-def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
+def open_draft(root: Path, step: int, needed_bytes: int) -> Path | None:
     """Create a draft folder for the checkpoint of `step`, and return it.
 
     Returns None if a valid checkpoint of that step exists. Raises StorageError if there are not
@@ -222,7 +222,7 @@ def parse_steps(names: Collection[str]) -> list[int]:
 
 
 def find_checkpoint(
-    source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
+    source: Path, warn: Warn, *, hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest]:
     """Verify a checkpoint or, in a run folder, find the newest valid one.
 

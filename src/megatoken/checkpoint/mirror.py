@@ -9,7 +9,7 @@ upload may be interrupted at any moment. Small files of the run are next to `che
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from megatoken.checkpoint.manifest import (
     verify,
 )
 from megatoken.data.remote import cache_folder
-from megatoken.errors import CheckpointError, ConfigError, MegatokenError
+from megatoken.errors import CheckpointError, ConfigError, MegatokenError, Warn
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.object_store import MissingObjectError, ObjectInfo, ObjectStore, run_parallel
@@ -188,9 +188,7 @@ def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
     return manifest
 
 
-def prune_mirror(
-    store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
-) -> None:
+def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
     """Remove old mirrored checkpoints, and old remains of interrupted uploads.
 
     Remains are old if they belong to an earlier step than the newest checkpoint. Raises
@@ -251,7 +249,7 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
     return len(steps), errors
 
 
-def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | None:
+def fetch_run(run: Path, address: str, warn: Warn) -> Path | None:
     """Fetch a run's newest valid checkpoint and its small files, if the run folder has none.
 
     Returns the checkpoint's local folder, or None if nothing was fetched, because the run folder
@@ -277,9 +275,7 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
     return folder
 
 
-def fetch_newest(
-    store: ObjectStore, steps: Sequence[int], root: Path, warn: Callable[[str], None]
-) -> Path | None:
+def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: Warn) -> Path | None:
     """Fetch the newest valid checkpoint of these ascending steps into `root`; return its folder.
 
     Returns None if all are damaged.
@@ -318,7 +314,7 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
     return step_folder(root, step)
 
 
-def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
+def fetch_model(address: str, warn: Warn) -> Path:
     """Fetch a checkpoint from a mirror into the cache, and return its local folder.
 
     Raises CheckpointError if no checkpoint is found.

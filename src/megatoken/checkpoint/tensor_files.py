@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -24,7 +24,7 @@ from torch import Tensor
 from megatoken.checkpoint.commit import FileWriter, commit, find_checkpoint, step_folder
 from megatoken.checkpoint.manifest import CheckpointManifest, FileEntry, VerifiedFile
 from megatoken.distributed.tensor_slice import TensorSlice
-from megatoken.errors import CheckpointError, StorageError
+from megatoken.errors import CheckpointError, StorageError, Warn
 from megatoken.system.atomic_write import MALFORMED
 
 MODEL = "model"
@@ -217,7 +217,7 @@ def malformed(where: Path) -> Iterator[None]:
         raise CheckpointError(what, str(where), FIX) from error
 
 
-def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
+def consolidate(source: Path, out: Path, warn: Warn) -> Path:
     """Merge the slices of a run's newest valid checkpoint into full tensors, for other programs.
 
     The result is a checkpoint `out/step-N`, whose folder is returned. Raises CheckpointError if

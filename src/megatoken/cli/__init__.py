@@ -8,6 +8,8 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from megatoken.errors import ExitCode
+
 if TYPE_CHECKING:
     from megatoken.console import Console
 
@@ -26,6 +28,11 @@ class Result(NamedTuple):
 
     exit_code: int
     data: dict[str, Any] | None
+
+
+def done(data: dict[str, Any] | None) -> Result:
+    """Return the result of a command that did what it was asked to."""
+    return Result(ExitCode.DONE, data)
 
 
 class Command(Protocol):

@@ -4,10 +4,9 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from megatoken.bench.arguments import add_benches
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_output_arguments
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 
 HELP = "benchmark training on this machine"
 EXAMPLE = "megatoken bench ladder"
@@ -29,4 +28,4 @@ def run(options: Namespace, console: Console) -> Result:
 
     data = run(options, console)
     options.json = options.json or not sys.stdout.isatty()
-    return Result(ExitCode.DONE, data)
+    return done(data)

@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
-from megatoken.config.schema import MachineConfig
 from megatoken.console import MUTED, Console, format_count, format_quantity, spell_controls
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters
 
 try:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from megatoken.convert.load_pretrained import LoadedModel
     from megatoken.sampling.choose import Sampling
     from megatoken.sampling.conversation import Answer, Conversation
+    from megatoken.system.device import Device
 
 HELP = "talk to a chat model in the terminal, or ask it once"
 EXAMPLE = "megatoken chat runs/sft"
@@ -56,7 +56,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 def chat(options: Namespace, console: Console) -> Result:
     """Talk until the user leaves, or answer one message."""
-    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.cli.model import open_model
     from megatoken.sampling.choose import Sampling
 
     sampling = Sampling(
@@ -70,13 +70,13 @@ def chat(options: Namespace, console: Console) -> Result:
     for name, message in (("message", text), ("--system", options.system)):
         if message is not None and not message.strip():
             raise ConfigError("empty text", name, "give some, or leave it out")
-    loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
-    conversation = open_conversation(options, loaded, sampling)
+    loaded, device = open_model(options, Console(to_stderr=True).warn)
+    conversation = open_conversation(options, loaded, device, sampling)
     if text is not None:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":
             raise KeyboardInterrupt
-        return Result(ExitCode.DONE, {**asdict(answer), "model": loaded.source})
+        return done({**asdict(answer), "model": loaded.source})
     config = loaded.model.config
     size = f"{format_quantity(count_parameters(config))} parameters"
     console.print(f"{loaded.source}: {size}, context {config.seq_len:,} tokens", MUTED)
@@ -85,21 +85,17 @@ def chat(options: Namespace, console: Console) -> Result:
     messages = [
         {"role": message.role, "content": message.content} for message in conversation.messages
     ]
-    return Result(ExitCode.DONE, {"messages": messages, "model": loaded.source})
+    return done({"messages": messages, "model": loaded.source})
 
 
 def open_conversation(
-    options: Namespace, loaded: "LoadedModel", sampling: "Sampling"
+    options: Namespace, loaded: "LoadedModel", device: "Device", sampling: "Sampling"
 ) -> "Conversation":
     """Return a conversation with the model. Raises ConfigError without a chat template."""
     from megatoken.data.chat_template import Message, find_template
     from megatoken.sampling.conversation import Conversation
-    from megatoken.sampling.generate import prepare_decoding
-    from megatoken.system.device import open_device
 
-    device = open_device(MachineConfig(device=options.device, precision=options.precision))
     template = find_template(loaded.tokenizer)
-    prepare_decoding(loaded.model.to(device.torch_device), device)
     system = [Message("system", options.system)] if options.system else []
     return Conversation(loaded.model, template, sampling, device, system)
 

@@ -3,12 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from megatoken.cli import COMMANDS, Result, load_command
+from megatoken.cli import COMMANDS, Result, done, load_command
 from megatoken.config.load import list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 
 HELP = "print a shell completion script"
 EXAMPLE = 'eval "$(megatoken completion bash)"'
@@ -38,7 +38,7 @@ def run(options: Namespace, console: Console) -> Result:
     script = write_completion(options.shell)
     if not options.json:
         print(script, end="")
-    return Result(ExitCode.DONE, {"script": script})
+    return done({"script": script})
 
 
 def write_completion(shell: str) -> str:

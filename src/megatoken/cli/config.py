@@ -3,11 +3,10 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import add_recipe_arguments, find_recipe, render_with_notes
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 from megatoken.redact import redact
 
 HELP = "print every setting of a recipe and its origin"
@@ -24,4 +23,4 @@ def run(options: Namespace, console: Console) -> Result:
     if not options.json:
         print(redact(render_with_notes(resolved)), end="")
     data = {"values": asdict(resolved.config), "origins": resolved.origins}
-    return Result(ExitCode.DONE, data)
+    return done(data)

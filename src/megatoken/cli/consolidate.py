@@ -2,9 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import local_path
 
 HELP = "merge the shards of a checkpoint into one file"
@@ -22,4 +21,4 @@ def run(options: Namespace, console: Console) -> Result:
 
     folder = consolidate(options.source, options.out, console.warn)
     console.print(f"written: {folder}")
-    return Result(ExitCode.DONE, {"folder": str(folder)})
+    return done({"folder": str(folder)})

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.manifest import encode_model_config
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model, find_vocabulary
 from megatoken.config.load import list_recipes
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import PRESETS
 from megatoken.console import Console, format_count, format_memory
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.gpus import parse_gpus
@@ -73,7 +73,7 @@ def run(options: Namespace, console: Console) -> Result:
     if options.rate:
         rows += describe_mfu(options, data)
     console.table(rows)
-    return Result(ExitCode.DONE, data)
+    return done(data)
 
 
 def describe_mfu(options: Namespace, data: dict[str, Any]) -> list[tuple[str, str]]:
@@ -127,4 +127,4 @@ def list_model_tensors(options: Namespace, console: Console) -> Result:
         ]
         console.table(cells, left=3)
     console.print(f"{total:,} parameters in {format_count(len(rows), 'tensor')}")
-    return Result(ExitCode.DONE, {"tensors": rows, "parameters": total})
+    return done({"tensors": rows, "parameters": total})

@@ -3,11 +3,10 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 
 HELP = "estimate the memory and traffic of one GPU of many, without a GPU"
 EXAMPLE = "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100"
@@ -41,4 +40,4 @@ def run(options: Namespace, console: Console) -> Result:
     console.table([("model", name), *describe_estimate(estimate)])
     console.print(advice)
     data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
-    return Result(ExitCode.DONE, data)
+    return done(data)

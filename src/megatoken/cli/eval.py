@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments
 from megatoken.cli.ranks import launch_ranks
 from megatoken.cli.runs import find_own_data
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_quantity
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, TASKS, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
@@ -196,7 +196,7 @@ def evaluate_models(options: Namespace) -> Result:
             about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
             answers.append(about | evaluate_model(loaded, device, comm))
     if not dist_env.is_main_process:
-        return Result(ExitCode.DONE, None)
+        return done(None)
     models: list[Model] = list(zip(options.models, answers, strict=True))
     if HELLASWAG in answers[0].get("tasks", ()):
         models += PUBLISHED
@@ -205,9 +205,9 @@ def evaluate_models(options: Namespace) -> Result:
     if options.plot:
         console.print(f"picture: {draw_scores(models, options.plot)}")
     if len(answers) > 1:
-        return Result(ExitCode.DONE, {"models": answers})
+        return done({"models": answers})
     del answers[0]["parameters"]
-    return Result(ExitCode.DONE, answers[0])
+    return done(answers[0])
 
 
 def print_answers(models: Sequence[Model], console: Console) -> None:

@@ -2,9 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import local_path
 
 HELP = "write a model in another program's format"
@@ -24,4 +23,4 @@ def run(options: Namespace, console: Console) -> Result:
     from megatoken.convert.export import export
 
     data = export(options.model, options.to, options.out, options.dtype, console)
-    return Result(ExitCode.DONE, data)
+    return done(data)

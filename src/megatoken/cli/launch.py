@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_job, name_job, write_script
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, storage_errors
@@ -67,7 +67,7 @@ def run(options: Namespace, console: Console) -> Result:
         console.print(f"written: {options.write}")
     elif not options.json:
         print(script, end="")
-    return Result(ExitCode.DONE, {"script": script, "processes": job.nodes * job.nproc})
+    return done({"script": script, "processes": job.nodes * job.nproc})
 
 
 def write_file(path: Path, script: str) -> None:

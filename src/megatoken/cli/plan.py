@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model
 from megatoken.config.fields import parse_time, parse_value
@@ -15,7 +15,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import FIELDS, Config
 from megatoken.console import Console, format_duration, format_memory, format_quantity
 from megatoken.distributed.memory import USABLE
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.estimate.compute_optimal import Optimum, spend_budget
 from megatoken.estimate.ladder import climb, list_rungs
 from megatoken.estimate.plan import (
@@ -132,7 +132,7 @@ def list_gpus(console: Console) -> Result:
         rates = f"{gpu.memory_rate / 1e9:,.0f} GB/s", f"{gpu.watts} W", f"{gpu.price or ''}"
         rows.append([gpu.name, gpu.architecture, peaks, format_memory(gpu.memory_bytes), *rates])
     console.table(rows, left=3)
-    return Result(ExitCode.DONE, {"gpus": [asdict(gpu) for gpu in GPUS.values()]})
+    return done({"gpus": [asdict(gpu) for gpu in GPUS.values()]})
 
 
 def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Result:
@@ -146,7 +146,7 @@ def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console:
     if options.plot:
         title = f"{options.recipe} on {gpu.name}"
         console.print(f"picture: {draw_ladder(title, rungs, options.plot)}")
-    return Result(ExitCode.DONE, {"ladder": rungs})
+    return done({"ladder": rungs})
 
 
 def plan_gpus(
@@ -206,7 +206,7 @@ def plan_gpus(
     title = f"the same batch of {config.batch_seqs:,} sequences on GPU counts that divide it{ramp}"
     print_plans(console, title, {options.recipe: scaled})
     print_plans(console, f"the family at {length} on {gpu.name}", members)
-    return Result(ExitCode.DONE, data)
+    return done(data)
 
 
 def plan_here(
@@ -254,7 +254,7 @@ def plan_here(
         cost = f", ${format_dollars(dollars)}" if dollars else ""
         rows.append(("time", describe_time(hours, MEASURED_SPREAD) + cost))
     console.table(rows)
-    return Result(ExitCode.DONE, data)
+    return done(data)
 
 
 def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recipe: bool) -> float:

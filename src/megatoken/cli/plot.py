@@ -3,9 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path
 from megatoken.system.metrics_log import METRICS
@@ -51,4 +50,4 @@ def run(options: Namespace, console: Console) -> Result:
     names = [str(path) for path in pictures]
     if not options.json:
         print(redact("\n".join(names)))
-    return Result(ExitCode.DONE, {"pictures": names})
+    return done({"pictures": names})

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.console import SEPARATOR, Console, format_count, format_duration, format_quantity
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import local_path
 from megatoken.system.object_store import is_address, path_or_address
 
@@ -80,7 +80,7 @@ def run(options: Namespace, console: Console) -> Result:
         upload_dataset(folder, options.out, console.print)
         console.print(f"uploaded; local copy in {folder}")
     print_summary(console, options.out, prepared, "RECIPE")
-    return Result(ExitCode.DONE, asdict(prepared))
+    return done(asdict(prepared))
 
 
 def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Result:
@@ -101,7 +101,7 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
         long=options.long,
     )
     print_summary(console, options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
-    return Result(ExitCode.DONE, asdict(prepared))
+    return done(asdict(prepared))
 
 
 def load_tokenizer_and_context(

@@ -14,11 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.cli import Result, load_command
+from megatoken.cli import Result, done, load_command
 from megatoken.cli.arguments import add_settings, parse
 from megatoken.config.load import prepare_words, resolve
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import local_path
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(options: Namespace, console: Console) -> Result:
     run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, answers)
     console.print("")
     console.table(describe_end(out, answers, prompt if source else "class", source is not None))
-    return Result(ExitCode.DONE, answers)
+    return done(answers)
 
 
 def run_step(words: list[str], parent: Namespace, console: Console, answers: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from megatoken.bench.report import format_cell, save_picture, write_record
+from megatoken.bench.workload import describe_seconds
 from megatoken.cli.scaling_fit import read_model
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, Warn
 from megatoken.estimate.paired_test import compute_p_value
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plots import choose_time_unit, format_tick, line_style, open_panels, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.device import open_device
-from megatoken.system.metrics_log import STATUS, read_metrics
+from megatoken.system.metrics_log import STATUS, Row, read_metrics
 from megatoken.system.timing import Timing
 from megatoken.train.run_folder import CHECKPOINTS
 
@@ -37,7 +38,6 @@ COLUMNS = {  # heading and format of a row's values
     "final_loss": ("final loss", "loss"),
     "loss_p": ("p", "p"),
 }
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Curve:
         return float(np.interp(-target, -self.losses[span], self.tokens[span]))
 
 
-def read_curve(run: Path, metric: str, warn: Callable[[str], None]) -> Curve:
+def read_curve(run: Path, metric: str, warn: Warn) -> Curve:
     """Read the validations of a run in `metric`, which is `loss` or `bits_per_byte`.
 
     warn: as in `read_metrics`.
@@ -191,11 +191,7 @@ def summarize(values: Sequence[float]) -> Row | None:
 
     With fewer than four values, the minimum and maximum replace the quartiles.
     """
-    if not values:
-        return None
-    timing = Timing(tuple(values))
-    low, high = timing.quartiles
-    return {"median": timing.median, "low": low, "high": high, "repeats": len(values)}
+    return describe_seconds(Timing(tuple(values))) if values else None
 
 
 def compare(row: Row, first: Row) -> None:

@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_address_arguments
 from megatoken.cli.runs import DEFAULT, find_runs
 from megatoken.cli.serve import LOOPBACK
 from megatoken.console import Console, format_quantity
-from megatoken.errors import ConfigError, DataError, ExitCode
+from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file, storage_errors
 from megatoken.system.metrics_log import METRICS
 
@@ -42,7 +42,7 @@ def run(options: Namespace, console: Console) -> Result:
 
     if options.serve:
         serve(options, console)
-        return Result(ExitCode.DONE, {"served": True})
+        return done({"served": True})
     # A path without runs is kept, as an error names it.
     runs = [run for path in options.runs for run in [*find_runs(path)] or [path]]
     page = build_page(runs, options.price, options.ladder, console.warn).encode()
@@ -50,7 +50,7 @@ def run(options: Namespace, console: Console) -> Result:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
     console.print(f"report: {options.out} ({format_quantity(len(page), 'B')})")
-    return Result(ExitCode.DONE, {"report": str(options.out), "bytes": len(page)})
+    return done({"report": str(options.out), "bytes": len(page)})
 
 
 def serve(options: Namespace, console: Console) -> None:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from megatoken import __version__
 from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_run
 from megatoken.console import format_duration, format_quantity
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, Warn
 from megatoken.eval.tasks import SCORES
 from megatoken.plots import number
 from megatoken.published import LADDER, shorten_source
@@ -29,7 +29,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu, find_driver
 from megatoken.system.machine import read_load
-from megatoken.system.metrics_log import METRICS, read_metrics
+from megatoken.system.metrics_log import METRICS, Row, read_metrics
 
 MAX_POINTS = 1500
 MAX_SAMPLES = 12  # per run, evenly spread
@@ -38,7 +38,6 @@ MAX_SHOWN = 8  # runs on a live page at first, which have different colors
 AXES = ("step", "tokens", "elapsed_seconds")
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 REWARDS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def build_page(
     runs: Sequence[Path],
     price: float | None,
     ladder: Path | None,
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Warn = warnings.warn,
     hidden: Sequence[str] | None = (),
     *,
     is_live: bool = False,
@@ -118,7 +117,7 @@ def build_page(
     )
 
 
-def _read_run(name: str, run: Path, warn: Callable[[str], None]) -> RunData:
+def _read_run(name: str, run: Path, warn: Warn) -> RunData:
     rows, curves = _read_log(run, _stamp(run), warn)
     provenance = read_object(run / "provenance.json")
     return RunData(name, run, read_run(run), rows, curves | {"name": name}, provenance)
@@ -133,9 +132,7 @@ def _stamp(run: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=2 * MAX_SHOWN)
-def _read_log(
-    run: Path, stamp: tuple[int, int], warn: Callable[[str], None]
-) -> tuple[list[Row], Row]:
+def _read_log(run: Path, stamp: tuple[int, int], warn: Warn) -> tuple[list[Row], Row]:
     """Return the rows and the curves of a run. stamp: as returned by `_stamp`."""
     rows = read_metrics(run, warn)
     return rows, read_curves(rows)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import is_copy
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.config.load import RUN_CONFIG, format_value, resolve
 from megatoken.config.schema import FIELDS, Config, flatten
 from megatoken.console import Console, format_duration, format_quantity
-from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
+from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.system.atomic_write import local_path, read_object
-from megatoken.system.metrics_log import METRICS, STATUS, find_last_rows
+from megatoken.system.metrics_log import METRICS, STATUS, Row, find_last_rows
 
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"
@@ -38,7 +38,6 @@ SORT_KEYS = {
 PRETRAIN = "pretrain"  # the objective that the report does not show
 DEFAULT = Path("runs")  # may be missing
 COLUMNS = ("run", "state", "objective", "step", "loss", "val loss", "tokens/s", "left", "size")
-Row = dict[str, Any]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -73,7 +72,7 @@ def run(options: Namespace, console: Console) -> Result:
     for row in rows:
         if row["message"]:
             console.warn(f"{row['run']}: {row['message']}")
-    return Result(ExitCode.DONE, {"runs": rows, "differences": differences})
+    return done({"runs": rows, "differences": differences})
 
 
 def is_run(folder: Path) -> bool:

@@ -5,11 +5,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
-from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
-from megatoken.errors import ExitCode
 
 HELP = "generate text from a trained model"
 EXAMPLE = 'megatoken sample runs/mine "Once upon a time" --tokens 100'
@@ -47,26 +45,17 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
 
     For a single prompt, the data is its ids and texts. For several, it is {"samples": [...]}.
     """
-    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.cli.model import open_model
     from megatoken.data.chat_template import find_stop_ids
     from megatoken.sampling.choose import Sampling
-    from megatoken.sampling.generate import (
-        TextStream,
-        describe_window,
-        generate_ids,
-        prepare_decoding,
-    )
-    from megatoken.system.device import open_device
+    from megatoken.sampling.generate import TextStream, describe_window, generate_ids
 
     sampling = Sampling(
         options.tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
     messages = Console(to_stderr=True)
-    loaded = load_pretrained(options.model, messages.warn)
-    device = open_device(MachineConfig(device=options.device, precision=options.precision))
+    loaded, device = open_model(options, messages.warn, int8=options.int8)
     tokenizer = loaded.tokenizer
-    model = loaded.model.to(device.torch_device)
-    prepare_decoding(model, device, int8=options.int8)
     sampling = replace(sampling, stop_ids=find_stop_ids(tokenizer))
     is_streamed = options.n == len(prompts) == 1 and not options.json
     stream = TextStream(tokenizer, tokenizer.encode(prompts[0]).tolist())
@@ -79,11 +68,11 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
     for prompt in prompts:
         prompt_ids = tokenizer.encode(prompt).tolist()
         start_ids = tokenizer.start_ids(prompt_ids)
-        note = describe_window(model.config, len(start_ids), options.tokens)
+        note = describe_window(loaded.model.config, len(start_ids), options.tokens)
         if note:
             messages.print(f"note: {note}")
         ids = generate_ids(
-            model,
+            loaded.model,
             start_ids,
             sampling,
             num_samples=options.n,
@@ -97,20 +86,14 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
         write(stream.push(None) + "\n", console)
         if console.is_live:
             console.rule()
+    elif console.is_live and not options.json:
+        console.fence(title, texts)
     elif not options.json:
-        print_samples(title, texts, console)
-    return Result(ExitCode.DONE, samples[0] if len(samples) == 1 else {"samples": samples})
+        print(f"\n{'-' * 40}\n".join(texts))
+    return done(samples[0] if len(samples) == 1 else {"samples": samples})
 
 
 def write(text: str, console: Console) -> None:
     """Write generated text to stdout; on a terminal, escape control characters."""
     sys.stdout.write(spell_controls(text) if console.is_live else text)
     sys.stdout.flush()
-
-
-def print_samples(title: str, texts: list[str], console: Console) -> None:
-    """Print several texts with a line between them."""
-    if console.is_live:
-        console.fence(title, texts)
-    else:
-        print(f"\n{'-' * 40}\n".join(texts))

@@ -2,9 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.console import Console
-from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import local_path
 
 HELP = "fit a scaling law to runs, and extrapolate"
@@ -23,4 +22,4 @@ def run(options: Namespace, console: Console) -> Result:
     from megatoken.cli.scaling_fit import fit_scaling
 
     data = fit_scaling(options.runs, options.flops, options.plot, console)
-    return Result(ExitCode.DONE, data)
+    return done(data)

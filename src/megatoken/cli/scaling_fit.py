@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.bench.report import Row
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import decode_model_config, read_manifest
 from megatoken.config.model_config import ModelConfig
@@ -78,7 +79,7 @@ def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
 
 def fit_scaling(
     folders: Sequence[Path], budgets: Sequence[float], plot: Path | None, console: Console
-) -> dict[str, Any]:
+) -> Row:
     """Fit a scaling law to runs, print and draw it, and return what --json prints.
 
     Raises DataError if the runs do not determine a law, and ConfigError for an impossible budget.
@@ -124,13 +125,13 @@ def fit_runs(runs: Sequence[FinishedRun]) -> Law:
     return fit_law(choose_terms(parameters, tokens), parameters, tokens, losses)
 
 
-def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[dict[str, Any]]:
+def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[Row]:
     """Print each run's loss next to the loss that the law predicts; return the rows."""
     rows = []
     cells: list[tuple[str, ...]] = [("run", "N", "D", "6 N D", "loss", "law", "error")]
     for run in runs:
         fitted = float(law.loss(run.parameters, run.tokens))
-        row: dict[str, Any] = {
+        row: Row = {
             "run": run.folder.name,
             "N": run.parameters,
             "D": run.tokens,
@@ -148,7 +149,7 @@ def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[d
     return rows
 
 
-def show_law(law: Law, laws: Sequence[Law], console: Console) -> dict[str, Any]:
+def show_law(law: Law, laws: Sequence[Law], console: Console) -> Row:
     """Print the law's formula and confidence intervals of its coefficients; return them.
 
     laws: laws fitted to bootstrap resamples.
@@ -216,10 +217,10 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
 
 def extrapolate(
     flops: float, law: Law, laws: Sequence[Law], largest: FinishedRun, console: Console
-) -> dict[str, Any]:
+) -> Row:
     """Print and return the lowest loss for a budget of FLOPs, with its model size and tokens."""
     n, d = spend(law, flops, largest)
-    data: dict[str, Any] = {"flops": flops, "N": n, "D": d}
+    data: Row = {"flops": flops, "N": n, "D": d}
     if not math.isfinite(n):
         console.print(f"{flops:.1e} FLOPs: the loss falls with N or D alone, so no split is best")
         return data

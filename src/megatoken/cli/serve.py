@@ -3,11 +3,10 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_address_arguments, add_device_arguments
-from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError
 from megatoken.launch.local import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
@@ -46,16 +45,11 @@ def serve(options: Namespace, console: Console) -> Result:
     except ImportError as error:
         fix = 'pip install "megatoken[serve]"'
         raise ConfigError(f"serve needs {error.name}, which is not installed", fix=fix) from None
-    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.cli.model import open_model
     from megatoken.data.chat_template import find_template
-    from megatoken.sampling.generate import prepare_decoding
-    from megatoken.system.device import open_device
 
     check_options(options)
-    loaded = load_pretrained(options.model, console.warn)
-    device = open_device(MachineConfig(device=options.device, precision=options.precision))
-    loaded.model.to(device.torch_device)
-    prepare_decoding(loaded.model, device)
+    loaded, device = open_model(options, console.warn)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     template = None
     no_template = ""
@@ -79,7 +73,7 @@ def serve(options: Namespace, console: Console) -> Result:
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
             server.run([listener])
-    return Result(ExitCode.DONE, {"model": loaded.source, "address": address})
+    return done({"model": loaded.source, "address": address})
 
 
 def check_options(options: Namespace) -> None:

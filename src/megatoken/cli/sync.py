@@ -16,18 +16,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.runs import find_state, read_config
 from megatoken.config.load import format_value
 from megatoken.config.schema import SINKS, flatten, split_sinks
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
+from megatoken.errors import ConfigError, MegatokenError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file
 from megatoken.system.file_lock import LockedError, lock_folder
-from megatoken.system.metrics_log import METRICS, STATUS, LogPosition, read_new_rows
+from megatoken.system.metrics_log import METRICS, STATUS, LogPosition, Row, read_new_rows
 
 HELP = "send the metrics of a run to tensorboard, wandb or trackio"
 EXAMPLE = "megatoken sync runs/mine --to tensorboard"
@@ -35,7 +35,6 @@ POLL_SECONDS = 1.0
 PROBE_BYTES = 64 << 10
 SENT_KINDS = ("train", "val", "eval")
 PLACE = ("step", "tokens", "elapsed_seconds")  # numbers of a row that are not metrics
-Row = dict[str, Any]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result:
     for name in options.to:
         counts[name] = send(options.run, name, follow=options.follow and len(options.to) == 1)
         console.print(f"{name}: {counts[name]:,} rows")
-    return Result(ExitCode.DONE, {"rows": counts})
+    return done({"rows": counts})
 
 
 class Sink(NamedTuple):

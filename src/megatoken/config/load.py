@@ -162,7 +162,7 @@ def from_python(config: Config, name: str) -> ResolvedConfig:
 
 
 def resolve_assignments(
-    name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()
+    name: str, recipe: Sequence[Assignment], overrides: Sequence[str]
 ) -> ResolvedConfig:
     """Parse and check the settings of a recipe, after replacing some of them by `overrides`.
 

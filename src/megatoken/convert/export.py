@@ -16,7 +16,7 @@ from megatoken.convert.hf.export import compare_logits, write_hf
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.errors import CheckpointError, ConfigError, StorageError, Warn
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.system.atomic_write import local_path, storage_errors
@@ -68,7 +68,7 @@ def export(
     }
 
 
-def _prepare(loaded: LoadedModel, dtype: str, warn: Callable[[str], None]) -> int:
+def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
     """Modify the model for export; return how many ids were dropped.
 
     Removes ids that the tokenizer lacks, and the value head, because no format can hold it. Rounds

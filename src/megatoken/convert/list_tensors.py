@@ -1,6 +1,6 @@
 """List the names, shapes and dtypes of a model file's tensors without reading their values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from megatoken.convert.hf.load import find_folder, open_tensors
 from megatoken.convert.llmc import list_llmc_params
 from megatoken.convert.load_pretrained import find_format
 from megatoken.convert.nanogpt import read_content
+from megatoken.errors import Warn
 from megatoken.model.gpt import GPT
 
 
@@ -24,7 +25,7 @@ class TensorInfo(NamedTuple):
     dtype: str
 
 
-def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
+def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
     """Return a model's tensors in the order of its file.
 
     name, warn: as in `load_pretrained`, which raises the same errors.

@@ -1,7 +1,6 @@
 """Load a model and its tokenizer by name, whatever program wrote it."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatoken.convert.hf.load import find_folder, load_hf, read_family
 from megatoken.convert.llmc import read_header, read_llmc
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_content, read_nanogpt
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, read_end_ids
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, Warn
 from megatoken.model.gpt import GPT
 from megatoken.system.object_store import is_address
 
@@ -29,7 +28,7 @@ class LoadedModel:
     source: str
 
 
-def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> LoadedModel:
+def load_pretrained(name: str | Path, warn: Warn = warnings.warn) -> LoadedModel:
     """Load a model and its tokenizer: a run's newest complete checkpoint, or another model.
 
     name: a run, a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's
@@ -62,23 +61,23 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     return LoadedModel(model, tokenizer, source)
 
 
-def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> ModelConfig:
+def read_model_config(name: str | Path) -> ModelConfig:
     """Return the architecture of a model without loading it.
 
-    Takes the arguments of `load_pretrained` and raises the same errors.
+    Takes the names that `load_pretrained` takes and raises the same errors.
     """
-    kind, path = find_format(name, warn)
+    kind, path = find_format(name, warnings.warn)
     if kind == "llmc":
         return read_header(path)[0]
     if kind == "nanogpt":
         return read_content(path)[1]
     if kind == "hf":
         return read_family(find_folder(str(name)))[1]
-    folder, manifest = find_checkpoint(path, warn, hashes=lambda _: False)
+    folder, manifest = find_checkpoint(path, warnings.warn, hashes=lambda _: False)
     return decode_model_config(manifest.meta.get("shape"), folder)
 
 
-def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:
+def find_format(name: str | Path, warn: Warn) -> tuple[str, Path]:
     """Return a model's format (run, hf, llmc or nanogpt) and its local path.
 
     A model at an address is fetched first.
@@ -94,7 +93,7 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
     return "run" if is_run or list_steps(path) else "hf", path
 
 
-def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, Tokenizer]:
+def _load_newest(path: Path, warn: Warn) -> tuple[Path, GPT, Tokenizer]:
     """Load the newest complete checkpoint; retry if its run deletes it meanwhile.
 
     Return its folder, the model and the tokenizer.

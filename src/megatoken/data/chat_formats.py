@@ -26,6 +26,7 @@ from megatoken.data.text_files import read_rows
 from megatoken.errors import DataError
 from megatoken.system.atomic_write import MALFORMED
 
+Row = dict[str, Any]  # as read
 Kind = Literal["chat", "preference", "prompt"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -42,7 +43,7 @@ class Example:
     where: str
     prompt: list[Message]
     answers: list[list[Message]] = field(default_factory=list)
-    row: dict[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
 
 
 class Format(NamedTuple):
@@ -51,7 +52,7 @@ class Format(NamedTuple):
     name: str
     keys: tuple[str, ...]
     kind: Kind
-    read: Callable[[dict[str, Any], str], Example]
+    read: Callable[[Row, str], Example]
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
@@ -100,7 +101,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error
 
 
-def _match_format(row: dict[str, Any]) -> Format:
+def _match_format(row: Row) -> Format:
     """Return the first format whose keys a row has. Raises ValueError if no format matches."""
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
@@ -114,15 +115,15 @@ def _to_rows(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _system_rows(row: dict[str, Any]) -> list[Any]:
+def _system_rows(row: Row) -> list[Any]:
     return _to_rows(row["system"], "system") if row.get("system") else []
 
 
-def _read_messages(row: dict[str, Any], where: str) -> Example:
+def _read_messages(row: Row, where: str) -> Example:
     return _make_chat(row["messages"], where)
 
 
-def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
+def _read_sharegpt(row: Row, where: str) -> Example:
     rows = _system_rows(row)
     for turn in row["conversations"]:
         role = turn.get("from", turn.get("role"))
@@ -131,7 +132,7 @@ def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
     return _make_chat(rows, where)
 
 
-def _read_alpaca(row: dict[str, Any], where: str) -> Example:
+def _read_alpaca(row: Row, where: str) -> Example:
     rows = _system_rows(row)
     question = row["instruction"]
     if (row.get("input") or "").strip():
@@ -141,7 +142,7 @@ def _read_alpaca(row: dict[str, Any], where: str) -> Example:
     return _make_chat(rows, where)
 
 
-def _read_completion(row: dict[str, Any], where: str) -> Example:
+def _read_completion(row: Row, where: str) -> Example:
     rows = _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant")
     return _make_chat(rows, where)
 
@@ -152,7 +153,7 @@ def _make_chat(rows: Any, where: str) -> Example:
     return Example(where, messages[:first_answer], [messages])
 
 
-def _read_preference(row: dict[str, Any], where: str) -> Example:
+def _read_preference(row: Row, where: str) -> Example:
     prompt = _to_rows(row["prompt"], "user")
     answers = []
     for key in ("chosen", "rejected"):
@@ -165,7 +166,7 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
     return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
 
 
-def _read_prompt(row: dict[str, Any], where: str) -> Example:
+def _read_prompt(row: Row, where: str) -> Example:
     answer = row["answer"]
     is_number = type(answer) in (int, float) and math.isfinite(answer)
     if not is_number and not (isinstance(answer, str) and answer.strip()):

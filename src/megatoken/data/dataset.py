@@ -312,15 +312,13 @@ def load_dataset(
     return Dataset(path, manifest, train, val, opened, external_tokenizer)
 
 
-def verify_dataset(
-    path: str | Path, *, external_tokenizer: str = "gpt2"
-) -> Iterator[MegatokenError]:
+def verify_dataset(path: Path) -> Iterator[MegatokenError]:
     """Verify every byte of a dataset; yield one MegatokenError for each defect.
 
     External shards record no hashes, so only their headers, sizes and ids are checked.
     """
     try:
-        manifest, files = _list_shards(Path(path), external_tokenizer)
+        manifest, files = _list_shards(path, "gpt2")
     except MegatokenError as error:
         yield error
         return

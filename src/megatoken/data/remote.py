@@ -221,7 +221,7 @@ def begin_upload(address: str) -> Path:
     return cache_folder("prepared", address, b"")
 
 
-def upload_dataset(folder: Path, address: str, report: Report = no_report) -> None:
+def upload_dataset(folder: Path, address: str, report: Report) -> None:
     """Upload a prepared folder and verify every file; the manifest comes last.
 
     Raises DataError if another dataset is at the address, and StorageError if the store fails.

@@ -182,7 +182,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
 
 
 def list_layouts(
-    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str] = CHECKPOINTING
+    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]
 ) -> Iterator[tuple[Layout, Memory]]:
     """Yield the layouts that the config allows, each with the largest micro-batch that fits.
 

@@ -193,9 +193,7 @@ def count_launches(model: ModelConfig, layout: Layout) -> float:
     return layout.micro_steps * model.n_layer * per_layer + outside
 
 
-def product_seconds(
-    model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int = 1
-) -> float:
+def product_seconds(model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int) -> float:
     """Return the seconds of all matmuls of a micro-batch, in forward and backward."""
     d = model.d_model
     f = model.d_ff // tp

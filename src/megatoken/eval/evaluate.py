@@ -111,8 +111,8 @@ def evaluate_loss(
     device: Device,
     comm: Comm,
     *,
-    limit: int = 0,
-    split: str | None = None,
+    limit: int,
+    split: str | None,
 ) -> dict[str, Any]:
     """Return `loss_metrics` over windows of shards or text, plus `split` and `data`.
 

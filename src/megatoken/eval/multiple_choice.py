@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatoken.config.schema import EvalConfig
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
-from megatoken.errors import DataError
+from megatoken.errors import DataError, Warn
 from megatoken.eval.scorer import ScoredSequence, Tree, build_tree, score_trees
 from megatoken.eval.tasks import SCORES, Example, Prompt, find_tasks, read_examples
 from megatoken.eval.val_loss import perplexity
@@ -60,7 +60,7 @@ class ExampleResult:
 
 
 def read_tasks(
-    config: EvalConfig, tokenizer: Tokenizer, seq_len: int, warn: Callable[[str], None]
+    config: EvalConfig, tokenizer: Tokenizer, seq_len: int, warn: Warn
 ) -> dict[str, list[EncodedExample]]:
     """Return the encoded examples of every task in a config, by task name.
 

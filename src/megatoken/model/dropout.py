@@ -48,14 +48,19 @@ def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
     return x
 
 
-class Dropout(nn.Module):
+class Module(nn.Module):
+    """A module whose call returns a tensor."""
+
+    __call__: Callable[..., Tensor]
+
+
+class Dropout(Module):
     """Set values to 0 with probability p and divide the others by 1 - p.
 
     site: index of this module among the dropouts of its layer.
     """
 
     tp_rank = 0  # index of this rank's slice of dimension 1 (positions or heads)
-    __call__: Callable[..., Tensor]
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()

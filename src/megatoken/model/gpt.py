@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
-from megatoken.model.dropout import Dropout, fold_in
+from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.kernels import (
     ATTENTION,
     BLOCK,
@@ -118,14 +118,13 @@ class Embedding(nn.Embedding):
         """Do nothing, as in `Linear`."""
 
 
-class Norm(nn.Module):
+class Norm(Module):
     """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019), which has no bias.
 
     width: size of the normalized last dimension; 0 for d_model.
     """
 
     kernels = BLOCK["torch"]
-    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, width: int = 0) -> None:
         super().__init__()
@@ -140,13 +139,11 @@ class Norm(nn.Module):
         return self.kernels.norm(x_BTC, self.weight, self.bias, self.eps, rms=self.rms)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Causal self-attention, with q, k and v computed by one packed projection.
 
     softmax(q k^T) v is in kernels/attention.py; `set_attention` chooses its implementation.
     """
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -206,7 +203,7 @@ class Attention(nn.Module):
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """A feed-forward network with GELU, squared ReLU or SwiGLU, chosen by `config.mlp`.
 
     `gelu` is GPT-2's tanh approximation, and `gelu-erf` is exact. Sources: Hendrycks and Gimpel
@@ -215,7 +212,6 @@ class MLP(nn.Module):
 
     kernels = BLOCK["torch"]
     recompute_activation = False
-    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -249,10 +245,8 @@ class MLP(nn.Module):
         return self.down(self.kernels.gelu(up_BTF, approximate=self.gelu_approximate))
 
 
-class Block(nn.Module):
+class Block(Module):
     """Attention, then the MLP, each on the normalized residual stream."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -302,7 +296,7 @@ class Block(nn.Module):
         return [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
 
 
-class GPT(nn.Module):
+class GPT(Module):
     """A decoder-only transformer. Calling it returns hidden states, not logits.
 
     `logits` returns logits and `loss` the mean loss.
@@ -314,7 +308,6 @@ class GPT(nn.Module):
 
     recompute_blocks = False
     attention_name = "flash"
-    __call__: Callable[..., Tensor]
 
     def __init__(
         self, config: ModelConfig, vocab_size: int | None = None, seed: int | None = 0

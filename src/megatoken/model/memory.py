@@ -38,7 +38,7 @@ def count_activation_bytes(
     checkpointing: str,
     loss_chunk: int,
     sharded: bool,
-    masters: bool = False,
+    masters: bool,
 ) -> ActivationBytes:
     """Estimate the activation memory of a micro-batch of `tokens` in bytes.
 

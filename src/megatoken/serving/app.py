@@ -59,9 +59,7 @@ HEADERS = [
 ]
 
 
-def build_app(
-    engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str = ""
-) -> Starlette:
+def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> Starlette:
     """Build the web application.
 
     hosts: accepted Host headers, "*" for any. api_key: key that clients must send, "" for none.

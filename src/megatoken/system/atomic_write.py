@@ -51,10 +51,10 @@ def read_small_file(path: Path, limit: int = MAX_BYTES) -> bytes:
     return path.read_bytes()
 
 
-def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """Return the value in a small JSON file. Raises OSError or ValueError."""
     try:
-        return json.loads(read_small_file(path, limit))
+        return json.loads(read_small_file(path))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -308,9 +308,7 @@ def _find_device(requested: str) -> torch.device:
 
 
 def fast_precision(
-    device_type: str,
-    capability: tuple[int, int] = (0, 0),
-    cpu_features: frozenset[str] = frozenset(),
+    device_type: str, capability: tuple[int, int], cpu_features: frozenset[str]
 ) -> str:
     """Return the lowest precision in which a device is fast: bf16, fp16 or fp32.
 

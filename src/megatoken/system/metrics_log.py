@@ -15,18 +15,19 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 from megatoken.config.load import list_runs
-from megatoken.errors import DataError
+from megatoken.errors import DataError, Warn
 from megatoken.redact import redact_values
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.file_lock import format_now, lock_folder
 
+Row = dict[str, Any]  # of metrics.jsonl
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 LONGEST_TAIL = 1 << 23  # bytes of a log that are searched for its last rows: some 30,000 rows
@@ -48,7 +49,7 @@ class MetricsLogger:
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that could not be written
         self._lock = lock
-        self._status: dict[str, Any] = {
+        self._status: Row = {
             "state": "running",
             "phase": "setup",
             "exit_code": None,
@@ -214,9 +215,7 @@ class MetricsLogger:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def read_metrics(
-    run: Path | str, warn: Callable[[str], None] = warnings.warn
-) -> list[dict[str, Any]]:
+def read_metrics(run: Path | str, warn: Warn = warnings.warn) -> list[Row]:
     """Return the rows of a run's metrics.jsonl in order, without an incomplete last line.
 
     The strings "nan", "inf" and "-inf" in train, val and eval rows become floats. Lines that are
@@ -247,9 +246,9 @@ def read_metrics(
     return rows
 
 
-def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, Row]:
     """Return the last row of each kind, by kind, in the last LONGEST_TAIL bytes of a run's log."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     with contextlib.suppress(OSError), (run / METRICS).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         for tail in (1 << 16, LONGEST_TAIL):
@@ -276,7 +275,7 @@ class LogPosition:
     offset: int = 0
 
 
-def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
+def read_new_rows(run: Path, position: LogPosition) -> tuple[list[Row], LogPosition]:
     """Return the complete rows after a position, and the new position. Raises OSError.
 
     If a resume has replaced the file, returns all rows of the new file, and a position with its
@@ -292,7 +291,7 @@ def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]
     return [row for row in rows if row is not None], LogPosition(inode, end)
 
 
-def parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> Row | None:
     """Parse a line of metrics.jsonl; return None if it is not a row."""
     with contextlib.suppress(ValueError, RecursionError):
         match row := json.loads(line):

@@ -15,6 +15,7 @@ from typing import IO
 from megatoken.system.environment import given_environment
 
 PR_SET_PDEATHSIG = 1  # Linux's prctl
+STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 DRAIN_SECONDS = 1.0  # for output that a grandchild may hold open
 NULL = Path(os.devnull)
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -104,22 +105,20 @@ def run_child(
     *,
     on_line: Callable[[str], object] | None = None,
     timeout: float | None = None,
-    stop_seconds: float = 10.0,
-    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run a child process to its end and return its exit code, which is -number for a signal.
 
     If Ctrl-C or another exception interrupts the wait, the child gets SIGTERM, and SIGKILL after
-    `stop_seconds`. On Linux, it also ends if this process dies. Raises OSError if the child cannot
+    STOP_SECONDS. On Linux, it also ends if this process dies. Raises OSError if the child cannot
     be started, and TimeoutError if it runs for more than `timeout` seconds.
 
     on_line: called on another thread with each line of stdout and stderr.
     """
-    child = Child(command, stdout=on_line, stderr=on_line, env=env)
+    child = Child(command, stdout=on_line, stderr=on_line)
     try:
         exit_code = child.wait(timeout)
     finally:
-        child.stop(stop_seconds)
+        child.stop(STOP_SECONDS)
     if exit_code is None:
         raise TimeoutError(f"{command[0]} did not end within {timeout:.0f} s")
     return exit_code

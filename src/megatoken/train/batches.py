@@ -1,7 +1,6 @@
 """Open a run's source of training batches, and the validation that goes with its objective."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatoken.data.dataloader import Prefetcher
@@ -39,7 +38,7 @@ def open_batches(
             device=device, micro_batch=steps.micro_batch, loss_chunk=steps.loss_chunk
         ),
         console=plan.console,
-        log_event=partial(log.write, "event"),
+        log_event=log.event,
     )
     batches = open_row_batches(learner, state.objective, reward)
     return batches, batches.validate

@@ -115,7 +115,7 @@ class CheckpointSaver:
                 verified=run.progress.verified,
             )
         except MegatokenError as error:
-            run.log.write("event", what="old checkpoints not removed", message=str(error))
+            run.log.event("old checkpoints not removed", message=str(error))
 
     def find_best(self) -> int | None:
         """Return the step of the checkpoint with the lowest validation loss.
@@ -140,7 +140,7 @@ class CheckpointSaver:
             new_link.replace(link)
         except (OSError, NotImplementedError) as error:  # no symlinks on this file system
             message = f"{error}: it is step {step}"
-            run.log.write("event", what="no link to the best checkpoint", message=message)
+            run.log.event("no link to the best checkpoint", message=message)
 
     def save_last(self) -> None:
         """Save and commit the current step, retrying with pauses of LAST_SAVE_RETRY_SECONDS.
@@ -191,4 +191,4 @@ class CheckpointSaver:
             call()
         except (StorageError, CheckpointError) as error:  # others, such as a lost rank, end the run
             self._run.console.warn(f"checkpoint not saved: {error}")
-            self._run.log.write("event", what="save failed", message=str(error))
+            self._run.log.event("save failed", message=str(error))

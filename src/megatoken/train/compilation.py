@@ -31,9 +31,7 @@ from megatoken.train.step import forward_backward
 GRADIENT_TOLERANCE = 1e-2  # relative difference of gradient norms; some kernels sum in any order
 
 
-def compile_forward(
-    state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
-) -> str:
+def compile_forward(state: TrainState, step_config: StepConfig, device: Device, mode: str) -> str:
     """Compile the compute model and run it once; return an error message, "" on success.
 
     If compilation fails on any rank, all ranks use the uncompiled model. Raises ConfigError if a
@@ -79,8 +77,8 @@ def without_replicas(state: TrainState) -> TrainState:
 
 def free_gradients(state: TrainState, device: Device) -> None:
     """Set all gradients to None and release cached GPU memory."""
-    state.compute_model.zero_grad(set_to_none=True)
-    state.optimizer.zero_grad(set_to_none=True)
+    state.compute_model.zero_grad()
+    state.optimizer.zero_grad()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -104,7 +102,7 @@ def _compile_full(
     for _ in range(3):  # compile, record, replay
         forward_backward(state, step_config, device, Batch(ids, ids))
         norms.append(float(state.sharded.global_grad_norm(state.comm)))
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
     if not all(math.isclose(norm, norms[0], rel_tol=GRADIENT_TOLERANCE) for norm in norms):
         values = ", ".join(f"{norm:.4g}" for norm in norms)
         raise RuntimeError(f"CUDA graphs change the gradient: its norm was {values}")

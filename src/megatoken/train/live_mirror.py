@@ -101,14 +101,14 @@ class Mirror:
             return False
         if "error" in answer:
             self._console.warn(f"not copied to save.mirror: {answer['error']}")
-            self._log.write("event", what="not mirrored", message=answer["error"])
+            self._log.event("not mirrored", message=answer["error"])
             return False
         if answer["uploaded"]:
             size = format_quantity(answer["bytes"], "B")
             duration = format_duration(answer["seconds"])
             names = ", ".join(answer["uploaded"])
             message = f"{names} copied to {self._save.mirror}: {size} in {duration}"
-            self._log.write("event", what="mirrored", message=message, **answer)
+            self._log.event("mirrored", message=message, **answer)
         return True
 
     def finish(self) -> bool:

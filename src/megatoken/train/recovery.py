@@ -78,10 +78,9 @@ class Recovery:
     def report(self, step: StepMetrics, what: str, message: str) -> None:
         """Log an event and print a warning about a step and its batch."""
         batch = batch_of_step(step.step - 1, self.state.skipped_batches)
-        self.run.log.write(
-            "event",
+        self.run.log.event(
+            what,
             step=step.step,
-            what=what,
             batch=batch,
             loss=step.loss,
             grad_norm=step.grad_norm,
@@ -106,9 +105,8 @@ class Recovery:
         divergence = compare_replicas(tensors, group, state.comm)
         if divergence is None:
             return False
-        run.log.write(
-            "event",
-            what="replicas differ",
+        run.log.event(
+            "replicas differ",
             ranks=divergence.ranks,
             tensors=divergence.tensors,
             message=divergence.message,
@@ -136,5 +134,5 @@ class Recovery:
         message = f"rewound from step {left_step} to {state.step}"
         if skipped:
             message += f", skipping batches {skipped[0]} to {skipped[-1]}"
-        run.log.write("event", what="rewind", message=f"{message}: {error}")
+        run.log.event("rewind", message=f"{message}: {error}")
         run.console.warn(message)

@@ -65,7 +65,7 @@ def _rewind_log(
     """
     plan.log_file.rewind(step, elapsed_seconds)
     rows = read_metrics(plan.out)
-    logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}
+    logged = {(row.get("task") or row["kind"], row["step"]) for row in rows}
     return logged, {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
 
 

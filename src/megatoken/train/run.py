@@ -150,6 +150,10 @@ class RunLog:
             if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
                 self.plan.stop.request_stop("callback")
 
+    def event(self, what: str, **values: Any) -> None:
+        """Log an event by `write`."""
+        self.write("event", what=what, **values)
+
     def begin(self, phase: str) -> None:
         """Report the current phase to the watchdog and status.json."""
         self.plan.heartbeat.beat(phase, self.state.step)

@@ -101,7 +101,7 @@ def train_step_async(
     unscale_gradients(state)
     grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad()
     if not state.updates_copies:
         state.refresh_low_precision_copy()
     state.step += 1

@@ -92,9 +92,7 @@ class StepLog:
 
     def _report_stragglers(self) -> None:
         for slow in self.stragglers.find():
-            self._run.log.write(
-                "event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow)
-            )
+            self._run.log.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
             self._run.console.warn(str(slow))
 
     def _log(
@@ -119,7 +117,7 @@ class StepLog:
         )
         if step.overflowed:
             message = "fp16 gradients overflowed; loss scale lowered"
-            run.log.write("event", what="step skipped", message=message)
+            run.log.event("step skipped", message=message)
         left = self.meter.remaining_seconds(step.step)
         run.log_file.progress(
             step=step.step,
@@ -140,7 +138,7 @@ def report_early_stop(run: Run) -> None:
     lowest = "never finite" if best is None else f"{progress.val_losses[best]:.4f} at step {best}"
     n = run.config.evaluate.patience
     message = f"the validation loss has not improved on {lowest} for {n} validations"
-    run.log.write("event", what="early stop", message=message)
+    run.log.event("early stop", message=message)
     run.console.print(f"step {run.state.step}: {message}: stopping early")
 
 

@@ -286,7 +286,7 @@ def train(run: Run) -> ExitCode:
         message = expectation.describe(run.step_config, run.state.step)
         run.console.print(f"plan     {message}")
         rate = run.step_config.batch_tokens / expectation.step_seconds
-        run.log.write("event", what="planned", message=message, tokens_per_second=rate)
+        run.log.event("planned", message=message, tokens_per_second=rate)
     sinks = SinkProcesses(run.config.log.sinks if run.is_main else "", run.out, run.console)
     saver = CheckpointSaver(run)
     recovery = Recovery(run, saver)
@@ -365,7 +365,7 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     """Write an error to status.json and the metrics log, and commit the pending checkpoint."""
     code = int(error.code) if isinstance(error, MegatokenError) else 1
     run.log_file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
-    run.log.write("event", what="failed", message=str(error))
+    run.log.event("failed", message=str(error))
     # All ranks raise NumericsError together; of other errors, this may be the only rank.
     if run.comm.is_single_process or isinstance(error, NumericsError):
         saver.try_commit()

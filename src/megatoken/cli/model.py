@@ -1,0 +1,20 @@
+"""Open the model that a command line names, to generate text with it."""
+
+from argparse import Namespace
+
+from megatoken.config.schema import MachineConfig
+from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
+from megatoken.errors import Warn
+from megatoken.sampling.generate import prepare_decoding
+from megatoken.system.device import Device, open_device
+
+
+def open_model(options: Namespace, warn: Warn, *, int8: bool = False) -> tuple[LoadedModel, Device]:
+    """Load the model on the device of `add_device_arguments`, prepared for decoding; return both.
+
+    warn: as in `load_pretrained`. int8: as in `prepare_decoding`.
+    """
+    loaded = load_pretrained(options.model, warn)
+    device = open_device(MachineConfig(device=options.device, precision=options.precision))
+    prepare_decoding(loaded.model.to(device.torch_device), device, int8=int8)
+    return loaded, device
