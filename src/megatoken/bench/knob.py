@@ -89,7 +89,7 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
     return spec, device
 
 
-def read_values(name: str, text: str) -> tuple[str, Row]:
+def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
     """Return a setting's name, and {text: value} of the values to compare.
 
     name: the setting, with or without "machine.". text: values separated by commas; if empty, all
