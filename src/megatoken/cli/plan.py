@@ -87,7 +87,7 @@ def _dollars(text: str) -> float:
 
 
 def _prices(text: str) -> list[float]:
-    return [_dollars(word) for word in text.split(",")]
+    return sorted(_dollars(word) for word in text.split(","))
 
 
 def _hours(text: str) -> float:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_address_arguments
@@ -60,7 +60,7 @@ def serve(options: Namespace, console: Console) -> None:
     quiet = Console(quiet=True)  # each request reads the runs again
     is_local = options.host in LOOPBACK
     key = options.api_key or ("" if is_local else secrets.token_urlsafe(16))
-    folder = f"/{key}/" if key else "/"
+    folder = f"/{quote(key, safe='')}/" if key else "/"
 
     def build(hidden: list[str] | None) -> str:
         runs = [run for path in options.runs for run in find_runs(path) if (run / METRICS).exists()]
@@ -92,7 +92,7 @@ def serve(options: Namespace, console: Console) -> None:
     try:
         server = ThreadingHTTPServer((options.host, options.port), Handler)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {options.host}: {error}", "--port") from None
+        raise ConfigError(f"cannot listen on {options.host}: {error}", "--host, --port") from None
     host = socket.gethostname() if options.host == "0.0.0.0" else options.host
     console.print(f"http://{host}:{server.server_address[1]}{folder} until Ctrl-C")
     with server:

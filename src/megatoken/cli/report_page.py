@@ -353,7 +353,7 @@ def _tabulate_ladder(record: Row) -> Table:
         (name, bar, f"{rate:,.0f} tokens/s, {more}")
         for (name, rate, more), bar in zip(rows, rates / max(rates), strict=True)
     ]
-    return Table("Speed-ups on this machine", (), cells, note, len(published))
+    return Table("Speed-ups", (), cells, note, len(published))
 
 
 def _tabulate_differences(runs: Sequence[RunData]) -> Table:

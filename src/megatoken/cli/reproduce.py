@@ -5,6 +5,7 @@ and the rounding differ, so its tolerance is a few times the spread over seeds. 
 must agree to the digits that were published.
 """
 
+import hashlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from megatoken.cli.arguments import add_settings
 from megatoken.config.load import ResolvedConfig, resolve
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.eval.tasks import SCORES as KINDS
 from megatoken.published import MODELS, RUNS, SCORES, SOURCES, PublishedModel, PublishedRun
 from megatoken.system.atomic_write import local_path
@@ -90,25 +91,27 @@ def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> R
     summary = Trainer(resolved, out, console=console).fit()
     if summary.code:
         return Result(summary.code, None)
-    losses = [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]
-    published = run.losses[: len(losses)]
+    logged = {row["step"]: row["loss"] for row in read_metrics(out) if row["kind"] == "train"}
+    steps = [step for step in logged if step <= len(run.losses)]
+    losses = [logged[step] for step in steps]
+    published = [run.losses[step - 1] for step in steps]
     differences = np.subtract(losses, published)
     worst = int(abs(differences).argmax())
     mean = float(abs(differences).mean())
     largest = float(differences[worst])
     agrees = abs(largest) <= run.tolerance
+    ends = f"{published[0]:.4f} to {published[-1]:.4f}"
+    count = f"{len(steps)} of {len(run.losses)} steps"
     table = [
-        (
-            "published",
-            f"{published[0]:.4f} to {published[-1]:.4f}, {run.hardware}, {run.precision}",
-        ),
+        ("published", f"{ends}, {run.hardware}, {run.precision}"),
         ("here", f"{losses[0]:.4f} to {losses[-1]:.4f}"),
-        ("difference", f"mean {mean:.3f}, largest {largest:+.3f} at step {worst + 1}"),
-        ("tolerance", f"{run.tolerance:g}: {'' if agrees else 'not '}reproduced"),
+        ("difference", f"mean {mean:.3f}, largest {largest:+.3f} at step {steps[worst]}"),
+        ("tolerance", f"{run.tolerance:g}: {count} {'' if agrees else 'not '}reproduced"),
+        *([("changed", " ".join(options.overrides))] if options.overrides else []),
         *([("note", run.note)] if run.note else []),
     ]
     if options.plot:
-        table.append(("picture", str(draw_overlay(run, losses, options.plot))))
+        table.append(("picture", str(draw_overlay(run, steps, losses, options.plot))))
     console.table(table)
     data = {
         "name": run.name,
@@ -130,13 +133,16 @@ def write_text(folder: Path, file: Path | None, has_documents: bool) -> Path:
     """
     import numpy as np
 
-    from megatoken.data.sources import find_source
+    from megatoken.data.sources import SHAKESPEARE_SHA256, find_source
     from megatoken.data.tokenizer import load_tokenizer
 
     source = find_source(str(file or "tinyshakespeare"))
     tokenizer = load_tokenizer("gpt2")
     with source.open(source.files[0]) as stream:
-        text = stream.read().decode()
+        content = stream.read()
+    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+        raise DataError("not tiny Shakespeare", str(file), "leave out --data to download it")
+    text = content.decode()
     ids = [tokenizer.encode(text)]
     if has_documents:
         paragraphs = re.findall(r".+?(?:\n\n|\Z)", text, re.DOTALL)
@@ -146,7 +152,9 @@ def write_text(folder: Path, file: Path | None, has_documents: bool) -> Path:
     return folder
 
 
-def draw_overlay(run: PublishedRun, losses: Sequence[float], target: Path) -> Path:
+def draw_overlay(
+    run: PublishedRun, steps: Sequence[int], losses: Sequence[float], target: Path
+) -> Path:
     """Draw our losses over the published ones, and return the path of the picture."""
     from megatoken.plots import load_pyplot, open_panels, save_figure
 
@@ -155,7 +163,7 @@ def draw_overlay(run: PublishedRun, losses: Sequence[float], target: Path) -> Pa
     title = f"GPT-2 124M on tiny Shakespeare: {run.title}"
     label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
     axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
-    axis.plot(range(1, len(losses) + 1), losses, label=f"megatoken: {losses[-1]:.4f}")
+    axis.plot(steps, losses, label=f"megatoken: {losses[-1]:.4f}")
     axis.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
     axis.legend()
     return save_figure(pyplot, figure, target)
