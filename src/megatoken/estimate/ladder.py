@@ -36,7 +36,10 @@ def list_rungs(gpu: Gpu) -> list[PublishedRung]:
 def climb(
     config: Config, model: ModelConfig, gpu: Gpu, rungs: Sequence[PublishedRung]
 ) -> list[dict[str, Any]]:
-    """Plan rungs with their batches; each keeps the settings of those before it."""
+    """Plan rungs with their batches; each keeps the settings of those before it.
+
+    Leaves out rungs that change nothing on this GPU, unless they are published for it.
+    """
     is_same = model == PRESETS["gpt2-124m"]
     published = {rung.name: rung.rate for rung in LADDER if is_same and rung.device == gpu.name}
     rows: list[dict[str, Any]] = []
@@ -47,6 +50,8 @@ def climb(
         config = replace(config, machine=machine, budget=budget)
         plan = plan_run(config, model, gpu, rung.gpus, tokens=1.0, modes=("none",))
         rate = plan.tokens_per_second
+        if rows and rate == rows[-1]["tokens_per_second"] and rung.name not in published:
+            continue
         row = {
             "name": rung.name,
             "tokens_per_second": rate,
