@@ -150,7 +150,7 @@ def list_replays() -> str:
             rows.append([*cells, "not run", "", f"{run.tolerance:g}", f"needs {run.needs}"])
     for name, model in MODELS.items():
         rows.append(
-            [f"`{name}`", f"{model.name} on HellaSwag", "", "not run", "", "", "needs the hub"]
+            [f"`{name}`", f"{model['name']} on HellaSwag", "", "not run", "", "", "needs the hub"]
         )
     return REPLAYS + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

@@ -82,15 +82,8 @@ class PublishedRun:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedModel:
-    """A model whose scores are in SCORES. weights: its name on the Hugging Face hub."""
-
-    name: str
-    weights: str
-
-
 LADDER = [PublishedRung(**row) for row in _TABLE["ladder"]]
 SCORES = [PublishedScore(**row) for row in _TABLE["scores"]]
-MODELS = {key: PublishedModel(**row) for key, row in _TABLE["models"].items()}
+# Models whose scores are in SCORES, and where the hub has their weights.
+MODELS: dict[str, dict[str, str]] = _TABLE["models"]
 RUNS = {row["name"]: PublishedRun(**row) for row in _TABLE["runs"]}

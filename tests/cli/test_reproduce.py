@@ -11,7 +11,7 @@ from megatoken.convert.hf.export import write_hf
 from megatoken.data.dataset import load_dataset
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode
-from megatoken.published import LADDER, MODELS, RUNS, SCORES, SOURCES, PublishedModel
+from megatoken.published import LADDER, MODELS, RUNS, SCORES, SOURCES
 from megatoken.system.gpus import GPUS
 from tests.convert.models import draw_model
 
@@ -26,7 +26,7 @@ def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
 def test_published_facts_are_complete():
     assert {each.source for each in (*LADDER, *SCORES, *RUNS.values())} == SOURCES.keys()
     assert {each.device for each in LADDER if "laptop" not in each.device} < GPUS.keys()
-    assert {each.name for each in MODELS.values()} < {each.model for each in SCORES}
+    assert {each["name"] for each in MODELS.values()} < {each.model for each in SCORES}
     assert all(len(run.losses) == 50 for name, run in RUNS.items() if name.startswith("notebook"))
 
 
@@ -89,9 +89,7 @@ def test_scores_are_compared_in_their_columns(
     ]
     examples = tmp_path / "hellaswag.jsonl"
     examples.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setitem(
-        MODELS, "hellaswag-124m", PublishedModel(name="GPT-2 124M", weights=weights)
-    )
+    monkeypatch.setitem(MODELS, "hellaswag-124m", {"name": "GPT-2 124M", "weights": weights})
     code, answer = replay(capsys, "hellaswag-124m", "--data", str(examples))
     ours = answer["scores"]
     published = {"acc": 0.2892, "acc_norm": 0.3114, "acc_token_mean": 0.2955}

@@ -49,8 +49,10 @@ LADDER_COLUMNS = {
     "memory_bytes": "memory",
     "published": "published",
 }
-PLAN_COLUMNS = ["model", "tokens", "GPUs", "speed-up", "tokens/s", "MFU", "hours"]
-PLAN_COLUMNS += ["GPU-hours", "dollars", "layout"]
+PLAN_COLUMNS = [
+    *("model", "tokens", "GPUs", "speed-up", "tokens/s", "MFU"),
+    *("hours", "GPU-hours", "dollars", "layout"),
+]
 
 
 def add_arguments(parser: ArgumentParser) -> None:

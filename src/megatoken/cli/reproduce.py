@@ -11,20 +11,19 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatoken.cli import Result
+from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.config.load import ResolvedConfig, resolve
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, DataError, ExitCode
+from megatoken.errors import DataError, ExitCode
 from megatoken.eval.tasks import SCORES as KINDS
-from megatoken.published import MODELS, RUNS, SCORES, SOURCES, PublishedModel, PublishedRun
+from megatoken.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 from megatoken.system.atomic_write import local_path
 from megatoken.system.metrics_log import read_metrics
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
-RECIPE = "shakespeare"
 FIXED = (
     "data.tokenizer=gpt2",
     "log.every=1steps",
@@ -39,8 +38,8 @@ SCORE_TOLERANCE = 0.002  # of shares; what precision and batching change
 
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
-    doc = f"what to replay: {', '.join((*RUNS, *MODELS))}"
-    arg("name", metavar="NAME", nargs="?", help=doc)
+    names = (*RUNS, *MODELS)
+    arg("name", metavar="NAME", nargs="?", choices=names, help=f"one of {', '.join(names)}")
     add_settings(parser)
     arg("--list", action="store_true", help="list the published runs and what each needs")
     doc = "tiny Shakespeare (default: download it), or the examples of HellaSwag (default: the hub)"
@@ -55,9 +54,6 @@ def run(options: Namespace, console: Console) -> Result:
         return list_runs(console)
     if name in MODELS:
         return compare_scores(MODELS[name], options, console)
-    if name not in RUNS:
-        fix = "see `megatoken reproduce --list`"
-        raise ConfigError(f"no published run '{name}'", "megatoken reproduce", fix)
     return compare_losses(RUNS[name], options, console)
 
 
@@ -68,15 +64,17 @@ def list_runs(console: Console) -> Result:
         losses = f"{run.losses[0]:.2f} {run.losses[-1]:.2f}"
         rows.append([run.name, run.title, run.hardware, losses, run.needs])
     for name, model in MODELS.items():
-        rows.append([name, f"{model.name} on HellaSwag", "", "", f"{model.weights} from the hub"])
+        rows.append(
+            [name, f"{model['name']} on HellaSwag", "", "", f"{model['weights']} from the hub"]
+        )
     console.table(rows, left=5)
-    return Result(ExitCode.DONE, {"runs": [*RUNS, *MODELS]})
+    return done({"runs": [*RUNS, *MODELS]})
 
 
 def resolve_run(run: PublishedRun, overrides: Sequence[str]) -> ResolvedConfig:
     """Return the config that replays a run."""
     steps = f"budget.steps={len(run.losses)}"
-    return resolve(RECIPE, [*FIXED, steps, *run.settings, *overrides])
+    return resolve("shakespeare", [*FIXED, steps, *run.settings, *overrides])
 
 
 def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> Result:
@@ -100,10 +98,9 @@ def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> R
     mean = float(abs(differences).mean())
     largest = float(differences[worst])
     agrees = abs(largest) <= run.tolerance
-    ends = f"{published[0]:.4f} to {published[-1]:.4f}"
     count = f"{len(steps)} of {len(run.losses)} steps"
     table = [
-        ("published", f"{ends}, {run.hardware}, {run.precision}"),
+        ("published", f"{published[0]:.4f} to {published[-1]:.4f}, {run.hardware}"),
         ("here", f"{losses[0]:.4f} to {losses[-1]:.4f}"),
         ("difference", f"mean {mean:.3f}, largest {largest:+.3f} at step {steps[worst]}"),
         ("tolerance", f"{run.tolerance:g}: {count} {'' if agrees else 'not '}reproduced"),
@@ -114,14 +111,11 @@ def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> R
         table.append(("picture", str(draw_overlay(run, steps, losses, options.plot))))
     console.table(table)
     data = {
-        "name": run.name,
         "losses": losses,
         "published": published,
         "largest_difference": largest,
         "mean_difference": mean,
-        "tolerance": run.tolerance,
         "reproduced": agrees,
-        "seconds": summary.seconds,
     }
     return Result(ExitCode.DONE if agrees else ExitCode.NUMERICS, data)
 
@@ -160,22 +154,25 @@ def draw_overlay(
 
     pyplot = load_pyplot()
     figure, (axis,) = open_panels(pyplot, size=(8, 5))
-    title = f"GPT-2 124M on tiny Shakespeare: {run.title}"
     label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
     axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
     axis.plot(steps, losses, label=f"megatoken: {losses[-1]:.4f}")
-    axis.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
+    axis.set(
+        xlabel="step",
+        ylabel="training loss (nats per token)",
+        title=f"GPT-2 124M on tiny Shakespeare: {run.title}",
+    )
     axis.legend()
     return save_figure(pyplot, figure, target)
 
 
-def compare_scores(model: PublishedModel, options: Namespace, console: Console) -> Result:
+def compare_scores(model: dict[str, str], options: Namespace, console: Console) -> Result:
     """Score OpenAI's weights on HellaSwag, and compare with the published scores of the model."""
     from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.eval.evaluate import evaluate
     from megatoken.system.device import open_device
 
-    loaded = load_pretrained(model.weights, console.warn)
+    loaded = load_pretrained(model["weights"], console.warn)
     gpt = loaded.model.to(open_device(MachineConfig()).torch_device)
     answer = evaluate(gpt, loaded.tokenizer, tasks="hellaswag", data=options.data)
     scores = answer["tasks"]["hellaswag"]
@@ -184,7 +181,7 @@ def compare_scores(model: PublishedModel, options: Namespace, console: Console) 
     for known in SCORES:
         for kind in KINDS:
             value = getattr(known, kind)
-            if known.model == model.name and value:
+            if known.model == model["name"] and value:
                 largest = max(largest, abs(scores[kind] - value))
                 rows.append([kind, f"{scores[kind]:.4f}", f"{value:.4f}", SOURCES[known.source]])
     console.table(rows)
