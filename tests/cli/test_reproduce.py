@@ -18,6 +18,13 @@ from tests.convert.models import draw_model
 TINY = ["model.n_layer=1", "model.n_head=2", "model.d_model=16", "machine.micro_batch=4"]
 
 
+@pytest.fixture
+def text(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return tiny Shakespeare, and let GPT-2's vocabulary be found without a download."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(real_data / "tiktoken"))
+    return real_data / "tinyshakespeare.txt"
+
+
 def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     code = main(["reproduce", *words, "--json"])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -39,14 +46,13 @@ def test_every_run_has_a_valid_config(name: str):
 
 
 def test_a_published_run_is_reproduced(
-    real_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The first steps of GPT-2 124M; the other runs and steps are records/reproduce-*.json."""
-    text = str(real_data / "tinyshakespeare.txt")
     picture = tmp_path / "overlay.png"
     code, answer = replay(
         capsys,
-        *("notebook-fifty", "budget.steps=8", "--data", text, "--out", str(tmp_path / "run")),
+        *("notebook-fifty", "budget.steps=8", "--data", str(text), "--out", str(tmp_path / "run")),
         *("--plot", str(picture)),
     )
     assert code == ExitCode.DONE
@@ -58,9 +64,9 @@ def test_a_published_run_is_reproduced(
 
 
 def test_a_loss_beyond_the_tolerance_is_an_exit_code(
-    real_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["--data", str(real_data / "tinyshakespeare.txt"), "--out", str(tmp_path / "run")]
+    words = ["--data", str(text), "--out", str(tmp_path / "run")]
     code, answer = replay(capsys, "notebook-fifty", *TINY, *words)
     published = RUNS["notebook-fifty"].losses
     worst = max((a - b for a, b in zip(answer["losses"], published, strict=True)), key=abs)
@@ -68,9 +74,8 @@ def test_a_loss_beyond_the_tolerance_is_an_exit_code(
     assert answer["largest_difference"] == pytest.approx(worst)
 
 
-def test_documents_are_separated_as_in_llmc(real_data: Path, tmp_path: Path):
+def test_documents_are_separated_as_in_llmc(text: Path, tmp_path: Path):
     """llm.c's script writes 338,028 tokens, an end-of-text token before each paragraph."""
-    text = real_data / "tinyshakespeare.txt"
     folder = reproduce.write_text(tmp_path / "documents", text, has_documents=True)
     tokens = load_dataset(folder).train
     assert len(tokens) == reproduce.COPIES * (305_260 + 32_768)
