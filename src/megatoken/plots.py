@@ -253,8 +253,8 @@ def draw_weights(
 
     Returns the paths of the pictures.
 
-    channels: columns of the embeddings to plot as curves; channels that the model lacks are left
-    out, and if it lacks all, the first 3 are drawn. block: block of the weight, or the last block if there are fewer.
+    channels: columns of the embeddings to plot as curves. Those beyond the model's width are left
+    out; if none remains, the first 3 are plotted. block: index of the block, at most the last.
     """
     from megatoken.convert.load_pretrained import load_pretrained
 

@@ -11,7 +11,7 @@ SOURCES: dict[str, str] = _TABLE["sources"]
 
 
 def shorten_source(source: str) -> str:
-    """Return the title of a source, a key of SOURCES, without what explains it."""
+    """Return the title of a source, a key of SOURCES, up to its first colon or comma."""
     return re.split("[:,]", SOURCES[source])[0]
 
 
@@ -65,7 +65,7 @@ class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 
     settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
-    which a repetition agrees. needs: hardware or weights. has_documents: whether an end-of-text
+    which a replay agrees. needs: hardware or weights. has_documents: whether an end-of-text
     token precedes each paragraph.
     """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatoken.config.load import resolve_preset
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
-from megatoken.estimate.ladder import climb
+from megatoken.estimate.ladder import plan_rungs
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.published import LADDER
 from megatoken.system.gpus import GPUS
@@ -151,7 +151,7 @@ def read_ladder(device: str) -> list[Published]:
     """Return the published rungs of a device, with predictions of the same settings and batches."""
     rungs = [rung for rung in LADDER if rung.device == device]
     config = resolve_preset("gpt2-124m", ()).config
-    rows = climb(config, PRESETS["gpt2-124m"], GPUS[device], rungs)
+    rows = plan_rungs(config, PRESETS["gpt2-124m"], GPUS[device], rungs)
     return [
         Published(
             rung.source.capitalize(),

@@ -35,17 +35,17 @@ def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     _add_knob(parsers["knob"])
     _add_batch(parsers["batch"])
     _add_parts(parsers["parts"])
-    _add_climb(parsers["processes"])
+    _add_batch_tokens(parsers["processes"])
 
 
-def _add_climb(parser: argparse.ArgumentParser) -> None:
+def _add_batch_tokens(parser: argparse.ArgumentParser) -> None:
     add_preset(parser)
     doc = "tokens per step and process, in a ladder at its end (default 4096, on cuda 65536)"
     parser.add_argument("--batch-tokens", type=count, help=doc)
 
 
 def _add_ladder(parser: argparse.ArgumentParser) -> None:
-    _add_climb(parser)
+    _add_batch_tokens(parser)
     doc = "run only these rungs, counted from 1 (default all)"
     parser.add_argument("--rungs", default="", metavar="N,...", help=doc)
 

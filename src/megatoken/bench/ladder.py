@@ -78,7 +78,8 @@ class Rung:
     """One switch of the ladder.
 
     machine: the machine settings that it changes. fields: other fields of the WorkerSpec that it
-    changes. missing: why it cannot run here, or "" if it can. linear: speedup of linear scaling, if known.
+    changes. missing: why it cannot run here, or "" if it can. linear: speedup of linear scaling;
+    None for a rung of the ladder.
     """
 
     name: str
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace, console: Console) -> Row:
         options.batch_tokens or max(BATCH_TOKENS[device.type], config.seq_len), config.seq_len
     )
     first = WorkerSpec(model_config=config, batch_seqs=seqs, device=str(device.torch_device))
-    if options.bench == "processes":  # one on a CPU gets its share of the cores, too
+    if options.bench == "processes":  # on a CPU, even one process uses only its share of the cores
         threads = max(1, cpu_count() // list_counts(device)[-1])
         first = replace(first, machine={"threads": threads})
         rungs = list_scalings(device, seqs)

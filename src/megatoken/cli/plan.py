@@ -17,7 +17,7 @@ from megatoken.console import Console, format_duration, format_memory, format_qu
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ConfigError
 from megatoken.estimate.compute_optimal import Optimum, spend_budget
-from megatoken.estimate.ladder import climb, list_rungs
+from megatoken.estimate.ladder import list_rungs, plan_rungs
 from megatoken.estimate.plan import (
     CHECKPOINTING,
     GPU_COUNTS,
@@ -143,7 +143,7 @@ def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console:
     from megatoken.estimate.plan_plot import draw_ladder
 
     _, gpu = parse_gpus(options.gpus)
-    rungs = climb(config, model, gpu, list_rungs(gpu))
+    rungs = plan_rungs(config, model, gpu, list_rungs(gpu))
     show_rows(LADDER_COLUMNS, rungs, console)
     if options.plot:
         title = f"{options.recipe} on {gpu.name}"

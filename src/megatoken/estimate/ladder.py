@@ -22,26 +22,29 @@ LARGE_BATCH = 64  # sequences
 def list_rungs(gpu: Gpu) -> list[PublishedRung]:
     """Return the rungs for a GPU: those published for it, our kernels, the large batch, 8 GPUs.
 
-    If fewer than two are published, T4's or H100's are used, depending on the fastest precision.
+    A GPU with fewer than two published rungs gets those of the T4 if fp16 is its fastest precision,
+    else those of the H100.
     """
     rungs = [rung for rung in LADDER if rung.device == gpu.name]
     if len(rungs) < 2:
-        is_half = ARCHITECTURES[gpu.architecture]["precision"] == "fp16"
-        return list_rungs(GPUS["T4" if is_half else "H100"])
+        is_fp16 = ARCHITECTURES[gpu.architecture]["precision"] == "fp16"
+        return list_rungs(GPUS["T4" if is_fp16 else "H100"])
     small = [rung for rung in rungs if rung.micro_batch < LARGE_BATCH]
     large = [rung for rung in LADDER if rung.micro_batch == LARGE_BATCH]
     return [*small, replace(small[-1], name="our fused kernels"), *large]
 
 
-def climb(
+def plan_rungs(
     config: Config, model: ModelConfig, gpu: Gpu, rungs: Sequence[PublishedRung]
 ) -> list[dict[str, Any]]:
-    """Plan rungs with their batches; each keeps the settings of those before it.
+    """Plan rungs with their batches; each keeps the settings of the rungs before it.
 
     Leaves out rungs that change nothing on this GPU, unless they are published for it.
     """
-    is_same = model == PRESETS["gpt2-124m"]
-    published = {rung.name: rung.rate for rung in LADDER if is_same and rung.device == gpu.name}
+    is_published_model = model == PRESETS["gpt2-124m"]
+    published = {
+        rung.name: rung.rate for rung in LADDER if is_published_model and rung.device == gpu.name
+    }
     rows: list[dict[str, Any]] = []
     for rung in rungs:
         machine = replace(config.machine, **SWITCHES.get(rung.name, {}))
