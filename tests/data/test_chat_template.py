@@ -114,14 +114,17 @@ USER = {"role": "user", "content": "2+2"}
 ANSWER = {"role": "assistant", "content": "4"}
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": [2, 2]}'}}
+
+
 @pytest.mark.parametrize(
     "rows",
     [
-        *([], "text", [USER], [USER, USER, ANSWER], [USER, ANSWER, ANSWER]),
-        *([USER, {"role": "system", "content": "x"}, ANSWER], [{"role": "tool", "content": "x"}]),
-        *([{"content": "x"}], ["x"], [{"role": [], "content": "x"}]),
-        *([{"role": "user", "content": content}, ANSWER] for content in (" \n", None, "a\ud800")),
-        [USER, {**ANSWER, "weight": 0.5}],
+        *([], "text", [USER], [USER, USER], [{"role": "critic", "content": "x"}]),
+        *([{"content": "x"}], ["x"], [{"role": [], "content": "x"}], [USER, {"role": "assistant"}]),
+        *([{"role": "user", "content": content}, ANSWER] for content in (None, 2, " ", "a\ud800")),
+        *([USER, {**ANSWER, **row}] for row in ({"weight": 0.5}, {"weight": 0}, {"content": " "})),
+        *([USER, {**ANSWER, **row}] for row in ({"tool_calls": 1}, {"name": "a\ud800"})),
     ],
 )
 def test_rows_that_are_not_a_conversation_are_refused(rows: object):
@@ -129,10 +132,26 @@ def test_rows_that_are_not_a_conversation_are_refused(rows: object):
         parse_messages(rows, "f:3")
 
 
-def test_messages_to_answer_end_with_the_user():
+def test_messages_keep_their_order_and_other_keys():
+    roles = ("developer", "user", "user", "assistant", "tool", "assistant", "system", "assistant")
+    rows = [{"role": role, "content": role[0], "name": "n"} for role in roles]
+    expected = [Message(role, role[0], fields={"name": "n"}) for role in roles]
+    assert parse_messages(rows, "f:1") == expected
+    calls = [{**CALL, "function": {"name": "add", "arguments": {"a": [2, 2]}}}]
+    row = {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1}
+    assert parse_messages([USER, row], "f:1")[1] == Message(
+        "assistant", "", 1, {"tool_calls": calls}
+    )
+    parts = [{"type": "text", "text": text} for text in ("2", "+2")]
+    assert parse_messages([{**USER, "content": parts}, ANSWER], "f:1")[0] == Message("user", "2+2")
+
+
+def test_messages_to_answer_do_not_end_with_an_answer():
     expected = [Message("user", "2+2"), Message("assistant", "4")]
     assert parse_messages([USER, ANSWER], "f:1") == expected
     assert parse_messages([USER], "body", reply=True) == expected[:1]
+    tool = {"role": "tool", "content": "", "tool_call_id": "c1"}
+    assert parse_messages([USER, tool], "body", reply=True)[1].content == ""
     with pytest.raises(DataError):
         parse_messages([USER, ANSWER], "body", reply=True)
 

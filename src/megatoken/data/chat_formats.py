@@ -126,8 +126,9 @@ def _read_messages(row: Row, where: str) -> Example:
 def _read_sharegpt(row: Row, where: str) -> Example:
     rows = _system_rows(row)
     for turn in row["conversations"]:
-        role = turn.get("from", turn.get("role"))
-        content = turn.get("value", turn.get("content"))
+        turn = dict(turn)
+        role = turn.pop("from", turn.get("role"))
+        content = turn.pop("value", turn.get("content"))
         rows.append({**turn, "role": _SHAREGPT_ROLES.get(role, role), "content": content})
     return _make_chat(rows, where)
 

@@ -8,7 +8,8 @@ the messages are then encoded as plain text, even where they spell a control tok
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import MALFORMED
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 # Control tokens of other chat models. A tokenizer with one of them needs the template that it was
@@ -55,12 +56,14 @@ _MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 class Message:
     """One turn of a conversation.
 
-    role: system, user or assistant. weight: 1, or 0 for an answer that is not trained on.
+    role: one of ROLES. weight: 1, or 0 for an answer that is not trained on. fields: other keys
+    that templates read, such as tool_calls, tool_call_id, name and reasoning_content.
     """
 
     role: str
     content: str
     weight: int = 1
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 _PROBE = [Message("user", "Hi?\n"), Message("assistant", "1. yes"), Message("user", "ok 2")]
@@ -90,15 +93,20 @@ class ChatTemplate:
         self.stop_ids = tuple(dict.fromkeys((stop_id, tokenizer.eot, *tokenizer.end_ids)))
 
     def encode(
-        self, messages: Sequence[Message], *, reply: bool = False, where: str = ""
+        self,
+        messages: Sequence[Message],
+        *,
+        reply: bool = False,
+        where: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
         Answers and their stop tokens are trained on. Some tokenizers join white space at the end of
         a header with the start of the answer; such a token is trained on too. reply: also append
         the assistant's header, for the model to continue. where: location of the conversation, for
-        error messages. Raises DataError if the template rejects the conversation or changes the
-        content of a message.
+        error messages. tools: JSON schemas of the functions that the model can call. Raises
+        DataError if the template rejects the conversation or changes the content of a message.
         """
         ids: list[int] = []
         trained: list[bool] = []
@@ -113,7 +121,7 @@ class ChatTemplate:
             ids.extend(tokens)
             trained.extend([False] * n_header + [True] * (len(tokens) - n_header))
 
-        for template_text, content, is_trained in self._list_parts(messages, reply, where):
+        for template_text, content, is_trained in self._list_parts(messages, reply, where, tools):
             for part in self._control.split(template_text):
                 if part not in self._control_ids:
                     text += part
@@ -129,14 +137,14 @@ class ChatTemplate:
         return ids, trained
 
     def _list_parts(
-        self, messages: Sequence[Message], reply: bool, where: str
+        self, messages: Sequence[Message], reply: bool, where: str, tools: Any = None
     ) -> Iterator[tuple[str, str, bool]]:
         """Yield (template text, content after it, whether the content is trained on) per message.
 
         A last triple holds the template text after all messages, with empty content.
         """
         placeholders = [_PLACEHOLDER.format(number) for number in range(len(messages))]
-        split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where))
+        split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where, tools))
         contents = []
         for left, number, right in zip(split[1::4], split[2::4], split[3::4], strict=True):
             content = messages[int(number)].content
@@ -145,7 +153,8 @@ class ChatTemplate:
         order = list(map(int, split[2::4]))
         texts = split[::4]
         rebuilt = "".join(map("".join, zip(texts, [*contents, ""], strict=True)))
-        expected = self._render(messages, [message.content for message in messages], reply, where)
+        plain = [message.content for message in messages]
+        expected = self._render(messages, plain, reply, where, tools)
         if order != list(range(len(messages))) or rebuilt != expected:
             what = f"chat template {self.name} changes or drops the content of a message"
             raise DataError(what, where, "leave the conversation out")
@@ -154,14 +163,24 @@ class ChatTemplate:
         yield texts[-1], "", False
 
     def _render(
-        self, messages: Sequence[Message], contents: Sequence[str], reply: bool, where: str
+        self,
+        messages: Sequence[Message],
+        contents: Sequence[str],
+        reply: bool,
+        where: str,
+        tools: Any = None,
     ) -> str:
+        system = "developer" if "developer" in self.jinja else "system"
         rows = [
-            {"role": message.role, "content": content}
+            {
+                **message.fields,
+                "role": system if message.role == "developer" else message.role,
+                "content": content,
+            }
             for message, content in zip(messages, contents, strict=True)
         ]
         try:
-            return self._compiled.render(messages=rows, add_generation_prompt=reply)
+            return self._compiled.render(messages=rows, tools=tools, add_generation_prompt=reply)
         except Exception as error:  # a template can fail in any way
             what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
             raise DataError(what, where, "leave the conversation out") from error
@@ -258,37 +277,59 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Message]:
-    """Convert rows {"role": ..., "content": ..., "weight": 0 or 1 (optional)} to messages.
+    """Convert OpenAI's rows {"role", "content", "weight" (optional), ...} to messages.
 
-    reply: whether a model will answer. If so, the last message must be the user's; if not, there
-    must be an answer to train on. where: location of the rows, for error messages. Raises DataError
-    if the rows are not such a conversation.
+    Roles can come in any order; the template decides which orders it renders. reply: whether a
+    model will answer. If not, there must be an answer to train on. where: location of the rows, for
+    error messages. Raises DataError if the rows are not such a conversation.
     """
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')
-    messages: list[Message] = []
-    for number, row in enumerate(rows, start=1):
-        message = _parse_message(row, f"{where}, message {number}")
-        if messages and message.role in (messages[-1].role, "system"):
-            what = f"a {message.role} message after one of the {messages[-1].role}"
-            fix = "alternate user and assistant, after at most one system message"
-            raise DataError(what, f"{where}, message {number}", fix)
-        messages.append(message)
-    if reply and messages[-1].role != "user":
-        raise DataError("the last message must be the user's", where, "remove those after it")
-    if not reply and not any(m.role == "assistant" and m.weight for m in messages):
+    messages = [
+        _parse_message(row, f"{where}, message {number}") for number, row in enumerate(rows, 1)
+    ]
+    if reply and messages[-1].role == "assistant":
+        raise DataError("the last message is the assistant's", where, "remove it")
+    if not reply and any(message.role == "user" and _is_blank(message) for message in messages):
+        raise DataError("a blank message of the user", where, "leave it out")
+    answers = [message for message in messages if message.role == "assistant" and message.weight]
+    if not reply and all(map(_is_blank, answers)):
         raise DataError("no message of the assistant to train on", where, "leave it out")
     return messages
 
 
+def _is_blank(message: Message) -> bool:
+    return not (message.content.strip() or message.fields.get("tool_calls"))
+
+
 def _parse_message(row: Any, where: str) -> Message:
     try:
-        message = Message(row["role"], row["content"], row.get("weight", 1))
-        message.content.encode()  # fails for a lone surrogate
-        is_valid = message.role in ROLES and message.content.strip() and message.weight in (0, 1)
+        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate
+        fields = {key: value for key, value in row.items() if value is not None}
+        role, weight, content = (
+            fields.pop("role"),
+            fields.pop("weight", 1),
+            fields.pop("content", None),
+        )
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
+            content = content or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        is_valid = role in ROLES and isinstance(content, str) and weight in (0, 1)
     except MALFORMED:
         is_valid = False
     if not is_valid:
         fix = f"use a role of {', '.join(ROLES)}, text as content, and a weight of 0 or 1 or none"
         raise DataError("not a message", where, fix)
-    return message
+    return Message(role, content, weight, fields)
+
+
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, as templates expect, not OpenAI's JSON."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            function = {**function, "arguments": json.loads(arguments)}
+    return {**call, "function": function} if "function" in call else function
