@@ -27,6 +27,14 @@ TINY_MODERN = replace(  # every switch but zero_init, under which most gradients
     TINY_GPT, n_kv_head=1, norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False,
     qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, logit_softcap=5.0, window=5,
 )  # fmt: skip
+TINY_GEMMA = replace(
+    TINY_LLAMA, head_dim=8, bias=True, bias_in="qkv", norm_position="both", mlp="geglu", qk_norm=True,
+    embedding_scale=True, window=5, window_pattern="SS", rope_local_theta=50.0, rope_factor=4.0, rope_scaling="linear",
+)  # fmt: skip
+TINY_OLMO = replace(
+    TINY_LLAMA, n_head=4, norm_position="post", qk_norm=True, qk_norm_over="width", nope_interval=2,
+    rope_factor=4.0, rope_scaling="yarn", rope_high=32.0, rope_context=8,
+)  # fmt: skip
 CPU = Device(
     torch_device=torch.device("cpu"),
     name="cpu",

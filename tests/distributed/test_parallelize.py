@@ -43,7 +43,11 @@ from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
 
 WORLD, STEPS = 4, 3
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
-FAMILIES = {"gpt2": TINY_GPT, "modern": replace(TINY_MODERN, n_head=4, n_kv_head=2, dropout=0.2)}
+MODERN = replace(
+    TINY_MODERN, n_head=4, n_kv_head=2, dropout=0.2, head_dim=16, norm_position="both", bias=True, bias_in="qkv",
+    embedding_scale=True,
+)  # fmt: skip
+FAMILIES = {"gpt2": TINY_GPT, "modern": MODERN}
 BF16 = replace(CPU, precision="bf16")
 # So that vectors are small beside matrices.
 LARGER = replace(TINY_GPT, n_layer=4, d_model=128, d_ff=512)

@@ -20,11 +20,13 @@ from megatoken.model.flops import (
 )
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
-from tests.tiny_model import TINY_LLAMA, TINY_MODERN
+from tests.tiny_model import TINY_GEMMA, TINY_LLAMA, TINY_MODERN, TINY_OLMO
 
 TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=96, vocab_size=256, seq_len=16)
 TINY_LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, vocab_size=256, tie_embeddings=False)
 TINY_MODERN = replace(TINY_MODERN, n_layer=3, n_head=4, n_kv_head=2, vocab_size=256, window=0)
+TINY_GEMMA = replace(TINY_GEMMA, vocab_size=256, window=0)
+TINY_OLMO = replace(TINY_OLMO, vocab_size=256)
 
 PUBLISHED = {  # the released weights; GPT-3: table 2.1 of the paper, in its rounding
     "gpt2-124m": 124_439_808,
@@ -81,6 +83,10 @@ OTHERS = {
     "odd": ODD,
     "llama": TINY_LLAMA,
     "modern": TINY_MODERN,
+    "gemma": TINY_GEMMA,
+    "olmo": TINY_OLMO,
+    "biases of attention": replace(TINY_GEMMA, bias_in="attention", norm="layernorm"),
+    "biases of an MLP": replace(TINY_GEMMA, bias_in="mlp"),
     "all switches of a GPT-2": replace(
         ODD, qk_norm=True, embedding_norm=True, value_embeddings=True
     ),
@@ -116,7 +122,9 @@ def test_counts_are_those_of_the_module(name: str):
 
 
 @pytest.mark.parametrize(
-    "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+    "model_config",
+    [TINY, TINY_LLAMA, TINY_MODERN, TINY_GEMMA, TINY_OLMO],
+    ids=["gpt", "llama", "modern", "gemma", "olmo"],
 )
 def test_flops_are_those_that_torch_counts(model_config: ModelConfig):
     model = GPT(model_config)

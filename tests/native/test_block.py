@@ -21,7 +21,7 @@ from megatoken.model.kernels.block import BLOCK
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.model.rope import rotary_cos_sin
 from tests.native.twins import assert_same
-from tests.tiny_model import TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_rows
+from tests.tiny_model import TINY_GEMMA, TINY_GPT, TINY_LLAMA, TINY_MODERN, TINY_OLMO, tiny_rows
 
 GPT2 = replace(TINY_GPT, n_head=3, d_model=48, d_ff=70)
 LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, d_model=64, d_ff=90)
@@ -132,6 +132,12 @@ def loss_and_gradients(model: GPT) -> list[Tensor]:
         (replace(TINY_LLAMA, mlp="relu2"), "native", "none", False),
         (replace(TINY_LLAMA, value_embeddings=True, n_layer=1), "native", "none", False),
         (TINY_MODERN, "blocked", "none", False),
+        (TINY_GEMMA, "blocked", "none", False),
+        (replace(TINY_LLAMA, head_dim=8), "native", "none", False),
+        (replace(TINY_LLAMA, bias=True, bias_in="qkv"), "native", "none", False),
+        (replace(TINY_LLAMA, norm_position="both"), "native", "none", False),
+        (replace(TINY_LLAMA, mlp="geglu"), "native", "none", False),
+        (replace(TINY_OLMO, norm_position="pre", qk_norm=False), "native", "none", True),
     ],
 )
 def test_blocks_with_other_parts_are_not_fused(

@@ -14,10 +14,11 @@ from megatoken.sampling.batch import BatchDecoder, Completion, Request, generate
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import Device
-from tests.sampling.test_generate import TINY, TINY_LLAMA, TINY_MODERN, build
+from tests.sampling.test_generate import TINY, TINY_GEMMA, TINY_LLAMA, TINY_MODERN, TINY_OLMO, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
+MODELS |= {"gemma": TINY_GEMMA, "olmo": TINY_OLMO}
 REQUESTS = [
     Request([3, 1, 4, 1, 5], Sampling(30, seed=1)),
     Request([2], Sampling(12, temperature=0, stop_ids=(7,))),

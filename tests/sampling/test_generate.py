@@ -27,7 +27,7 @@ from megatoken.sampling.choose import Sampling, choose_ids, cumulative_sum
 from megatoken.sampling.generate import TextStream, generate, generate_ids, prepare_decoding
 from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
-from tests.tiny_model import TINY_MODERN
+from tests.tiny_model import TINY_GEMMA, TINY_MODERN, TINY_OLMO
 
 TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
 TINY_LLAMA = replace(
@@ -39,7 +39,10 @@ TINY_LLAMA = replace(
     bias=False,
     tie_embeddings=False,
 )
-TINY_MODERN = replace(TINY_MODERN, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
+TINY_MODERN, TINY_GEMMA, TINY_OLMO = (
+    replace(model_config, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
+    for model_config in (TINY_MODERN, TINY_GEMMA, TINY_OLMO)
+)
 CPU = torch.device("cpu")
 
 
@@ -78,7 +81,7 @@ def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]
 @given(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     rows=st.integers(1, 3),
-    model_config=st.sampled_from([TINY, TINY_LLAMA, TINY_MODERN]),
+    model_config=st.sampled_from([TINY, TINY_LLAMA, TINY_MODERN, TINY_GEMMA, TINY_OLMO]),
 )
 def test_cached_pieces_of_any_size_equal_the_full_forward(
     cuts: list[int], rows: int, model_config: ModelConfig
@@ -160,7 +163,9 @@ def slide(ids: list[int], prompt: int, context: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+    "model_config",
+    [TINY, TINY_LLAMA, TINY_MODERN, TINY_GEMMA, TINY_OLMO],
+    ids=["gpt", "llama", "modern", "gemma", "olmo"],
 )
 @pytest.mark.parametrize(("context", "prompt"), [(64, 5), (64, 100), (7, 3), (2, 1), (1, 4)])
 def test_beyond_the_context_the_window_slides(model_config: ModelConfig, context: int, prompt: int):

@@ -18,7 +18,16 @@ from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
 from tests.eval.test_val_loss import SINGLE
 from tests.ranks import train_on_ranks
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state, tiny_step_config
+from tests.tiny_model import (
+    CPU,
+    TINY_GEMMA,
+    TINY_GPT,
+    TINY_LLAMA,
+    TINY_MODERN,
+    TINY_OLMO,
+    tiny_state,
+    tiny_step_config,
+)
 from tests.tiny_run import assert_equal_tensors, read_losses, train
 
 EOT, T = 96, 16  # of the tiny models
@@ -52,7 +61,9 @@ def large_state(model_config: ModelConfig) -> TrainState:
 
 @pytest.mark.parametrize("attention", ["explicit", "flash", "blocked", "native"])
 @pytest.mark.parametrize(
-    "model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+    "model_config",
+    [TINY_GPT, TINY_LLAMA, TINY_MODERN, TINY_GEMMA, TINY_OLMO],
+    ids=["gpt", "llama", "modern", "gemma", "olmo"],
 )
 def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig, attention: str):
     if attention == "native" and model_config.window:

@@ -17,8 +17,18 @@ SWITCHES = (
     "value_embeddings",
     "logit_softcap",
     "window",
+    "embedding_scale",
+    "nope_interval",
 )
+GATED = ("swiglu", "geglu")  # MLPs with a gate
 IF_ROTARY = "model.pos_emb=rotary"
+# The parts of a model that have biases, by the value of bias_in.
+BIASED = {
+    "all": ("qkv", "out", "mlp", "norm"),
+    "qkv": ("qkv",),
+    "attention": ("qkv", "out"),
+    "mlp": ("mlp",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +42,15 @@ class ModelConfig:
     preset: str = config_field(
         "", "published architecture to start from; the fields below override it", compare=False
     )
-    n_layer: int = config_field(12, "transformer blocks", low=1)
-    n_head: int = config_field(12, "attention heads; must divide d_model", low=1)
+    n_layer: int = config_field(12, "transformer blocks", low=1, high=100_000)
+    n_head: int = config_field(12, "attention heads; must divide d_model if head_dim=0", low=1)
+    head_dim: int = config_field(0, "width of a head; 0: d_model / n_head", low=0)
     n_kv_head: int = config_field(
         0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head", low=0
     )
     d_model: int = config_field(768, "width of the residual stream", low=1)
     d_ff: int = config_field(
-        0, "width of the MLP; 0: 4 x d_model, or 8/3 of it (multiple of 256) for swiglu", low=0
+        0, "width of the MLP; 0: 4 x d_model, or 8/3 of it (multiple of 256) if gated", low=0
     )
     vocab_size: int = config_field(
         0, "vocabulary size before padding to a multiple of 128; 0: the tokenizer's", low=0
@@ -48,6 +59,9 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = config_field(
         "layernorm", "normalization: GPT-2's or LLaMA's"
     )
+    norm_position: Literal["pre", "post", "both"] = config_field(
+        "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma 3)"
+    )
     norm_eps: float = config_field(1e-5, "added to the variance", low=0.0, open_low=True)
     pos_emb: Literal["learned", "rotary"] = config_field(
         "learned", "position embedding: learned, or rotary on queries and keys"
@@ -55,9 +69,23 @@ class ModelConfig:
     rope_theta: float = config_field(
         10000.0, "rotary base", low=1.0, open_low=True, only_if=IF_ROTARY
     )
+    rope_local_theta: float = config_field(
+        0.0,
+        "rotary base of layers with a window, without scaling; 0: as in other layers",
+        low=0.0,
+        only_if=IF_ROTARY,
+    )
+    nope_interval: int = config_field(
+        0, "every n-th layer has no rotary embedding; 0: none", "layers", low=0, only_if=IF_ROTARY
+    )
+    rope_scaling: Literal["llama3", "linear", "yarn"] = config_field(
+        "llama3",
+        "rotary scaling: LLaMA 3.1's, all wavelengths alike, or YaRN",
+        only_if="model.rope_factor!=1.0",
+    )
     rope_factor: float = config_field(
         1.0,
-        "rotary scaling (LLaMA 3.1): factor of the longest wavelengths",
+        "rotary scaling: factor of the longest wavelengths; 1: no scaling",
         low=1.0,
         only_if=IF_ROTARY,
     )
@@ -70,13 +98,33 @@ class ModelConfig:
     rope_context: int = config_field(
         8192, "rotary scaling: context length before scaling", "tokens", low=1
     )
-    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu"] = config_field(
+    rope_attention: float = config_field(
+        0.0,
+        "factor of rotated queries and keys; 0: 1 + 0.1 ln(rope_factor)",
+        low=0.0,
+        only_if="model.rope_scaling=yarn",
+    )
+    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu", "geglu"] = config_field(
         "gelu",
-        "activation: tanh GELU (GPT-2), exact GELU (nanoGPT), squared ReLU, or SwiGLU (LLaMA)",
+        "activation: tanh GELU (GPT-2), exact GELU (nanoGPT), squared ReLU, SwiGLU (LLaMA), or "
+        "tanh GELU with a gate (Gemma)",
     )
     bias: bool = config_field(True, "biases in linear layers and LayerNorm")
+    bias_in: Literal["all", "qkv", "attention", "mlp"] = config_field(
+        "all",
+        "layers with biases: all, queries, keys and values (Qwen2), all of attention, or the MLP",
+        only_if="model.bias=True",
+    )
     tie_embeddings: bool = config_field(True, "share the token embedding with the output layer")
-    qk_norm: bool = config_field(False, "normalize the queries and keys of each head")
+    qk_norm: bool = config_field(False, "normalize queries and keys")
+    qk_norm_over: Literal["head", "width"] = config_field(
+        "head",
+        "normalize each head, or all heads of a token together (OLMo 2)",
+        only_if="model.qk_norm=True",
+    )
+    embedding_scale: bool = config_field(
+        False, "multiply the token embedding by the square root of d_model (Gemma)"
+    )
     embedding_norm: bool = config_field(False, "normalize the embedding before the first block")
     residual_scales: bool = config_field(
         False, "block input: learned mix of the residual stream and the embedding"
@@ -92,7 +140,8 @@ class ModelConfig:
     )
     window_pattern: str = config_field(
         "SSSL",
-        "layers with a window (S) and without (L), repeated; the last layer has none",
+        "layers with a window (S) and without (L): one letter per layer, or repeated until the "
+        "last layer, which has none",
         only_if="model.window!=0",
     )
     value_head: bool = config_field(
@@ -123,7 +172,22 @@ class ModelConfig:
 
     @property
     def d_head(self) -> int:
-        return self.d_model // self.n_head
+        """The width of a head."""
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def attention_width(self) -> int:
+        """The total width of the query heads, which the output projection reads."""
+        return self.n_head * self.d_head
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate, which makes it three matrices."""
+        return self.mlp in GATED
+
+    def has_bias(self, part: str) -> bool:
+        """Return whether a part has biases: `qkv`, `out`, `mlp` or `norm`."""
+        return self.bias and part in BIASED[self.bias_in]
 
     @property
     def kv_heads(self) -> int:
@@ -139,8 +203,15 @@ class ModelConfig:
     def windows(self) -> list[int]:
         """The attention window of each layer in tokens; 0 for full attention."""
         pattern = self.window_pattern
-        layers = range(self.n_layer - 1)
-        return [self.window * (pattern[i % len(pattern)] == "S") for i in layers] + [0]
+        if len(pattern) != self.n_layer:
+            pattern = (pattern * self.n_layer)[: self.n_layer - 1] + "L"
+        return [self.window * (letter == "S") for letter in pattern]
+
+    @property
+    def nope_layers(self) -> range:
+        """The indices of layers without rotary embedding."""
+        n = self.nope_interval
+        return range(n - 1, self.n_layer, n) if n else range(0)
 
     @property
     def value_embedding_layers(self) -> range:
@@ -159,12 +230,12 @@ class ModelConfig:
 
 
 def default_d_ff(d_model: int, mlp: str) -> int:
-    """Return the MLP's default width: 4 * d_model, or for SwiGLU 8/3 * d_model, rounded up.
+    """Return the MLP's default width: 4 * d_model, or with a gate 8/3 * d_model, rounded up.
 
-    SwiGLU has three matrices instead of two. With these widths, both kinds of MLP have about the
+    A gate makes three matrices of two. With these widths, both kinds of MLP have about the
     same number of parameters.
     """
-    if mlp != "swiglu":
+    if mlp not in GATED:
         return 4 * d_model
     return -(-(8 * d_model // 3) // SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
 
@@ -177,17 +248,19 @@ def describe_heads(model: ModelConfig) -> str:
 
 def validate_model(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     """Yield each conflict between fields as (setting, problem, how to fix it)."""
-    if model.d_model % model.n_head:
+    if not model.head_dim and model.d_model % model.n_head:
         problem = f"{model.n_head} heads do not divide d_model {model.d_model}"
-        yield "model.n_head", problem, f"choose a divisor of {model.d_model}"
+        fix = f"choose a divisor of {model.d_model}, or set model.head_dim"
+        yield "model.n_head", problem, fix
     elif model.pos_emb == "rotary" and model.d_head % 2:
         problem = f"rotary embedding needs an even head size, got {model.d_head}"
-        yield "model.n_head", problem, "make d_model / n_head even"
+        yield "model.n_head", problem, "make d_model / n_head or head_dim even"
     if model.n_head % model.kv_heads:
         problem = f"{model.n_head} heads cannot share {model.n_kv_head} key/value heads evenly"
         yield "model.n_kv_head", problem, f"choose a divisor of {model.n_head}"
     if not re.fullmatch("[SL]+", model.window_pattern):
         yield "model.window_pattern", f"unknown pattern {model.window_pattern!r:.80}", "use S and L"
-    if model.rope_factor > 1 and model.rope_low >= model.rope_high:
+    is_scaled = model.rope_factor > 1 and model.rope_scaling != "linear"
+    if is_scaled and model.rope_low >= model.rope_high:
         problem = f"rope_low {model.rope_low:g} is not below rope_high {model.rope_high:g}"
-        yield "model.rope_low", problem, "LLaMA 3.1 has 1 and 4"
+        yield "model.rope_low", problem, "LLaMA 3.1 has 1 and 4, YaRN 1 and 32"

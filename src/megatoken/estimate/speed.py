@@ -197,10 +197,8 @@ def product_seconds(model: ModelConfig, gpu: Gpu, tokens: int, precision: str, t
     """Return the seconds of all matmuls of a micro-batch, in forward and backward."""
     d = model.d_model
     f = model.d_ff // tp
-    kv = 2 * model.kv_heads * model.d_head
-    shapes = [(d, (d + kv) // tp), (d // tp, d), (f, d), (d, f)]
-    if model.mlp == "swiglu":
-        shapes.append((d, f))
+    heads = model.attention_width // tp
+    shapes = [(d, sum(model.qkv_rows) // tp), (heads, d), (f, d), *[(d, f)] * (1 + model.is_gated)]
     layers = sum(_linear_seconds(gpu, tokens, *shape, precision) for shape in shapes)
     head = _linear_seconds(gpu, tokens // tp, d, model.padded_vocab_size, precision)
     return model.n_layer * layers + head
@@ -236,12 +234,13 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
     context = model.seq_len
     if layout.attention == "explicit":  # all T x T scores, read and written several times
         traffic = tokens * context * model.n_head * PROGRAMS[layout.program].score_bytes
-        flops = 12 * tokens * context * model.d_model
+        flops = 12 * tokens * context * model.attention_width
         products = flops / product_rate(gpu, layout.precision) * 2
         return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + products)
     share: float = ARCHITECTURES[gpu.architecture]["attention"]
     share *= context / (context + HALF_SPEED_CONTEXT)
-    flops = 7 * tokens * context * model.d_model  # half of the scores, recomputed in the backward
+    # Half of the scores, which the backward recomputes.
+    flops = 7 * tokens * context * model.attention_width
     return model.n_layer * flops / (gpu.peak_flops(layout.precision) * share)
 
 

@@ -42,11 +42,13 @@ def count_block_parameters(config: ModelConfig) -> int:
     """Return the number of trainable parameters of one block."""
     d = config.d_model
     f = config.d_ff
-    gates = int(config.mlp == "swiglu")
-    biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
-    norms = 2 * _count_norm_parameters(config, d)
+    widths = {"qkv": sum(config.qkv_rows), "out": d, "mlp": (1 + config.is_gated) * f + d}
+    biases = sum(width for part, width in widths.items() if config.has_bias(part))
+    norms = (4 if config.norm_position == "both" else 2) * _count_norm_parameters(config, d)
     if config.qk_norm:
-        norms += 2 * _count_norm_parameters(config, config.d_head)
+        q, k, _ = config.qkv_rows
+        width = 2 * config.d_head if config.qk_norm_over == "head" else q + k
+        norms += _count_norm_parameters(config, width)
     return _block_matrices(config) + biases + norms
 
 
@@ -66,7 +68,7 @@ def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
 
 
 def _count_norm_parameters(config: ModelConfig, width: int) -> int:
-    return 2 * width if config.bias and config.norm == "layernorm" else width
+    return 2 * width if config.has_bias("norm") and config.norm == "layernorm" else width
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:
@@ -77,13 +79,8 @@ def count_matmul_parameters(config: ModelConfig) -> int:
 
 def _block_matrices(config: ModelConfig) -> int:
     d = config.d_model
-    products = 3 if config.mlp == "swiglu" else 2
-    return d * (d + _kv_width(config)) + d * d + products * d * config.d_ff
-
-
-def _kv_width(config: ModelConfig) -> int:
-    """Return the size of one token's keys plus values in one layer."""
-    return 2 * config.kv_heads * config.d_head
+    attention = sum(config.qkv_rows) + config.attention_width
+    return d * attention + (2 + config.is_gated) * d * config.d_ff
 
 
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
@@ -94,9 +91,9 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     T = config.seq_len
     keys = [min(window or T, T) for window in config.windows]
     if causal:
-        attention = sum(6 * config.d_model * w * (2 * T - w) // T for w in keys)
+        attention = sum(6 * config.attention_width * w * (2 * T - w) // T for w in keys)
     else:
-        attention = sum(12 * config.d_model * w for w in keys)
+        attention = sum(12 * config.attention_width * w for w in keys)
     return 6 * count_matmul_parameters(config) + attention
 
 

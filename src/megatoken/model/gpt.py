@@ -1,4 +1,4 @@
-"""The model: a pre-norm transformer; switches of `ModelConfig` make it GPT-2, LLaMA or newer.
+"""The model: a transformer; switches of `ModelConfig` make it GPT-2, LLaMA or newer.
 
 | | GPT-2 | LLaMA |
 |---|---|---|
@@ -22,6 +22,13 @@ Switches that are off in both:
 | value_embeddings | add a gated embedding to some values | the same; Zhou et al. 2024 |
 | window | a query sees that many tokens in some layers | Beltagy et al. 2020; Mistral |
 | logit_softcap | bound logits by a tanh (model/loss.py) | Riviere et al. 2024 (Gemma 2) |
+| mlp=geglu | tanh GELU with a gate | Shazeer 2020; Gemma |
+| embedding_scale | multiply the embedding by sqrt(d_model) | Vaswani et al. 2017; Gemma |
+| norm_position | norms after attention and MLP, or on both sides | Liu et al. 2021; OLMo 2, Gemma 3 |
+| qk_norm_over=width | one norm for all heads of a token | Walsh et al. 2025 (OLMo 2) |
+| rope_local_theta | another rotary base in layers with a window | Gemma 3 |
+| nope_interval | no rotary embedding in some layers | Yang et al. 2025; SmolLM3 |
+| bias_in=qkv | biases only of queries, keys and values | Bai et al. 2023 (Qwen) |
 
 Shapes: B batch, T time, C d_model, H query heads, K key/value heads, D head width, F d_ff, V padded
 vocabulary, S keys (cached and new).
@@ -132,7 +139,7 @@ class Norm(Module):
         self.rms = config.norm == "rmsnorm"
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
-        has_bias = config.bias and not self.rms
+        has_bias = config.has_bias("norm") and not self.rms
         self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -154,12 +161,14 @@ class Attention(Module):
         self.layer = layer
         self.window = {"window": config.windows[layer]} if config.windows[layer] else {}
         self.drop = Dropout(config.dropout, site=1)
-        self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, bias=config.bias)
-        self.out = Linear(config.d_model, config.d_model, bias=config.bias)
+        rows = config.qkv_rows
+        self.qkv = Linear(config.d_model, sum(rows), bias=config.has_bias("qkv"))
+        self.out = Linear(config.attention_width, config.d_model, bias=config.has_bias("out"))
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = Norm(config, config.d_head)
-            self.k_norm = Norm(config, config.d_head)
+            is_per_head = config.qk_norm_over == "head"
+            self.q_norm = Norm(config, config.d_head if is_per_head else rows[0])
+            self.k_norm = Norm(config, config.d_head if is_per_head else rows[1])
         self.value_tokens = self.value_gate = None
         if layer in config.value_embedding_layers:
             self.value_tokens = Embedding(config.padded_vocab_size, config.kv_heads * config.d_head)
@@ -177,8 +186,8 @@ class Attention(Module):
         B, T, _ = x_BTC.shape
         q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q).type_as(v)
-            k = self.k_norm(k).type_as(v)
+            q = _normalize(self.q_norm, q).type_as(v)
+            k = _normalize(self.k_norm, k).type_as(v)
         if self.value_tokens is not None and self.value_gate is not None:
             gate_BTK1 = 2 * self.value_gate(x_BTC).sigmoid()[..., None]  # starts at 1
             v = v + (gate_BTK1 * self.value_tokens(ids_BT).view_as(v)).type_as(v)
@@ -203,11 +212,17 @@ class Attention(Module):
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
-class MLP(Module):
-    """A feed-forward network with GELU, squared ReLU or SwiGLU, chosen by `config.mlp`.
+def _normalize(norm: Norm, x_BTHD: Tensor) -> Tensor:
+    """Normalize each head or, with a norm of that width, all heads of a token together."""
+    B, T, _, _ = x_BTHD.shape
+    return norm(x_BTHD.reshape(B, T, -1, len(norm.weight))).view(x_BTHD.shape)
 
-    `gelu` is GPT-2's tanh approximation, and `gelu-erf` is exact. Sources: Hendrycks and Gimpel
-    2016 (GELU), So et al. 2021 (squared ReLU), Shazeer 2020 (SwiGLU).
+
+class MLP(Module):
+    """A feed-forward network with GELU, squared ReLU, SwiGLU or GEGLU, chosen by `config.mlp`.
+
+    `gelu` and `geglu` use GPT-2's tanh approximation, and `gelu-erf` is exact. Sources: Hendrycks
+    and Gimpel 2016 (GELU), So et al. 2021 (squared ReLU), Shazeer 2020 (SwiGLU, GEGLU).
     """
 
     kernels = BLOCK["torch"]
@@ -217,11 +232,11 @@ class MLP(Module):
         super().__init__()
         self.gelu_approximate = "none" if config.mlp == "gelu-erf" else "tanh"
         self.is_relu2 = config.mlp == "relu2"
-        self.gate = None
-        if config.mlp == "swiglu":
-            self.gate = Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.up = Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down = Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.is_swiglu = config.mlp == "swiglu"
+        bias = config.has_bias("mlp")
+        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if config.is_gated else None
+        self.up = Linear(config.d_model, config.d_ff, bias=bias)
+        self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         linear_gelu = self.kernels.linear_gelu
@@ -240,20 +255,28 @@ class MLP(Module):
         if self.is_relu2:
             relu_BTF = F.relu(up_BTF)
             return self.down(relu_BTF * relu_BTF)  # autocast would square in fp32
-        if gate_BTF is not None:
+        if gate_BTF is None:
+            return self.down(self.kernels.gelu(up_BTF, approximate=self.gelu_approximate))
+        if self.is_swiglu:
             return self.down(self.kernels.swiglu(gate_BTF, up_BTF))
-        return self.down(self.kernels.gelu(up_BTF, approximate=self.gelu_approximate))
+        return self.down(self.kernels.gelu(gate_BTF, approximate=self.gelu_approximate) * up_BTF)
 
 
 class Block(Module):
-    """Attention, then the MLP, each on the normalized residual stream."""
+    """Attention, then the MLP, each on the normalized residual stream.
+
+    With `norm_position`, their results are normalized instead of or in addition to the stream.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.norm1 = Norm(config)
+        has_pre, has_post = (config.norm_position in (place, "both") for place in ("pre", "post"))
+        self.norm1 = Norm(config) if has_pre else None
         self.attention = Attention(config, layer)
-        self.norm2 = Norm(config)
+        self.post_norm1 = Norm(config) if has_post else None
+        self.norm2 = Norm(config) if has_pre else None
         self.mlp = MLP(config)
+        self.post_norm2 = Norm(config) if has_post else None
         self.drop1 = Dropout(config.dropout, site=2)
         self.drop2 = Dropout(config.dropout, site=3)
 
@@ -268,10 +291,13 @@ class Block(Module):
     ) -> Tensor:
         if cache is None and mask is None and (fused := self.fused):
             norm, heads = self.norm1, self.attention.heads
+            assert norm is not None
             return fused(x_BTC, cos_sin, heads, norm.eps, norm.rms, *self._list_parameters())
-        y_BTC = self.attention(self.norm1(x_BTC), ids_BT, cache, cos_sin, mask, dropout_keys_B)
-        x_BTC = x_BTC + self.drop1(dropout_keys_B, y_BTC)
-        return x_BTC + self.drop2(dropout_keys_B, self.mlp(self.norm2(x_BTC)))
+        y_BTC = _apply(self.norm1, x_BTC)
+        y_BTC = self.attention(y_BTC, ids_BT, cache, cos_sin, mask, dropout_keys_B)
+        x_BTC = x_BTC + self.drop1(dropout_keys_B, _apply(self.post_norm1, y_BTC))
+        y_BTC = _apply(self.post_norm2, self.mlp(_apply(self.norm2, x_BTC)))
+        return x_BTC + self.drop2(dropout_keys_B, y_BTC)
 
     @property
     def fused(self) -> Callable[..., Tensor] | None:
@@ -280,20 +306,28 @@ class Block(Module):
         It computes causal attention of all heads, and GPT-2's or LLaMA's MLP.
         """
         attention, mlp = self.attention, self.mlp
+        linears = (attention.qkv, attention.out, mlp.up, mlp.down)
         is_plain = (
             attention.attention_fn is ATTENTION["native"]
+            and self.norm1 is not None
+            and self.post_norm1 is None
             and attention.heads[0] * attention.d_head == len(self.norm1.weight)
             and not (attention.q_norm or attention.value_tokens or attention.window)
             and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation)
-            and (mlp.gate is not None or mlp.gelu_approximate == "tanh")
+            and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))
+            and len({layer.bias is None for layer in linears}) == 1
         )
-        return self.norm1.kernels.fused_block if is_plain else None
+        return self.norm1.kernels.fused_block if is_plain and self.norm1 else None
 
     def _list_parameters(self) -> list[Tensor | None]:
         """Return weight and bias of norm1, qkv, out, norm2, gate, up and down."""
         attention, mlp = self.attention, self.mlp
         layers = (self.norm1, attention.qkv, attention.out, self.norm2, mlp.gate, mlp.up, mlp.down)
         return [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
+
+
+def _apply(norm: Norm | None, x_BTC: Tensor) -> Tensor:
+    return x_BTC if norm is None else norm(x_BTC)
 
 
 class GPT(Module):
@@ -358,8 +392,12 @@ class GPT(Module):
             dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
         T = ids_BT.shape[1]
         positions, mask, window_mask = self._place(ids_BT, cache, tree_mask)
-        cos_sin = rotary_cos_sin(self.config, positions)
+        cos_sin = local_cos_sin = rotary_cos_sin(self.config, positions)
+        if self.config.rope_local_theta:
+            local_cos_sin = rotary_cos_sin(self.config, positions, local=True)
         x_BTC = self.tokens(ids_BT)
+        if self.config.embedding_scale:
+            x_BTC = x_BTC * math.sqrt(self.config.d_model)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(positions)
         if self.embedding_norm is not None:
@@ -374,12 +412,22 @@ class GPT(Module):
             # Blocks get keys, not the layer's number, so that one compiled block serves all layers.
             keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
             block_mask = window_mask if window else mask
+            block_cos_sin = local_cos_sin if window else cos_sin
+            if layer in self.config.nope_layers:
+                block_cos_sin = None
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
                 x_BTC = checkpoint(
-                    block, x_BTC, ids_BT, None, cos_sin, block_mask, keys_B, use_reentrant=False
+                    block,
+                    x_BTC,
+                    ids_BT,
+                    None,
+                    block_cos_sin,
+                    block_mask,
+                    keys_B,
+                    use_reentrant=False,
                 )
             else:
-                x_BTC = block(x_BTC, ids_BT, cache, cos_sin, block_mask, keys_B)
+                x_BTC = block(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
         if cache is not None:
             cache.advance(T)
         return self.norm(x_BTC)

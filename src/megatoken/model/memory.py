@@ -120,18 +120,19 @@ def _block_bytes_per_token(
     item: bytes of a number in matmuls. residual: bytes of a number in the residual stream.
     """
     d = config.d_model
-    kv = config.d_head * config.kv_heads
+    q, kv, _ = config.qkv_rows
+    n_norms = 4 if config.norm_position == "both" else 2
     is_rms = config.norm == "rmsnorm" and not fused_norm
-    size = 2 * residual * d  # inputs of the norms
-    size += 2 * item * d + 16  # their outputs, which matmuls read; mean and scale
+    size = n_norms * residual * d  # inputs of the norms
+    size += n_norms * (item * d + 8)  # their outputs, which matmuls read; mean and scale
     if is_rms:
-        size += 2 * FP32 * d  # normalized, before the weight
-    size += item * (d + 2 * kv)  # queries, keys, values
+        size += n_norms * FP32 * d  # normalized, before the weight
+    size += item * (q + 2 * kv)  # queries, keys, values
     if config.pos_emb == "rotary":
-        size += item * (d + kv)  # rotated queries and keys
+        size += item * (q + kv)  # rotated queries and keys
     if config.qk_norm:  # normalized in fp32, and with the weight
         normalized = FP32 if item == FP32 else 2 * FP32
-        size += (d + kv) * (item + normalized * is_rms)
-    size += item * d + FP32 * config.n_head  # attention's output; a sum of exponents per head
-    inputs = 2 if config.mlp == "swiglu" else 1
+        size += (q + kv) * (item + normalized * is_rms)
+    size += item * q + FP32 * config.n_head  # attention's output; a sum of exponents per head
+    inputs = 1 + config.is_gated
     return size + item * config.d_ff * (inputs if recompute_gelu else 2 * inputs)

@@ -31,8 +31,8 @@ def count_optimizer_flops(name: str, model: ModelConfig) -> int:
     d, f = model.d_model, model.d_ff
     shapes = [
         *((rows, d) for rows in model.qkv_rows),
-        (d, d),
-        *[(f, d)] * (3 if model.mlp == "swiglu" else 2),
+        (d, model.attention_width),
+        *[(f, d)] * (2 + model.is_gated),
     ]
     shapes = [*shapes * model.n_layer, *[(model.kv_heads, d)] * len(model.value_embedding_layers)]
     sizes = [(min(shape), max(shape)) for shape in shapes]

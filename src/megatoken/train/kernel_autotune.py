@@ -214,7 +214,7 @@ def list_options(
         options["attention"] += CUDA_ONLY
     is_low = device.precision == "bf16" and machine.master_weights != "off"
     replaced = machine.fp8 == "all" or machine.activation_checkpointing == "gelu"
-    has_gelu = config.mlp == "gelu" and config.bias and not replaced
+    has_gelu = config.mlp == "gelu" and config.has_bias("mlp") and not replaced
     if device.type == "cuda" and torch.version.cuda and is_low and has_gelu:
         options["block"].append("cublaslt")
     elif machine.gemm_backend == "cublaslt":
