@@ -15,7 +15,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, load_reward
-from megatoken.eval.tasks import SCORES, TASKS, find_tasks, read_examples
+from megatoken.eval.tasks import CORE, SCORES, TASKS, Example, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
 from megatoken.published import SCORES as PUBLISHED_SCORES
 from megatoken.system.atomic_write import local_path
@@ -46,8 +46,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     doc = "any MODEL of `sample`; several are compared in one table"
     arg("models", metavar="MODEL", nargs="+", help=doc)
-    arg("--tasks", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}")
-    doc = "with --tasks: file of examples, or folder with TASK.jsonl (default: Hugging Face hub); "
+    arg("--tasks", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}; or {CORE}")
+    doc = "with --tasks: file of examples, or folder with TASK.jsonl (default: Hugging Face hub), "
+    doc += "or nanochat's eval_bundle; "
     doc += "without: shards or text, also at an address (default: what the run trained on)"
     arg("--data", type=path_or_address, metavar="PATH", help=doc)
     doc = "most examples per task, prompts, or tokens; 0: all (default 0)"
@@ -91,7 +92,7 @@ def run(options: Namespace, console: Console) -> Result:
             fix = "give --tasks, --data or --chat"
             raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
         console.print(f"data: {options.data}, which the run was trained on")
-    if options.tasks is not None and not options.harness:
+    if options.tasks not in (None, CORE) and not options.harness:
         find_tasks(options.tasks)
     code = launch_ranks(options)
     if code is not None:
@@ -112,6 +113,7 @@ def choose_evaluation(
         from megatoken.eval.lm_eval_adapter import run_harness
 
         return lambda loaded, device, comm: run_harness(options, loaded, device, comm, console)
+    from megatoken.eval.dclm_core import CoreTask, read_bundle
     from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
 
     if not options.tasks:
@@ -124,7 +126,11 @@ def choose_evaluation(
             limit=options.limit,
             split=options.split,
         )
-    tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
+    tasks: Mapping[str, Sequence[Example] | CoreTask]
+    if options.tasks == CORE:
+        tasks = read_bundle(options.data, options.limit)
+    else:
+        tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
     return lambda loaded, device, comm: evaluate_tasks(
         loaded.model,
         loaded.tokenizer,
@@ -244,7 +250,11 @@ def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
         remark = describe_cut(metrics).removeprefix(", ")
         if "perplexity" in metrics:
             remark = f"perplexity {metrics['perplexity']:.2f} {remark}"
+        if CORE in answer:
+            remark = f"centered {metrics['centered']:.2%} {remark}"
         rows.append([task, f"{metrics['n']:,}", *scores, remark])
+    if CORE in answer:
+        rows.append([CORE, "", "", "", "", f"centered {answer[CORE]:.2%}"])
     return rows
 
 

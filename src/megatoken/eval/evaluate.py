@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, DataError, NumericsError
+from megatoken.eval.dclm_core import CoreTask, center_accuracy, encode_core_task, read_bundle
 from megatoken.eval.multiple_choice import compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
-from megatoken.eval.tasks import SCORES, Example, find_tasks, read_examples
+from megatoken.eval.tasks import CORE, SCORES, Example, find_tasks, read_examples
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
@@ -52,7 +54,8 @@ def evaluate(
     the weights.
 
     With tasks, `data` is the file of a single task or a folder with one file per task (default: the
-    Hugging Face hub), and only the first `limit` examples of each task are used (0 for all).
+    Hugging Face hub), and only the first `limit` examples of each task are used (0 for all). For
+    "core", `data` is the folder of nanochat's bundle.
 
     Without tasks, `data` is token shards, their address, or text that `prepare` reads. `limit` is
     the maximum number of targets, spread evenly over the data (0 for all). `split` is the split of
@@ -69,15 +72,18 @@ def evaluate(
         if data is None:
             raise ConfigError("nothing to evaluate on", fix="pass tasks or data")
         return evaluate_loss(model, tokenizer, data, device, comm, limit=limit, split=split)
+    folder = Path(data) if data else None
+    if tasks == CORE:
+        return evaluate_tasks(model, tokenizer, read_bundle(folder, limit), device, comm)
     if not isinstance(tasks, Mapping):
-        tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit)
+        tasks = read_examples(find_tasks(tasks), folder, limit)
     return evaluate_tasks(model, tokenizer, tasks, device, comm)
 
 
 def evaluate_tasks(
     model: GPT,
     tokenizer: Tokenizer,
-    tasks: Mapping[str, Sequence[Example]],
+    tasks: Mapping[str, Sequence[Example] | CoreTask],
     device: Device,
     comm: Comm,
     *,
@@ -86,14 +92,20 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Return {"tasks": {name: {acc, acc_norm, acc_token_mean, stderr, n, seconds}}}.
 
+    A task of CORE also has `centered`, and their mean is returned as `core`.
+
     tasks: examples by task name. token_mean: whether to compute acc_token_mean. per_example:
     whether to add the prediction for each example. All ranks share the work and return the same
     result. Raises NumericsError for scores that are not finite.
     """
     metrics = {}
+    seq_len = model.config.seq_len
     for name, examples in tasks.items():
         start = time.perf_counter()
-        encoded = encode_examples(examples, tokenizer, model.config.seq_len, token_mean=token_mean)
+        if isinstance(examples, CoreTask):
+            encoded = encode_core_task(examples, tokenizer, seq_len)
+        else:
+            encoded = encode_examples(examples, tokenizer, seq_len, token_mean=token_mean)
         results = score_examples(model, encoded, device, comm)
         metrics[name] = compute_metrics(results) | {"seconds": time.perf_counter() - start}
         if per_example:
@@ -101,7 +113,10 @@ def evaluate_tasks(
             metrics[name]["examples"] = [
                 {field: getattr(result, field) for field in fields} for result in results
             ]
-    return {"tasks": metrics}
+        if isinstance(examples, CoreTask):
+            metrics[name]["centered"] = center_accuracy(examples, metrics[name])
+    centered = [row["centered"] for row in metrics.values() if "centered" in row]
+    return {"tasks": metrics} | ({CORE: statistics.fmean(centered)} if centered else {})
 
 
 def evaluate_loss(

@@ -80,8 +80,7 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
     # In lexicographic order, sequences that share a prefix are adjacent.
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].ids[:-1]):
         inputs = sequences[i].ids[:-1]
-        pairs = zip(previous, inputs, strict=False)
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        shared = count_shared([previous, inputs])
         ends[path[shared:]] = len(ids)
         path = [*path[:shared], *range(len(ids), len(ids) + len(inputs) - shared)]
         ids += inputs[shared:]
@@ -98,6 +97,12 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
         parents=np.array(list(itertools.chain(*parents)), np.int64),
         n_targets=np.array([sequence.n_targets for sequence in sequences]),
     )
+
+
+def count_shared(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the length of the longest common prefix."""
+    columns = zip(*sequences, strict=False)
+    return len(list(itertools.takewhile(lambda ids: len(set(ids)) == 1, columns)))
 
 
 def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, TreeMask]:

@@ -22,6 +22,7 @@ Prompt = tuple[str, str]  # context, continuation
 
 # Each score is the share of examples for which this attribute of the result is right.
 SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
+CORE = "core"  # as in --tasks core: the tasks of a bundle (eval/dclm_core.py)
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
 
@@ -148,7 +149,7 @@ def find_tasks(names: str | Sequence[str]) -> list[Task]:
         if name not in TASKS:
             near = suggest(name, TASKS)
             fix = f"did you mean {near}?" if near else f"choose among {', '.join(TASKS)}"
-            fix += " (any other task: --harness)"
+            fix += f" ({CORE} alone; any other task: --harness)"
             raise ConfigError(f"unknown task {name!r}", "tasks", fix)
         tasks[name] = TASKS[name]
     return list(tasks.values())
