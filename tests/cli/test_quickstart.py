@@ -23,7 +23,7 @@ SHORT = """budget.steps=2 model.n_layer=1 model.n_head=2 model.d_model=32 machin
 
 
 def test_recipes_name_the_command_that_makes_their_dataset():
-    of_users = {"finetune", "sft", "dpo", "reward", "grpo", "ppo"}
+    of_users = {"finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo"}
     for recipe in {*list_recipes()} - of_users:
         data = resolve(recipe).config.data.path
         command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"

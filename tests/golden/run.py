@@ -90,6 +90,7 @@ RUNS = {
     "sft-replicas": Golden("sft", "chats", ROWS, nproc=2, base="gpt2"),
     "dpo": Golden("dpo", "pairs", ROWS, base="gpt2"),
     "dpo-zero3": Golden("dpo", "pairs", f"{ROWS} machine.sharding=zero3", nproc=2, base="gpt2"),
+    "kto": Golden("kto", "rated", ROWS, base="gpt2"),
     "grpo": Golden("grpo", "prompts", GRPO, base="sft"),
     "grpo-replicas": Golden("grpo", "prompts", GRPO, nproc=2, base="sft"),
     "ppo": Golden("ppo", "prompts", GRPO.replace("objective.group=4", ""), base="sft"),
@@ -164,7 +165,7 @@ def hash_checkpoint(run: Path) -> str:
 
 
 def prepare_data(cwd: Path) -> None:
-    """Write text, conversations, preference pairs and prompts that are the same on every machine."""
+    """Write text, conversations, preferences, rated answers and prompts that are the same on every machine."""
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(300)]
     lines = [" ".join(draw.choices(words, k=12)) + "." for _ in range(4000)]
@@ -173,19 +174,24 @@ def prepare_data(cwd: Path) -> None:
     )
     sums = [(a, b) for a in range(20) for b in range(20)]
     draw.shuffle(sums)
-    chats, pairs, prompts = [], [], []
+    chats, pairs, rated, prompts = [], [], [], []
     for a, b in sums:
         question = {"role": "user", "content": f"{a} + {b}"}
         right = {"role": "assistant", "content": str(a + b)}
         wrong = {"role": "assistant", "content": str(a + b + draw.randint(1, 5))}
         chats.append({"messages": [question, right]})
         pairs.append({"prompt": [question], "chosen": [right], "rejected": [wrong]})
+        rated += [
+            {"prompt": [question], "completion": [answer], "label": answer is right}
+            for answer in (right, wrong)
+        ]
         prompts.append({"prompt": f"{a} + {b}", "answer": str(a + b)})
-    for name, rows in (("chats", chats), ("pairs", pairs), ("prompts", prompts)):
+    named = {"chats": chats, "pairs": pairs, "rated": rated, "prompts": prompts}
+    for name, rows in named.items():
         (cwd / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare = ["--val-fraction", "0.1", "--tokenizer"]
     run_to_end(["prepare", "text.jsonl", "--out", "data/text", *prepare, "bytes"], cwd)
-    for name in ("chats", "pairs", "prompts"):
+    for name in named:
         words = ["prepare", f"{name}.jsonl", "--out", f"data/{name}", "--context", "64"]
         run_to_end([*words, *prepare, "data/text"], cwd)
 

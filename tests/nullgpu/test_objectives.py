@@ -9,7 +9,7 @@ from megatoken.errors import ExitCode
 from tests.golden.run import RUNS, TINY, prepare_data
 from tests.tiny_run import read_column
 
-OBJECTIVES = ("sft", "dpo", "reward", "grpo", "ppo")
+OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "ppo")
 
 
 @pytest.fixture(scope="module")

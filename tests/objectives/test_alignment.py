@@ -1,4 +1,4 @@
-"""Runs of dpo, reward, grpo and ppo: kills, processes, what is refused, what is logged."""
+"""Runs of dpo, kto, reward, grpo and ppo: kills, processes, what is refused, what is logged."""
 
 import json
 import os
@@ -38,6 +38,7 @@ SETTINGS = (
 )
 OBJECTIVES = {
     "dpo": "",
+    "kto": "",
     "reward": "",
     "grpo": "objective.kl=0.1 objective.updates=2",
     "ppo": "objective.kl=0.1",
@@ -55,11 +56,17 @@ def prepare(
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run `run` with random weights, and the datasets `pairs` and `prompts`."""
+    """A run `run` with random weights, and the datasets `pairs`, `rated` and `prompts`."""
     folder = tmp_path_factory.mktemp("base")
     save_run(folder / "run", GPT(MODEL, seed=1), TOKENIZER)
     pairs = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": "no"} for n in range(40)]
     prepare(folder, "pairs", pairs)
+    rated = [
+        {"prompt": pair["prompt"], "completion": pair[key], "label": key == "chosen"}
+        for pair in pairs
+        for key in ("chosen", "rejected")
+    ]
+    prepare(folder, "rated", rated)
     prepare(folder, "prompts", [{"prompt": f"{n}?", "answer": n} for n in range(40)])
     return folder
 
@@ -69,7 +76,7 @@ def pay_for_letters(prompt: str, answer: str, right: str) -> float:
 
 
 def train(base: Path, name: str, out: Path, *settings: str, **options: Any) -> Summary:
-    data = base / ("pairs" if name in ("dpo", "reward") else "prompts")
+    data = base / {"dpo": "pairs", "reward": "pairs", "kto": "rated"}.get(name, "prompts")
     given = [f"model.init={base / 'run'} data.path={data}", SETTINGS]
     if name in ("grpo", "ppo"):
         given.append("objective.group=4 objective.max_new_tokens=6")
@@ -284,6 +291,8 @@ OTHER_MODEL = "data.path=OTHER"  # of another tokenizer
         ("grpo", "objective.reward=os:remove"),
         ("grpo", "data.path=BASE/pairs"),
         ("dpo", "data.path=BASE/prompts"),
+        ("dpo", "data.path=BASE/rated"),
+        ("kto", "data.path=BASE/pairs"),
         ("grpo", "objective.max_new_tokens=64"),
         ("grpo", OTHER_MODEL),
     ],

@@ -1,11 +1,11 @@
-"""DPO and the loss of a reward model against their papers' formulas, and trl's figures."""
+"""DPO, KTO and the loss of a reward model against their papers' formulas, and trl's figures."""
 
 import math
 
 import pytest
 import torch
 
-from megatoken.objectives.preference_loss import dpo_loss, pairwise_loss
+from megatoken.objectives.preference_loss import dpo_loss, kto_loss, pairwise_loss
 
 
 def test_dpo_is_equation_7_of_its_paper():
@@ -36,3 +36,30 @@ def test_the_gradient_of_dpo_weighs_wrongly_ordered_pairs_more():
 def test_the_pairwise_loss_is_the_chance_that_the_worse_wins():
     losses = pairwise_loss(torch.tensor([2.0, 0.0, -1000.0]), torch.tensor([0.0, 2.0, 0.0]))
     assert losses.tolist() == pytest.approx([0.12692801, 2.12692801, 1000.0], abs=1e-6)
+
+
+def test_kto_weighs_both_kinds_of_answers():
+    """Its gradient is w beta s (1 - s), up for the desirable and down for the undesirable answer."""
+    log_probs = torch.tensor([-3.0, -3.0, -9.0, -9.0], requires_grad=True)
+    good = torch.tensor([True, False, True, False])
+    losses, margins = kto_loss(
+        log_probs,
+        torch.full((4,), -6.0),
+        torch.full((4,), 1.0),
+        good,
+        beta=0.5,
+        desirable_weight=3.0,
+        undesirable_weight=2.0,
+    )
+    losses.sum().backward()
+    expected = [1.0, -1.0, -2.0, 2.0]  # beta (+-3 - 1)
+    assert margins.tolist() == expected
+    values = [1 / (1 + math.exp(-m)) for m in expected]
+    weights = [3.0, 2.0, 3.0, 2.0]
+    assert losses.tolist() == pytest.approx(
+        [w * (1 - v) for w, v in zip(weights, values, strict=True)]
+    )
+    gradient = [w * 0.5 * v * (1 - v) for w, v in zip(weights, values, strict=True)]
+    assert log_probs.grad.tolist() == pytest.approx(
+        [-gradient[0], gradient[1], -gradient[2], gradient[3]]
+    )

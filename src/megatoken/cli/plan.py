@@ -38,7 +38,7 @@ from megatoken.system.gpus import GPUS, parse_gpus
 
 HELP = "plan a run on some GPUs: fit, speed, hours, dollars"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
-PAIRS = ("dpo", "reward")  # objectives that train on preference pairs
+PAIRS = ("dpo", "kto", "reward")  # objectives with a second answer per row
 CALIBRATE_SECONDS = 30.0
 LADDER_COLUMNS = {
     "name": "rung",

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 HELP = "tokenize text into shards"
 EXAMPLE = "megatoken prepare texts/ --out data/mine"
-RECIPES = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}  # by the kind of rows
+RECIPES = {
+    "chat": "sft",
+    "preference": "dpo",
+    "kto": "kto",
+    "prompt": "grpo",
+}  # by the kind of rows
 SOURCES = (
     "file, folder or glob of .txt, .md, .json, .jsonl, .csv, .tsv (also .gz, .zst) or .parquet; "
     "or python, tinyshakespeare, tinystories, exercises, exercises-prompts, exercises-test, "

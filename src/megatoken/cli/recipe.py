@@ -36,7 +36,7 @@ TRANSLATED = {  # options that read the recipe of another program in place of RE
     "nanogpt": ("WORDS", "nanoGPT config file and --name=value flags, in quotes"),
     "composer": ("FILE", "YAML of Composer or llm-foundry"),
 }
-NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes
+NEED_WEIGHTS = ("finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo")  # recipes
 
 
 def add_recipe_arguments(parser: ArgumentParser, doc: str = RECIPE_HELP) -> None:

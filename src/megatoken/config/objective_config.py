@@ -7,24 +7,31 @@ from megatoken.config.fields import config_field
 
 IF_SAMPLED = "objective.name=grpo|ppo"
 IF_PPO = "objective.name=ppo"
+IF_KTO = "objective.name=kto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
     """The training objective and its settings."""
 
-    name: Literal["pretrain", "sft", "dpo", "reward", "grpo", "ppo"] = config_field(
+    name: Literal["pretrain", "sft", "dpo", "kto", "reward", "grpo", "ppo"] = config_field(
         "pretrain",
         "objective; pretrain: all tokens of text; sft: the assistant's tokens in conversations; "
-        "dpo: preferences; reward: a reward model of preferences; grpo, ppo: rewards of sampled "
-        "answers",
+        "dpo: preferences; kto: rated answers; reward: a reward model of preferences; grpo, ppo: "
+        "rewards of sampled answers",
     )
     beta: float = config_field(
         0.1,
-        "dpo: strength of the KL constraint to the reference model",
+        "dpo, kto: strength of the KL constraint to the reference model",
         low=0.0,
         open_low=True,
-        only_if="objective.name=dpo",
+        only_if="objective.name=dpo|kto",
+    )
+    desirable_weight: float = config_field(
+        1.0, "kto: weight of the loss of desirable answers", low=0.0, only_if=IF_KTO
+    )
+    undesirable_weight: float = config_field(
+        1.0, "kto: weight of the loss of undesirable answers", low=0.0, only_if=IF_KTO
     )
     reward: str = config_field(
         "exact",

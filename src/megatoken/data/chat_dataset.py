@@ -8,6 +8,7 @@ file.
 |---|---|---|
 | chat | complete conversations, as many as fit | `train_000000.marks`, ... |
 | preference | one conversation; chosen and rejected rows alternate | the same |
+| kto | one conversation; a mark tells whether its answer is desirable | the same |
 | prompt | one prompt with the header of the answer | also `train_answers.jsonl`, the input rows |
 """
 
@@ -24,25 +25,35 @@ from megatoken.data.dataset import Dataset, Tokens
 from megatoken.data.shard_format import RESTORE, Manifest, read_errors
 from megatoken.errors import DataError
 
-# Flags in a token's mark: the token is trained on, starts a conversation, or pads the row.
+# Flags in a token's mark: the token is trained on, starts a conversation, or pads the row, or (for
+# KTO) starts a conversation with a desirable answer.
 TRAINED = 1
 START = 2
 PADDING = 4
+DESIRABLE = 8
 KINDS = {
     "text": "text",
     "chat": "conversations",
     "preference": "preferences",
+    "kto": "rated answers",
     "prompt": "prompts with answers",
 }
 OBJECTIVE_DATA = {  # the kind of data of each objective
     "pretrain": "text",
     "sft": "chat",
     "dpo": "preference",
+    "kto": "kto",
     "reward": "preference",
     "grpo": "prompt",
     "ppo": "prompt",
 }
-ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # their batches are made from individual rows
+ROW_OBJECTIVES = (
+    "dpo",
+    "kto",
+    "reward",
+    "grpo",
+    "ppo",
+)  # their batches are made from individual rows
 
 Marks = NDArray[np.uint8]
 
@@ -75,9 +86,13 @@ class ChatRows:
         is_real = marks[0] & PADDING == 0
         return ids[0][is_real].tolist(), (marks[0][is_real] & TRAINED > 0).tolist()
 
+    def is_desirable(self, row: int) -> bool:
+        """Return whether a row's answer is desirable (KTO)."""
+        return bool(self.marks[row * (self.seq_len + 1)] & DESIRABLE)
+
 
 def find_kind(manifest: Manifest) -> str:
-    """Return the kind of a dataset: text, chat, preference or prompt."""
+    """Return the kind of a dataset: text, chat, preference, kto or prompt."""
     return str(manifest.source.get("kind", "text"))
 
 

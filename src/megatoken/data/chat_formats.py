@@ -6,6 +6,7 @@
 | conversations | conversation (ShareGPT) | LLaMA-Factory, axolotl |
 | instruction, output; optional input, system, history | conversation (alpaca) | Taori et al. 2023, LLaMA-Factory |
 | prompt, completion | conversation | trl |
+| one of the above; label or kto_tag | a rated answer, for KTO | trl, LLaMA-Factory |
 | prompt, chosen, rejected | preference | trl |
 | prompt, answer | prompt with its answer | GSM8K, verl |
 
@@ -16,7 +17,7 @@ first match in FORMATS wins.
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -27,7 +28,8 @@ from megatoken.errors import DataError
 from megatoken.system.atomic_write import MALFORMED
 
 Row = dict[str, Any]  # as read
-Kind = Literal["chat", "preference", "prompt"]
+Kind = Literal["chat", "preference", "kto", "prompt"]
+_LABELS = {"true": True, "1": True, "false": False, "0": False}  # values in CSV are text
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -37,13 +39,15 @@ class Example:
 
     where: file:line. prompt: the messages before the answer or, in a chat, before the first answer.
     answers: complete conversations, each with the prompt; a chat has one, a preference has two
-    (chosen, rejected), a prompt has none. row: the input row, for prompts only.
+    (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable: the
+    label of a row for KTO.
     """
 
     where: str
     prompt: list[Message]
     answers: list[list[Message]] = field(default_factory=list)
     row: Row = field(default_factory=dict)
+    is_desirable: bool = False
 
 
 class Format(NamedTuple):
@@ -92,10 +96,8 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         row_format = _match_format(row)
         if expected not in (None, row_format):
             raise ValueError(f"{row_format.name} after rows of {expected.name}")
-        label = row.get("label", row.get("kto_tag"))  # trl's key, LLaMA-Factory's key
-        if str(label).lower() in ("true", "false", "0", "1"):  # values in CSV are text
-            raise ValueError("a row for KTO, which is not supported")
-        return row_format, row_format.read(row, where)
+        example = row_format.read(row, where)
+        return row_format, _rate(example, row) if row_format.kind == "kto" else example
     except MALFORMED as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error
@@ -105,9 +107,27 @@ def _match_format(row: Row) -> Format:
     """Return the first format whose keys a row has. Raises ValueError if no format matches."""
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
-            return row_format
+            is_rated = row_format.kind == "chat" and _read_label(row) is not None
+            return _make_kto(row_format) if is_rated else row_format
     names = ", ".join(row_format.name for row_format in FORMATS)
     raise ValueError(f"no format has its keys: {names}")
+
+
+def _make_kto(row_format: Format) -> Format:
+    return row_format._replace(name=f"{row_format.name}/label", kind="kto")
+
+
+def _read_label(row: Row) -> bool | None:
+    label = row.get("label", row.get("kto_tag"))  # trl's key, LLaMA-Factory's key
+    return _LABELS.get(str(label).lower())
+
+
+def _rate(example: Example, row: Row) -> Example:
+    """Return an example for KTO: the last answer is rated, what precedes it is its prompt."""
+    (messages,) = example.answers
+    if messages[-1].role != "assistant":
+        raise ValueError("the conversation does not end with an answer")
+    return replace(example, prompt=messages[:-1], is_desirable=bool(_read_label(row)))
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:

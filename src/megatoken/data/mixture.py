@@ -127,7 +127,7 @@ def _identify(part: Part) -> tuple[str, str]:
 
 
 def count_rows(dataset: Mixture, objective: str) -> int:
-    """Count the preference pairs or prompts that `objective` trains on.
+    """Count the preference pairs, rated answers or prompts that `objective` trains on.
 
     Raises ConfigError if there are several datasets.
     """

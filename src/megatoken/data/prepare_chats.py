@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatoken.data.chat_dataset import PADDING, START, TRAINED, answers_name, marks_name
+from megatoken.data.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
 from megatoken.data.chat_formats import Example, Format, Kind, parse_row
 from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
 from megatoken.data.documents import Invalid, token_dtype
@@ -164,13 +164,13 @@ def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenR
             template.encode([*context, *messages[n_prompt:]], where=example.where)
             for messages in example.answers
         ]
-        if encoded[0][0] == encoded[1][0]:
+        if kind == "preference" and encoded[0][0] == encoded[1][0]:
             what = "chosen and rejected are the same tokens"
             raise DataError(what, example.where, "leave the pair out")
     sequences = []
     for ids, trained in encoded:
         marks = np.array(trained, np.uint8) * TRAINED
-        marks[0] |= START
+        marks[0] |= START | DESIRABLE * example.is_desirable
         sequences.append((np.array(ids, np.uint32), marks))
     return sequences
 

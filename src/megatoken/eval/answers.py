@@ -51,7 +51,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
         source = str(Path(source) / answers_name(split))
     questions: list[Question] = []
     for file_format, example in read_examples(find_source(source)):
-        if file_format.kind == "preference":
+        if file_format.kind in ("preference", "kto"):
             raise DataError("preferences have no right answer", example.where, NEEDED_ROWS)
         if file_format.kind == "prompt":
             right = str(example.row["answer"])

@@ -10,7 +10,7 @@ from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.objectives.answer_scores import take_last
 from megatoken.objectives.batches import Learner
 from megatoken.objectives.objective import Objective
-from megatoken.objectives.preferences import PairBatches, read_pairs
+from megatoken.objectives.preferences import PairBatches, read_pairs, read_rated
 from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.sampling.batch import Completion
 
@@ -18,13 +18,15 @@ from megatoken.sampling.batch import Completion
 def open_row_batches(
     learner: Learner, objective: Objective, reward: str | Reward | None
 ) -> PairBatches | RolloutBatches:
-    """Open the batches of dpo, reward, grpo or ppo; the run must be restored first.
+    """Open the batches of dpo, kto, reward, grpo or ppo; the run must be restored first.
 
     reward: the user's reward function, or its name as module:function. Raises ConfigError,
     DataError or CheckpointError.
     """
-    if learner.config.objective.name in ("dpo", "reward"):
-        train, held_out = (read_pairs(learner, split) for split in ("train", "val"))
+    name = learner.config.objective.name
+    if name in ("dpo", "kto", "reward"):
+        read = read_rated if name == "kto" else read_pairs
+        train, held_out = (read(learner, split) for split in ("train", "val"))
         return PairBatches(learner, objective, train, held_out)
     prompts, held_out_prompts = (read_prompts(learner, split) for split in ("train", "val"))
     score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)

@@ -40,10 +40,14 @@ class RolloutBatch(Batch):
 class PreferenceBatch(Batch):
     """Pairs of answers: ids and targets are (B, 2, T), with the chosen answer first.
 
-    reference_B2: for DPO, each answer's summed log-probability under the reference model.
+    For KTO, they are (B, 1, T): rated answers. reference_B2: for DPO and KTO, each answer's summed
+    log-probability under the reference model. is_good_B, kl_B: for KTO, whether the answer is
+    desirable, and the estimate of the KL divergence from the reference model.
     """
 
     reference_B2: Tensor | None = None
+    is_good_B: Tensor | None = None
+    kl_B: Tensor | None = None
 
 
 class BatchSource(Protocol):

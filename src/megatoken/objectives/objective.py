@@ -13,7 +13,7 @@ from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import answer_log_probs, take_last
 from megatoken.objectives.batches import PreferenceBatch, RolloutBatch
 from megatoken.objectives.policy_loss import clipped_loss, clipped_value_loss, kl_k3
-from megatoken.objectives.preference_loss import dpo_loss, pairwise_loss
+from megatoken.objectives.preference_loss import dpo_loss, kto_loss, pairwise_loss
 
 Forward = Callable[[Batch, Tensor | None], Tensor]  # rows, dropout keys (B,) -> hidden (B, T, C)
 
@@ -34,7 +34,7 @@ def build_objective(config: ObjectiveConfig, loss_chunk: int) -> Objective | Non
     """Return the objective of a config, or None if it is the cross-entropy (model/loss.py)."""
     if config.name in ("grpo", "ppo"):
         return PolicyObjective(config, loss_chunk)
-    if config.name in ("dpo", "reward"):
+    if config.name in ("dpo", "reward", "kto"):
         return PreferenceObjective(config, loss_chunk)
     return None
 
@@ -89,7 +89,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective:
-    """DPO and reward models: the pairwise loss of a chosen and a rejected answer."""
+    """DPO and reward models: the pairwise loss of two answers. KTO: the loss of rated answers."""
 
     config: ObjectiveConfig
     loss_chunk: int
@@ -100,12 +100,19 @@ class PreferenceObjective:
     def sums(
         self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the sums of `loss`, accuracy, reward_chosen and reward_rejected."""
+        """Return the sums of `loss`, accuracy and, for pairs, reward_chosen and reward_rejected.
+
+        For KTO, return those of `loss`, accuracy (answers with a positive margin) and kl.
+        """
         assert isinstance(batch, PreferenceBatch)
         if dropout_keys_B is not None:
-            dropout_keys_B = dropout_keys_B.repeat_interleave(2)  # the same masks for both answers
+            dropout_keys_B = dropout_keys_B.repeat_interleave(  # the same masks for both answers
+                batch.inputs_BT.shape[1]
+            )
         rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
         hidden_BTC = forward(rows, dropout_keys_B)
+        if self.config.name == "kto":
+            return self._sum_kto(model, hidden_BTC, batch, rows)
         if self.config.name == "dpo":
             assert batch.reference_B2 is not None
             log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk)
@@ -123,3 +130,20 @@ class PreferenceObjective:
             "reward_chosen": chosen.sum().detach(),
             "reward_rejected": rejected.sum().detach(),
         }
+
+    def _sum_kto(
+        self, model: GPT, hidden_BTC: Tensor, batch: PreferenceBatch, rows: Batch
+    ) -> dict[str, Tensor]:
+        assert batch.reference_B2 is not None
+        assert batch.is_good_B is not None
+        assert batch.kl_B is not None
+        losses, margins = kto_loss(
+            answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk).sum(1),
+            batch.reference_B2[:, 0],
+            batch.kl_B,
+            batch.is_good_B,
+            beta=self.config.beta,
+            desirable_weight=self.config.desirable_weight,
+            undesirable_weight=self.config.undesirable_weight,
+        )
+        return {"loss": losses.sum(), "accuracy": (margins > 0).sum(), "kl": batch.kl_B.sum()}

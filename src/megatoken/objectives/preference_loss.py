@@ -1,8 +1,9 @@
-"""Losses for preferences between two answers to a prompt, in fp32, one loss per pair.
+"""Losses for preferences, in fp32: of pairs of answers, and of single answers (KTO).
 
-Shapes: B pairs, each a chosen and a rejected answer.
+Shapes: B pairs, each a chosen and a rejected answer, or B answers.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +25,29 @@ def dpo_loss(
     chosen = beta * (chosen_B - reference_chosen_B)
     rejected = beta * (rejected_B - reference_rejected_B)
     return pairwise_loss(chosen, rejected), chosen.detach(), rejected.detach()
+
+
+def kto_loss(
+    log_probs_B: Tensor,
+    reference_B: Tensor,
+    kl_B: Tensor,
+    is_good_B: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (losses, margins), both (B,), from summed log-probabilities of rated answers.
+
+    The loss is w (1 - sigmoid(m)), where the margin m is beta (log p - log p_reference - KL) for a
+    desirable answer, and its negative for an undesirable one (KTO: model alignment as prospect
+    theoretic optimization, Ethayarajh et al. 2024). kl_B: estimate of the KL divergence from the
+    reference, at least 0. Only the losses are differentiable.
+    """
+    signs = torch.where(is_good_B, 1.0, -1.0)
+    weights = torch.where(is_good_B, desirable_weight, undesirable_weight)
+    margins = signs * beta * (log_probs_B - reference_B - kl_B)
+    return weights * (1 - torch.sigmoid(margins)), margins.detach()
 
 
 def pairwise_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:

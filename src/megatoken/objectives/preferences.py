@@ -4,11 +4,17 @@ A pair counts as one sequence of the batch. For DPO, a pair also has the summed 
 each answer under the reference model, which is the model that the run starts from. These
 log-probabilities are computed once per run.
 
+For KTO, a pair is a rated answer and, for the estimate of the KL divergence, the answer to another
+prompt. The seed chooses the other prompt: the next one in the order of the first epoch.
+
 Shapes: N pairs of the split, B pairs of this process, T tokens.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -27,13 +33,17 @@ MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
 
 class Row(NamedTuple):
-    """A conversation: its ids, and whether each belongs to the answer."""
+    """A conversation: its ids, and whether each belongs to the answer.
+
+    is_good: for KTO, whether the answer is desirable.
+    """
 
     ids: Sequence[int]
     is_answer: Sequence[bool]
+    is_good: bool = True
 
 
-Pair = tuple[Row, Row]  # chosen, rejected
+Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismatched answer
 
 
 def read_pairs(learner: Learner, split: str) -> list[Pair]:
@@ -41,6 +51,25 @@ def read_pairs(learner: Learner, split: str) -> list[Pair]:
     rows = open_rows(learner.dataset.parts[0].dataset, split)
     sequences = [Row(*rows.sequence(row)) for row in range(len(rows))]
     return list(zip(sequences[::2], sequences[1::2], strict=True))
+
+
+def read_rated(learner: Learner, split: str) -> list[Pair]:
+    """Return the rated answers of a split, each with a mismatched one (KTO)."""
+    rows = open_rows(learner.dataset.parts[0].dataset, split)
+    rated = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
+    order = ShuffledOrder(len(rated), learner.config.seed).windows(0, len(rated)).tolist()
+    mismatched = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+    limit = rows.seq_len + 1
+    return [(row, mismatch(row, rated[mismatched[n]], limit)) for n, row in enumerate(rated)]
+
+
+def mismatch(row: Row, other: Row, limit: int) -> Row:
+    """Return the prompt of `row` with the answer of `other`, cut to `limit` tokens."""
+    start, other_start = row.is_answer.index(True), other.is_answer.index(True)
+    return Row(
+        [*row.ids[:start], *other.ids[other_start:]][:limit],
+        [*row.is_answer[:start], *other.is_answer[other_start:]][:limit],
+    )
 
 
 class PairBatches:
@@ -68,7 +97,7 @@ class PairBatches:
             raise DataError(what, "data.path", "lower budget.batch_tokens, or prepare more")
         self._order = CachedOrder(ShuffledOrder(len(pairs), learner.config.seed), len(pairs))
         self._reference_N2: dict[str, Tensor] = {}  # by split
-        if learner.config.objective.name == "dpo":
+        if learner.config.objective.name in ("dpo", "kto"):
             self._reference_N2 = load_reference(learner, self._measure_reference)
 
     def get(self, number: int) -> PreferenceBatch:
@@ -77,7 +106,12 @@ class PairBatches:
         size = learner.local_batch_size
         first = number * learner.config.batch_seqs + learner.policy.dims.dp_rank * size
         rows = self._order.windows(first, size).tolist()
-        return self._build(self._pairs, rows, self._reference_N2.get("train"))
+        batch = self._build(self._pairs, rows, self._reference_N2.get("train"))
+        if batch.is_good_B is None:
+            return batch
+        ratios_B = self._measure_mismatched(learner.policy.full_model(learner.device), batch)
+        parts = learner.comm.gather(ratios_B.tolist())
+        return keep_rated(batch, fmean(itertools.chain.from_iterable(parts)))
 
     @torch.no_grad()
     def validate(self, poll: Poll) -> dict[str, float]:
@@ -94,6 +128,9 @@ class PairBatches:
             rows = range(start, min(start + MEASURED_PAIRS, len(self._held_out)))
             if rows:
                 batch = self._build(self._held_out, rows, self._reference_N2.get("val"))
+                if batch.is_good_B is not None:
+                    kl = self._measure_mismatched(model, batch).double().mean().item()
+                    batch = keep_rated(batch, kl)
                 for name, value in self._sums(model, batch).items():
                     totals[name] += value.item()
         model.train(was_training)
@@ -120,8 +157,21 @@ class PairBatches:
     ) -> PreferenceBatch:
         batch = build_pairs([pairs[row] for row in rows], self._learner.config.model.seq_len)
         reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
-        pairs_batch = PreferenceBatch(batch.inputs_BT, batch.targets_BT, reference_B2=reference_B2)
+        is_good = torch.tensor([pairs[row][0].is_good for row in rows])
+        pairs_batch = PreferenceBatch(
+            batch.inputs_BT,
+            batch.targets_BT,
+            reference_B2=reference_B2,
+            is_good_B=is_good if self._learner.config.objective.name == "kto" else None,
+        )
         return pairs_batch.to(self._learner.device.torch_device)
+
+    def _measure_mismatched(self, model: GPT, batch: PreferenceBatch) -> Tensor:
+        """Return log p / p_reference (B,) of the mismatched answers."""
+        assert batch.reference_B2 is not None
+        rows = Batch(batch.inputs_BT[:, 1], batch.targets_BT[:, 1])
+        log_probs_B = self._learner.scorer.log_probs(model, rows).sum(1)
+        return log_probs_B - batch.reference_B2[:, 1]
 
     def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
         """Return the summed log-probabilities (N, 2) of chosen and rejected answers, by split.
@@ -147,6 +197,17 @@ class PairBatches:
             sums_by_start |= part
         ordered = [sums_by_start[first] for first in sorted(sums_by_start)]
         return torch.cat([torch.zeros(0, 2), *ordered])
+
+
+def keep_rated(batch: PreferenceBatch, kl: float) -> PreferenceBatch:
+    """Return a batch of KTO's rated answers only, with an estimate of the KL divergence.
+
+    kl: mean log p / p_reference of mismatched answers; a negative one counts as 0.
+    """
+    kl_B = torch.full((len(batch),), max(kl, 0.0), device=batch.inputs_BT.device)
+    return replace(
+        batch, inputs_BT=batch.inputs_BT[:, :1], targets_BT=batch.targets_BT[:, :1], kl_B=kl_B
+    )
 
 
 def build_pairs(pairs: Sequence[Pair], seq_len: int) -> Batch:
