@@ -61,7 +61,8 @@ FORMATS = r"""
 {"instruction": "2", "input": "+2", "output": "4"} -> 2\n\n+2 4
 {"instruction": "2+2", "output": "4", "history": [["2+2", "4"]]} -> 2+2 4 2+2 4
 {"prompt": "2+2", "completion": "4"} -> 2+2 4
-{"prompt": [SYSTEM, USER], "completion": [ANSWER]} -> Add. 2+2 4
+{"instruction": "2", "context": "+2", "response": "4", "category": "sum"} -> 2\n\n+2 4
+{"prompt": [SYSTEM, USER], "completion": [ANSWER], "label": null, "weight": 1.0} -> Add. 2+2 4
 """
 ROLES = {"Add.": "system", "4": "assistant"}
 
@@ -138,6 +139,11 @@ PREFERENCES = [
     '{"messages": [], "prompt": [USER], "chosen": [USER, ANSWER], '  # as in UltraFeedback
     '"rejected": [USER, {"role": "assistant", "content": "no"}]}',
 ]
+IMPLICIT_PROMPTS = [
+    '{"chosen": [USER, ANSWER, USER, ANSWER], '
+    '"rejected": [USER, ANSWER, USER, {"role": "assistant", "content": "5"}]}',
+    r'{"chosen": "\n\nHuman: 2+2\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2\n\nAssistant: 5"}',
+]
 
 
 def test_preferences_are_pairs_of_rows(tmp_path: Path):
@@ -167,6 +173,61 @@ def test_prompts_keep_their_answers(tmp_path: Path):
     assert sorted(found, key=lambda row: row["answer"]) == rows
     with pytest.raises(DataError):
         require_kind(dataset, "chat", "objective.name=sft")
+
+
+def test_the_common_beginning_of_a_pair_is_its_prompt(tmp_path: Path):
+    rows = [json.loads(fill_in(row)) for row in IMPLICIT_PROMPTS]
+    explicit = [
+        {"prompt": [USER, ANSWER, USER], "chosen": "4", "rejected": "5"},
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+    ]
+    found, expected = (
+        open_rows(load_dataset(prepare(tmp_path, each, out, val_fraction=0)), "train")
+        for each, out in ((rows, "implicit"), (explicit, "explicit"))
+    )
+    assert [found.sequence(n) for n in range(4)] == [expected.sequence(n) for n in range(4)]
+
+
+def test_the_verifier_compares_the_number_of_gsm8k(tmp_path: Path):
+    rows = [{"question": f"{n}+1?", "answer": f"{n}+1=1{n}\n#### 1,{n}"} for n in range(3)]
+    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
+    assert [row["answer"] for row in read_answers(dataset, "train")] == ["1,0", "1,1", "1,2"]
+    assert open_rows(dataset, "train").sequence(0) == TEMPLATE.encode(
+        [Message("user", "0+1?")], reply=True
+    )
+
+
+# Rows of prompt/completion and of messages, and what is rated.
+RATED = [
+    [
+        {"prompt": "2+2", "completion": "4", "label": True},
+        {"prompt": "2+2", "completion": "5", "label": "False"},
+    ],
+    [
+        {"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER], "kto_tag": 1},
+        {"messages": [USER, {**ANSWER, "content": "5"}], "kto_tag": 0},
+    ],
+]
+
+
+@pytest.mark.parametrize("rows", RATED)
+def test_labels_are_marks_and_only_the_last_answer_is_rated(rows: list[Any], tmp_path: Path):
+    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
+    rated = open_rows(dataset, "train")
+    assert find_kind(dataset.manifest) == "kto"
+    assert [rated.is_desirable(row) for row in range(2)] == [True, False]
+    for row, answer in enumerate("45"):
+        ids, trained = rated.sequence(row)
+        assert BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == (
+            f"{answer}<|im_end|>"
+        )
+
+
+def test_a_row_of_weight_0_is_left_out(tmp_path: Path):
+    rows = [*chats(3), {**chats(4)[3], "weight": 0}]
+    manifest = load_dataset(prepare(tmp_path, rows)).manifest
+    assert sum(manifest.documents.values()) == 3
+    assert manifest.source["counts"] == {"skipped": 1}
 
 
 def test_damaged_marks_are_noticed(tmp_path: Path):
@@ -274,12 +335,14 @@ BAD_ROWS = """
 1: {"conversations": [{"from": "function_call", "value": "x"}]}
 1: {"conversations": ["a"]}
 1: {"messages": [USER, {"role": "assistant", "content": "4", "weight": 0}]}
-1: {"messages": [USER, ANSWER], "kto_tag": true}
+1: {"messages": [USER, ANSWER], "weight": 0.5}
+1: {"messages": [USER, ANSWER, USER], "kto_tag": true}
+2: {"prompt": "a", "completion": "b", "label": true} | {"prompt": "a", "completion": "b"}
 1: {"instruction": " ", "output": "x"}
 1: {"instruction": "a", "output": "b", "history": ["a"]}
 1: {"instruction": "a", "output": "b", "input": ["a"]}
-1: {"prompt": "a", "completion": "b", "label": false}
-1: {"prompt": "a", "completion": "b", "label": "False"}
+1: {"chosen": "Hi", "rejected": "Ho"}
+1: {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}
 2: {"prompt": "a", "chosen": "b", "rejected": "c"} | {"prompt": "a", "chosen": "c", "rejected": "c"}
 1: {"prompt": "a", "chosen": [USER, USER], "rejected": "c"}
 2: {"prompt": "a", "answer": "1"} | {"prompt": "b"}
@@ -335,3 +398,6 @@ def test_the_first_rows_identify_the_format(tmp_path: Path):
     assert peek_format(find_source(str(tmp_path)), "text") is not None
     peek([{"text": "a"}])
     assert peek_format(find_source(str(tmp_path)), "text") is None
+    assert peek([{"title": "a"}]) is None
+    with pytest.raises(DataError, match=r"output.*response"):
+        peek([{"instruction": "a", "input": ""}])

@@ -142,7 +142,10 @@ def _encode_rows(
     for where, line in read_rows(source):
         try:
             row_format, example = parse_row(line, where, row_format)
-            rows.append(Row(example, _encode(example, row_format.kind, template)))
+            if example.weight:
+                rows.append(Row(example, _encode(example, row_format.kind, template)))
+            else:
+                n_skipped += 1
         except DataError:
             if invalid != "skip":
                 raise
