@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import signal
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from megatoken.cli import race_report
 from megatoken.cli.main import main
+from megatoken.cli.race import CALIBRATION_STEPS
 from megatoken.cli.race_report import Curve, compare, describe, read_curve
+from megatoken.cli.runs import read_config
 from megatoken.errors import ExitCode
 from megatoken.estimate.paired_test import compute_p_value, two_sided
 from megatoken.launch.local import COMMAND
@@ -121,6 +124,24 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     assert [row["reached"] for row in low["contenders"]] == [0, 0]
     # The runs have 5,120.
     assert main(shlex.split(f"{line} 10240")) == ExitCode.CONFIG
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
+    recipe: str, tmp_path: Path, ask: Ask
+):
+    line = f"race {recipe} '{recipe} optim.lr=3e-2' --minutes 0.005 --seeds 1 --out {tmp_path}/out"
+    answer = ask(line)
+    runs = sorted(tmp_path.glob("out/*/seed-1337"))
+    budgets = [read_config(run).budget.tokens for run in runs]
+    for run, tokens in zip(runs, budgets, strict=True):
+        steps = read_rows(run.with_name("calibration"), "train")
+        assert len(steps) == CALIBRATION_STEPS
+        pace = statistics.median(row["seconds"] for row in steps) / steps[0]["tokens"]
+        assert tokens == round(0.3 / pace)
+    trained = sorted(row["runs"][0]["trained_tokens"] for row in answer["contenders"])
+    assert trained == sorted(max(1, round(tokens / 256)) * 256 for tokens in budgets)
+    assert ask(line) == answer
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ All contenders train with the same seeds, which set the order of the data, and a
 held-out text. Each run is a `megatoken train` in a folder below OUT. The runs take turns of a few
 minutes, so that slow hours of the machine affect all of them. Repeating the command continues a
 race, and trains seeds or contenders that were added.
+
+With `--minutes`, a short run of each contender first measures its pace, which sets how many tokens
+it trains on. The budget is fixed from then on, so schedules end with it and runs are deterministic.
 """
 
 import re
@@ -12,8 +15,9 @@ import shlex
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megatoken.cli import Result
@@ -28,13 +32,14 @@ from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.file_lock import lock_folder
-from megatoken.system.metrics_log import STATUS, find_last_rows
+from megatoken.system.metrics_log import STATUS, find_last_rows, read_metrics
 
 if TYPE_CHECKING:
     from megatoken.data.mixture import Mixture
 
 HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
 EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
+CALIBRATION_STEPS = 20  # whose median measures the pace of a contender
 VALIDATIONS = (10, 50)  # minimum and maximum number of validations of the longest contender
 SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
 # Only train and validate, and log every step.
@@ -57,6 +62,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--target-loss", type=float, metavar="L", help=doc)
     doc = "training tokens, such as 10M; alone, the target is the final loss of the first RECIPE"
     arg("--tokens", metavar="T", help=doc)
+    doc = "training time of a run instead of --tokens, from the measured time of a step"
+    arg("--minutes", type=float, metavar="M", help=doc)
     doc = "runs of each RECIPE; a larger number continues a finished race (default 3)"
     arg("--seeds", type=int, default=3, metavar="N", help=doc)
     doc = "time slice of a run; 0: run each to its end (default 5m)"
@@ -134,17 +141,20 @@ def run(options: Namespace, console: Console) -> Result:
     """Train all unfinished runs, then compare the contenders, and draw and record the result."""
     from megatoken.cli.race_report import report
 
-    if options.target_loss is None and options.tokens is None:
-        raise ConfigError("no target", "megatoken race", "give --target-loss or --tokens")
+    if not (options.target_loss or options.tokens or options.minutes):
+        fix = "give --target-loss, --tokens or --minutes"
+        raise ConfigError("no target", "megatoken race", fix)
     contenders = [open_contender(label, options) for label in options.contenders]
     metric = check_contenders(contenders)
     options.out = options.out or Path("races") / contenders[0].folder
-    rounds = list_rounds(contenders, options)
     stopping = threading.Event()
     with lock_folder(options.out, "race"):
-        for runs in rounds.values():
-            check_unchanged(list(runs.values()))
         with stop_on_signal(stopping):
+            if options.minutes:
+                contenders = [fit_time(entry, options, stopping, console) for entry in contenders]
+            rounds = list_rounds(contenders, options)
+            for runs in rounds.values():
+                check_unchanged(list(runs.values()))
             for runs in rounds.values():
                 run_round(list(runs.values()), stopping, console)
         finished_rounds = {
@@ -171,6 +181,32 @@ def open_contender(label: str, options: Namespace) -> Contender:
     config = resolve(recipe, words).config
     data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
     return Contender(label, (recipe, *words), config, data)
+
+
+def fit_time(
+    contender: Contender, options: Namespace, stopping: threading.Event, console: Console
+) -> Contender:
+    """Return the contender with the budget that it trains in `--minutes`.
+
+    Its pace is measured once, by a run of CALIBRATION_STEPS steps below OUT. If `stopping` is set
+    meanwhile, the contender is returned unchanged.
+    """
+    from megatoken.cli.race_report import read_pace
+
+    folder = options.out / contender.folder / "calibration"
+    words = [*contender.words, *FIXED, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0"]
+    run = Run(f"{contender.label}, calibration", folder, words, 0)
+    if not run.is_finished:
+        train_turn(run, stopping)
+    if not run.is_finished:
+        return contender
+    _, pace = read_pace(read_metrics(folder, console.warn))
+    tokens = round(60 * options.minutes / float(median(pace)))
+    console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
+    recipe, *overrides = contender.words
+    overrides.append(f"budget.tokens={tokens}")
+    config = resolve(recipe, overrides).config
+    return replace(contender, words=(recipe, *overrides), config=config)
 
 
 def check_contenders(contenders: Sequence[Contender]) -> str:
@@ -243,20 +279,25 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 
 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
+    """Train a run for one turn, and print its progress. Raises what `train_turn` raises."""
+    step = run.step
+    train_turn(run, stopping)
+    val = find_last_rows(run.folder, ["val"]).get("val", {})
+    loss = float(val.get("loss", "nan"))
+    console.print(f"{run.name}: step {run.step:,}, validation loss {loss:.4f}")
+    if run.step == step:
+        run.turn_seconds *= 2  # setup or validation takes longer than a turn
+
+
+def train_turn(run: Run, stopping: threading.Event) -> None:
     """Train a run for one turn.
 
     Raises the error of a run that fails. If only its loss is not finite, the run ends without an
     error.
     """
-    step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"
     code = train(run.folder, [*run.words, limit], stopping.is_set)
-    val = find_last_rows(run.folder, ["val"]).get("val", {})
-    loss = float(val.get("loss", "nan"))
-    console.print(f"{run.name}: step {run.step:,}, validation loss {loss:.4f}")
     is_error = code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
     if is_error and not stopping.is_set():
         code = code if code in set(ExitCode) else ExitCode.PEER
         raise error_from_code(code, f"{run.name}: {read_error(run.folder)}")
-    if run.step == step:
-        run.turn_seconds *= 2  # setup or validation takes longer than a turn

@@ -68,20 +68,27 @@ class Curve:
         return float(np.interp(-target, -self.losses[span], self.tokens[span]))
 
 
+def read_pace(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, pace) of a run's n steps.
+
+    tokens: (n + 1,) training tokens before each step and at the end. pace: (n,) seconds per token.
+    """
+    train = [row for row in rows if row["kind"] == "train"]
+    tokens = np.array([0.0, *(row["tokens"] for row in train)])
+    return tokens, np.array([row["seconds"] for row in train]) / np.diff(tokens)
+
+
 def read_curve(run: Path, metric: str, warn: Warn) -> Curve:
     """Read the validations of a run in `metric`, which is `loss` or `bits_per_byte`.
 
     warn: as in `read_metrics`.
     """
     rows = read_metrics(run, warn)
-    train = [row for row in rows if row["kind"] == "train"]
     val = [row for row in rows if row["kind"] == "val"]
-    tokens = np.array([0.0, *(row["tokens"] for row in train)])
-    step_tokens = np.diff(tokens)
-    pace = np.array([row["seconds"] for row in train]) / step_tokens
+    tokens, pace = read_pace(rows)
     median = np.median(pace) if len(pace) else 0.0
     pace = np.where(pace > SLOW * median, median, pace)
-    seconds = np.concatenate([[0.0], np.cumsum(pace * step_tokens)])
+    seconds = np.concatenate([[0.0], np.cumsum(pace * np.diff(tokens))])
     val_tokens = [row["tokens"] for row in val]
     losses = [row[metric] if math.isfinite(row[metric]) else math.inf for row in val]
     if read_object(run / STATUS).get("state") != "done":
