@@ -5,18 +5,20 @@ Shapes: N sequences, K heads of keys and values, T new tokens, S cached tokens, 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 
 
 class KeyValueCache:
-    """Preallocated keys and values of every layer; a row holds one sequence.
+    """Keys and values of every layer; a row holds one sequence.
 
-    Both tensors are (layers, rows, K, capacity, D). In each forward, the model calls `place` to get
-    the new tokens' positions, each layer calls `append`, and the model calls `advance` at the end.
-    If rows differ in length, they can grow only by one token per forward.
+    A layer's tensor is (2, rows, K, capacity, D), keys before values. In each forward, the model
+    calls `place` to get the new tokens' positions, each layer calls `append`, and the model calls
+    `advance` at the end. If rows differ in length, they can grow only by one token per forward.
 
     lengths: number of tokens in each row in use. Rows in use come before unused ones.
     """
@@ -30,23 +32,40 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        sizes = (config.n_layer, rows, config.kv_heads, capacity, config.d_head)
+        sizes = (2, rows, config.kv_heads, capacity, config.d_head)
         # Zeros, because unused positions of short rows are read with weight 0, and 0 * NaN is NaN.
-        self._keys, self._values = torch.zeros(2, *sizes, dtype=dtype, device=device)
+        self._layers = [
+            torch.zeros(sizes, dtype=dtype, device=device) for _ in range(config.n_layer)
+        ]
         self.lengths = [0] * rows
         self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
 
     @property
     def length(self) -> int:
         """The number of tokens in the longest row."""
-        return max(self.lengths)
+        return max(self.lengths, default=0)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of rows, and of tokens in a row, that the tensors can hold."""
+        _, rows, _, capacity, _ = self._layers[0].shape
+        return rows, capacity
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Change `sizes`, one layer at a time, so that only one is in memory twice."""
+        used = len(self.lengths)
+        length = self.length
+        for index, layer in enumerate(self._layers):
+            _, _, K, _, D = layer.shape
+            self._layers[index] = layer.new_zeros(2, rows, K, capacity, D)
+            self._layers[index][:, :used, :, :length] = layer[:, :used, :, :length]
 
     def place(self, T: int) -> Tensor:
         """Return the positions of the next T tokens: (T,) if all rows are equally long.
 
         If lengths differ, T must be 1, and the positions are (N, 1).
         """
-        device = self._keys.device
+        device = self._layers[0].device
         length = self.length
         if min(self.lengths) == length:
             self._row_and_end = None
@@ -58,11 +77,9 @@ class KeyValueCache:
 
     def append(self, layer: int, k_NKTD: Tensor, v_NKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, and return all of them, (N, K, S, D) each."""
-        rows = len(self.lengths)
         start = self.length
         end = start + k_NKTD.shape[2]
-        keys = self._keys[layer, :rows, :, :end]
-        values = self._values[layer, :rows, :, :end]
+        keys, values = self._layers[layer][:, : len(self.lengths), :, :end].unbind()
         if self._row_and_end is None:
             keys[:, :, start:] = k_NKTD
             values[:, :, start:] = v_NKTD
@@ -84,7 +101,7 @@ class KeyValueCache:
         start = len(self.lengths)
         length = other.length
         rows = [index for index, count in enumerate(copies) for _ in range(count)]
-        for target, source in ((self._keys, other._keys), (self._values, other._values)):
+        for target, source in zip(self._layers, other._layers, strict=True):
             target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
         self.lengths += [length] * len(rows)
 
@@ -93,6 +110,72 @@ class KeyValueCache:
         length = self.lengths[row] = self.lengths[-1]
         last = len(self.lengths) - 1
         if row != last:
-            for x in (self._keys, self._values):
-                x[:, row, :, :length] = x[:, last, :, :length]
+            for layer in self._layers:
+                layer[:, row, :, :length] = layer[:, last, :, :length]
         self.lengths.pop()
+
+    def copy_row(self, row: int) -> Tensor:
+        """Return a copy of a row's keys and values: (layers, 2, K, S, D)."""
+        length = self.lengths[row]
+        return torch.stack([layer[:, row, :, :length] for layer in self._layers])
+
+    def fill(self, sequences: Sequence[Tensor], length: int) -> None:
+        """Start each row with the first `length` tokens of a sequence from `copy_row`."""
+        for row, sequence in enumerate(sequences):
+            for layer, pairs in zip(self._layers, sequence, strict=True):
+                layer[:, row, :, :length] = pairs[:, :, :length]
+        self.lengths = [length] * len(sequences)
+
+
+Prefix = tuple[int, Tensor]  # number of tokens, and a sequence from `copy_row` with as many or more
+NO_PREFIX: Prefix = 0, torch.empty(0)
+
+
+class PrefixStore:
+    """Keys and values of finished sequences, for prompts that begin with the same tokens.
+
+    tokens: number of tokens stored.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._entries: list[tuple[NDArray[np.int64], Tensor]] = []  # least recently used first
+
+    def add(self, ids: Sequence[int], pairs: Tensor) -> None:
+        """Store a sequence from `KeyValueCache.copy_row`, instead of those that it begins with."""
+        new = np.array(ids)
+        self._entries = [
+            each for each in self._entries if _count_equal(each[0], new) < len(each[0])
+        ]
+        self._entries.append((new, pairs))
+        self.tokens = sum(len(entry_ids) for entry_ids, _ in self._entries)
+
+    def find(self, ids: Sequence[int]) -> Prefix:
+        """Return the longest stored beginning of `ids`.
+
+        The last of `ids` is never included, because its logits are needed.
+        """
+        prompt = np.array(ids[:-1])
+        lengths = [_count_equal(entry_ids, prompt) for entry_ids, _ in self._entries]
+        if not any(lengths):
+            return NO_PREFIX
+        index = int(np.argmax(lengths))
+        self._entries.append(self._entries.pop(index))
+        return lengths[index], self._entries[-1][1]
+
+    def shrink(self, tokens: int) -> None:
+        """Drop the least recently used sequences until at most `tokens` tokens are stored."""
+        while self.tokens > max(tokens, 0):
+            self.tokens -= len(self._entries.pop(0)[0])
+
+
+def _count_equal(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """Return the number of equal elements before the first difference."""
+    size = min(len(a), len(b))
+    differs = np.append(a[:size] != b[:size], True)
+    return int(differs.argmax())
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the size of one token's keys and values."""
+    return 2 * config.n_layer * config.kv_heads * config.d_head * dtype.itemsize

@@ -11,6 +11,7 @@ dropped, and the keys and values of the rest are recomputed, because their posit
 Shapes: N sequences, V vocabulary without padding, T tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,13 +24,15 @@ from torch import Tensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.model.gpt import GPT
-from megatoken.model.kv_cache import KeyValueCache
-from megatoken.sampling.choose import Sampling, choose_ids
+from megatoken.model.kv_cache import NO_PREFIX, KeyValueCache, Prefix, PrefixStore
+from megatoken.sampling.choose import Sampling, bias_logits, choose_ids, rank_ids
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
 
 FinishReason = Literal["stop", "length"]
 PREFILL_TOKENS = 4096  # most prompt tokens to compute at once
+SPARE_TOKENS = 256  # most tokens by which a row of the cache grows at once
+UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,14 @@ class Request:
     """A prompt to continue. It must not be empty: to start a document, pass the end-of-text id.
 
     logprobs: whether to report log-probabilities at the sampling temperature, for policy gradients.
-    This requires a temperature above 0.
+    This requires a temperature above 0. top_logprobs: how many of the most likely ids to report for
+    each new id; None for no report.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     logprobs: bool = False
+    top_logprobs: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -64,13 +69,16 @@ class Token(NamedTuple):
 
     row: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
     else "length"; None for the other ids. logprob: natural log of the id's probability, before
-    top_k and top_p apply.
+    top_k and top_p apply. top: (id, logprob) of the new id and of `top_logprobs` most likely ids,
+    from the model's logits alone. cached: number of prompt tokens found in the cache.
     """
 
     row: int
     id: int
     finish_reason: FinishReason | None
     logprob: float | None
+    top: Sequence[tuple[int, float]] = ()
+    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -90,29 +98,47 @@ class _Row:
     draws: list[float]  # uniform numbers from [0, 1), one per new token
     input_ids: list[int]  # prompt or window, computed when the row joins the batch
     ids: list[int] = field(default_factory=list)
+    cached: int = 0  # number of prompt tokens found in the cache
+    prefix: Prefix = NO_PREFIX  # when the row joins
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.ids]
 
 
 class BatchDecoder:
     """Decodes up to `rows` sequences in one batch; the caller chooses a key for each of them.
 
     Use it in a `with` block, in which the model is in evaluation mode and computes in the device's
-    precision or, if the device is None, in that of the weights. capacity: the largest
-    `Request.capacity` to expect, or 0 for the full context.
+    precision or, if the device is None, in that of the weights.
+
+    capacity: the largest `Request.capacity` to expect, for which the cache is allocated at once;
+    0: it grows with the sequences. cache_tokens: bound of a growing cache. Finished sequences stay
+    in it for prompts that begin with them, until running ones need the space. If these need more,
+    the ones with the highest keys pause, and are computed again later. None: nothing stays.
     """
 
     def __init__(
-        self, model: GPT, *, rows: int, capacity: int = 0, device: Device | None = None
+        self,
+        model: GPT,
+        *,
+        rows: int,
+        capacity: int = 0,
+        cache_tokens: int | None = None,
+        device: Device | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._max_rows = rows
         self._torch_device = model.tokens.weight.device
         self._context = model.config.seq_len
-        self._capacity = min(capacity or self._context, self._context)
-        self._cache = self._build_cache(rows, self._capacity)
+        self._bound = cache_tokens or UNBOUNDED
+        self._is_growing = not capacity
+        self._cache = self._build_cache(rows, min(capacity, self._context))
         self._cache.lengths = []
+        self._prefixes = PrefixStore() if cache_tokens else None
         self._rows: list[_Row] = []  # in the cache's order
-        self._waiting: list[_Row] = []  # rows that join in the next step
+        self._waiting: list[_Row] = []  # rows that join in the next step, or when there is space
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
         dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
@@ -143,6 +169,12 @@ class BatchDecoder:
         """Number of sequences that can be added."""
         return self._max_rows - len(self._rows) - len(self._waiting)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens that the cache has memory for."""
+        stored = self._prefixes.tokens if self._prefixes else 0
+        return math.prod(self._cache.sizes) + stored
+
     def add(self, key: int, request: Request) -> None:
         """Add a sequence, to be started in the next step. Raises as `Request.check` does."""
         request.check(self._model.config)
@@ -160,10 +192,21 @@ class BatchDecoder:
                 self._leave(row)
 
     def _leave(self, row: _Row) -> None:
+        """Remove a row from the batch; store its keys and values."""
         index = self._rows.index(row)
+        ids = row.all_ids[:-1]
+        if self._prefixes and len(ids) == self._cache.lengths[index]:  # the window has not moved
+            self._prefixes.add(ids, self._cache.copy_row(index))
         self._cache.leave(index)
         self._rows[index] = self._rows[-1]
         self._rows.pop()
+        self._reserve(len(self._rows), self._cache.length)
+
+    def _wait(self, row: _Row, n_ids: int) -> None:
+        """Move a row from the batch to the waiting ones, with its last `n_ids` ids as input."""
+        row.input_ids = row.all_ids[-n_ids:]
+        self._leave(row)
+        self._waiting.insert(0, row)
 
     def step(self) -> list[Token]:
         """Decode one token of each sequence; return the tokens and remove finished sequences.
@@ -171,17 +214,17 @@ class BatchDecoder:
         Raises NumericsError for logits that are not finite.
         """
         self._slide_windows()
+        joining = self._schedule()
         logits = []
         if self._rows:
             ids_N1 = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._torch_device)
             logits.append(self._model.lm_head(self._model(ids_N1, self._cache)[:, -1]))
-        self._waiting.sort(key=lambda row: (len(row.input_ids), row.input_ids))
-        for length, rows in groupby(self._waiting, key=lambda row: len(row.input_ids)):
+        joining.sort(key=lambda row: (len(row.input_ids), row.prefix[0], row.input_ids))
+        for size, rows in groupby(joining, key=lambda row: (len(row.input_ids), row.prefix[0])):
             prompts = [list(equal) for _, equal in groupby(rows, key=lambda row: row.input_ids)]
-            n_at_once = max(1, PREFILL_TOKENS // length)
+            n_at_once = max(1, PREFILL_TOKENS // size[0])
             for first in range(0, len(prompts), n_at_once):
                 logits.append(self._prefill(prompts[first : first + n_at_once]))
-        self._waiting = []
         if not logits:
             return []
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -196,42 +239,86 @@ class BatchDecoder:
         lengths = list(self._cache.lengths)
         for row, length in zip(list(self._rows), lengths, strict=True):
             if length == self._context:
-                self._leave(row)
-                all_ids = [*row.request.prompt_ids, *row.ids]
-                row.input_ids = all_ids[-max(3 * self._context // 4, 1) :]
-                self._waiting.append(row)
+                self._wait(row, max(3 * self._context // 4, 1))
+
+    def _schedule(self) -> list[_Row]:
+        """Make room for the next step; return the waiting rows that join the batch in it."""
+        length = self._cache.length + 1
+        while len(self._rows) > 1 and len(self._rows) * length > self._bound:
+            row = max(self._rows, key=lambda row: row.key)
+            self._wait(row, self._cache.lengths[self._rows.index(row)] + 1)
+            length = self._cache.length + 1
+        count = len(self._rows)
+        length = length if count else 0
+        n_joining = 0
+        for row in self._waiting:
+            longest = max(length, len(row.input_ids))
+            if count and (count + 1) * longest > self._bound:
+                break
+            count, length, n_joining = count + 1, longest, n_joining + 1
+        joining, self._waiting = self._waiting[:n_joining], self._waiting[n_joining:]
+        for row in joining:
+            row.prefix = self._prefixes.find(row.input_ids) if self._prefixes else NO_PREFIX
+            row.cached = row.cached if row.ids else row.prefix[0]
+        self._reserve(count, length)
+        return joining
+
+    def _reserve(self, count: int, length: int) -> None:
+        """Fit the cache to `count` rows of `length` tokens, with space to grow within the bound."""
+        if not self._is_growing:
+            return
+        rows, capacity = self._cache.sizes
+        if count > rows or length > capacity or rows * capacity > 4 * count * length:
+            rows = min(count + count // 2, self._max_rows)
+            capacity = min(length + min(length, SPARE_TOKENS), self._context)
+            if rows * capacity > self._bound:
+                rows, capacity = count, min(capacity, self._bound // count)
+            self._cache.resize(rows, capacity)
+        if self._prefixes:
+            self._prefixes.shrink(self._bound - rows * capacity)
 
     def _prefill(self, prompts: list[list[_Row]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
         prompts: groups of rows with equal `input_ids`; each group is computed only once. The
-        `input_ids` of all groups must have the same length.
+        `input_ids` of all groups must have the same length, and as many tokens in the cache.
         """
-        ids = torch.tensor([rows[0].input_ids for rows in prompts], device=self._torch_device)
-        cache = self._build_cache(*ids.shape)
+        firsts = [rows[0] for rows in prompts]
+        n_cached = firsts[0].prefix[0]
+        ids = torch.tensor([row.input_ids[n_cached:] for row in firsts], device=self._torch_device)
+        cache = self._build_cache(len(firsts), len(firsts[0].input_ids))
+        if n_cached:
+            cache.fill([row.prefix[1] for row in firsts], n_cached)
         copies = [len(rows) for rows in prompts]
         logits = self._model.lm_head(self._model(ids, cache)[:, -1])
         self._cache.join(cache, copies)
         self._rows += [row for rows in prompts for row in rows]
+        for row in firsts:
+            row.prefix = NO_PREFIX
         return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """Choose a token for each row, in the cache's order."""
         logits_NV = logits_NV.float()
         draws = [row.draws[len(row.ids)] for row in self._rows]
-        ids_N = self._choose(logits_NV, torch.tensor(draws, device=logits_NV.device))
+        biased_NV = bias_logits(logits_NV, [(row.request.sampling, row.ids) for row in self._rows])
+        ids_N = self._choose(biased_NV, torch.tensor(draws, device=logits_NV.device))
         if (~logits_NV.gather(1, ids_N[:, None]).isfinite()).any():
             fix = "use an earlier checkpoint"
             raise NumericsError("the model's logits are not finite", "sampling", fix)
         logprobs = self._measure_logprobs(logits_NV, ids_N)
-        tokens = []
+        tokens: list[Token] = []
         for row, id, logprob in zip(self._rows, ids_N.tolist(), logprobs, strict=True):
             reason: FinishReason | None = None
             if id in row.request.sampling.stop_ids:
                 reason = "stop"
             elif len(row.ids) + 1 == row.request.sampling.max_new_tokens:
                 reason = "length"
-            tokens.append(Token(row.key, id, reason, logprob if row.request.logprobs else None))
+            logprob = logprob if row.request.logprobs else None
+            top: list[tuple[int, float]] = []
+            if row.request.top_logprobs is not None:
+                top = rank_ids(logits_NV[len(tokens)], id, row.request.top_logprobs)
+            tokens.append(Token(row.key, id, reason, logprob, top, row.cached))
         return tokens
 
     def _measure_logprobs(self, logits_NV: Tensor, ids_N: Tensor) -> Sequence[float | None]:

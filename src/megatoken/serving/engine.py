@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request, Token
@@ -47,16 +47,23 @@ class Job:
 class Engine:
     """Decodes jobs on a thread, which runs while the engine is used in a `with` block.
 
-    rows: maximum number of jobs in the batch. waiting: maximum number of queued jobs.
+    rows: maximum number of jobs in the batch. waiting: maximum number of queued jobs. cache_tokens:
+    as in BatchDecoder.
     """
 
     def __init__(
-        self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64
+        self,
+        model: GPT,
+        device: Device | None = None,
+        *,
+        rows: int = 8,
+        waiting: int = 64,
+        cache_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.max_jobs = rows + waiting
         self._device = device
-        self._max_rows = rows
+        self._decoder_options: dict[str, Any] = {"rows": rows, "cache_tokens": cache_tokens}
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
@@ -108,7 +115,9 @@ class Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_stopping)
             try:
-                with BatchDecoder(self.model, rows=self._max_rows, device=self._device) as decoder:
+                with BatchDecoder(
+                    self.model, device=self._device, **self._decoder_options
+                ) as decoder:
                     for tokens in self._decode(decoder):
                         self._dispatch(tokens)
             except Exception as error:  # the next job gets a new decoder
