@@ -1,15 +1,11 @@
-"""Export a model, convert it for llama.cpp, and compare logits, greedy text, tokens and chat.
+"""Export a model for llama.cpp, and compare logits, greedy text, tokens and chat.
 
-    python -m benchmarks.llamacpp_route RUN --llama-cpp CHECKOUT
+    python -m benchmarks.llamacpp_route RUN
 
-Needs llama.cpp's converter from a checkout, and its engine: pip install gguf llama-cpp-python.
-Weights and cache are fp32; the pre-tokenizer of our own vocabularies is set to GPT-2's. Prints one
-JSON line.
+Needs `pip install gguf llama-cpp-python`. Weights and cache are fp32. Prints one JSON line.
 """
 
 import argparse
-import runpy
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -22,27 +18,8 @@ import torch
 from benchmarks.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, report, take_ids
 from megatoken.console import Console
 from megatoken.convert.export import export
+from megatoken.convert.gguf import F32
 from megatoken.convert.load_pretrained import load_pretrained
-
-F32 = 0  # of ggml's types; its cache of keys and values is fp16 otherwise
-
-
-def convert(llama_cpp: Path, folder: Path, target: Path) -> None:
-    """Run llama.cpp's converter in this process."""
-    sys.path.insert(0, str(llama_cpp))
-    from conversion.base import TextModel
-
-    original = TextModel.get_vocab_base_pre
-
-    def default_to_gpt2(model: object, tokenizer: object) -> str:
-        try:
-            return str(original(model, tokenizer))
-        except NotImplementedError:
-            return "gpt-2"
-
-    TextModel.get_vocab_base_pre = default_to_gpt2
-    sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(target), "--outtype", "f32"]
-    runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:
@@ -57,23 +34,15 @@ def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
-    parser.add_argument("--llama-cpp", type=Path, required=True)
     options = parser.parse_args()
     from llama_cpp import Llama
 
     loaded = load_pretrained(options.run)
     model, ids = loaded.model.eval(), take_ids(loaded)
     with tempfile.TemporaryDirectory() as temporary:
-        export(options.run, "hf", Path(temporary) / "hf", "fp32", Console(to_stderr=True))
-        convert(options.llama_cpp, Path(temporary) / "hf", Path(temporary) / "model.gguf")
-        llama = Llama(
-            str(Path(temporary) / "model.gguf"),
-            n_ctx=256,
-            logits_all=True,
-            type_k=F32,
-            type_v=F32,
-            verbose=False,
-        )
+        path = Path(temporary) / "it.gguf"
+        export(options.run, "gguf", path, "fp32", Console(to_stderr=True))
+        llama = Llama(str(path), n_ctx=256, logits_all=True, type_k=F32, type_v=F32, verbose=False)
         llama.eval(ids)
         found = torch.from_numpy(np.array(llama.scores[: len(ids)]))
         llama.reset()

@@ -27,6 +27,7 @@ READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py", "redact.py"}
 OPTIONAL = {
     *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
     *("optuna", "shtab", "tensorboard", "trackio", "wandb", "lzma", "resource", "triton", "fsspec"),
+    *("gguf", "llama_cpp"),
 }
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must
 # not wait for torch.

@@ -10,13 +10,22 @@ HELP = "write a model in another program's format"
 EXAMPLE = "megatoken export runs/mine --to hf --out models/mine"
 
 
+DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("model", metavar="RUN_OR_CHECKPOINT", help="any MODEL of `sample`")
-    doc = "hf: transformers, vLLM, llama.cpp; llmc: llm.c (default hf)"
-    arg("--to", choices=("hf", "llmc"), default="hf", help=doc)
-    arg("--out", type=local_path, required=True, metavar="DIR", help="new folder to write")
-    arg("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    doc = "hf: transformers, vLLM; gguf: llama.cpp, ollama; llmc: llm.c (default hf)"
+    arg("--to", choices=("hf", "gguf", "llmc"), default="hf", help=doc)
+    doc = "new folder to write, or new FILE.gguf"
+    arg("--out", type=local_path, required=True, metavar="DIR", help=doc)
+    doc = "of the weights (default fp32); hf and llmc have fp32 and bf16"
+    arg("--dtype", "--quantize", choices=DTYPES, type=_parse_dtype, default="fp32", help=doc)
+
+
+def _parse_dtype(name: str) -> str:
+    return {"f32": "fp32", "f16": "fp16"}.get(name, name)  # as llama.cpp spells them
 
 
 def run(options: Namespace, console: Console) -> Result:

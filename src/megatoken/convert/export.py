@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from megatoken.console import Console
+from megatoken.convert.gguf import compare_llama, write_gguf
+from megatoken.convert.hf.chat_files import GGUF
 from megatoken.convert.hf.export import compare_logits, write_hf
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
@@ -31,16 +33,19 @@ def export(
 ) -> dict[str, Any]:
     """Write a model and its tokenizer to the new folder `out`.
 
-    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: that of the
-    written weights, fp32 or bf16. Returns a dict with source, format, out, verified,
-    max_relative_difference (of the logits) and ids_left_out. Raises StorageError if `out` exists or
-    cannot be written, ConfigError if the format cannot hold the model, and CheckpointError if the
-    model cannot be read or the exported model computes other logits.
+    model: a loaded model, or a name for load_pretrained. to: `hf`, `gguf` or `llmc`. out: for
+    `gguf`, also a new file whose name ends with .gguf. dtype: that of the written weights, fp32 or
+    bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source, format,
+    out, verified, max_relative_difference (of the logits) and ids_left_out. Raises StorageError if
+    `out` exists or cannot be written, ConfigError if the format cannot hold the model, and
+    CheckpointError if the model cannot be read or the exported model computes other logits.
     """
     out = local_path(out)
     warn = console.warn if console else warnings.warn
     if os.path.lexists(out):
         raise StorageError("the folder exists", out, "choose another --out")
+    if to != "gguf" and dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"--to {to} has no {dtype}", "--dtype", "use fp32 or bf16, or --to gguf")
     loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn)
     loaded = copy.deepcopy(loaded)
     n_unused = _prepare(loaded, dtype, warn)
@@ -50,13 +55,13 @@ def export(
         unfinished.mkdir()
         try:
             difference = FORMATS[to](unfinished, loaded.model, loaded.tokenizer, dtype)
-            unfinished.rename(out)
+            (unfinished / GGUF if out.suffix == ".gguf" else unfinished).rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     if console:
-        verdict = "NOT VERIFIED: transformers is not installed (pip install megatoken[hf])"
+        verdict = f"NOT VERIFIED: {VERIFIERS.get(to)} is not installed"
         if difference is not None:
-            verdict = f"verified, logits equal to {difference:.1e} of the largest"
+            verdict = f"verified, logits within {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")
     return {
         "source": loaded.source,
@@ -89,15 +94,21 @@ def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
         if module is not None:
             module.weight.data = module.weight.data[: model.config.padded_vocab_size].clone()
             module.weight.data[vocab_size:] = 0.0
-    if dtype == "bf16":
+    if dtype in ("fp16", "bf16"):
+        rounded = torch.float16 if dtype == "fp16" else torch.bfloat16
         for param in model.parameters():
-            param.data.copy_(param.bfloat16())  # logits are compared with the written values
+            param.data.copy_(param.to(rounded))  # logits are compared with the written values
     return n_unused
 
 
 def _export_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
     write_hf(folder, model, tokenizer, dtype)
     return compare_logits(folder, model, tokenizer)
+
+
+def _export_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
+    write_gguf(folder, model, tokenizer, dtype)
+    return compare_llama(folder / GGUF, model, tokenizer, dtype)
 
 
 def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
@@ -114,5 +125,7 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
 # Each writes a folder and returns the largest difference of logits, or None if not compared.
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
     "hf": _export_hf,
+    "gguf": _export_gguf,
     "llmc": _export_llmc,
 }
+VERIFIERS = {"hf": "transformers", "gguf": "llama-cpp-python"}

@@ -1,4 +1,4 @@
-"""Write a README on how to serve an exported chat model, and a Modelfile for ollama."""
+"""Describe how to serve an exported chat model: a README, and a Modelfile for ollama."""
 
 from megatoken.data.chat_template import ChatTemplate
 
@@ -11,6 +11,10 @@ _GO_TEMPLATES = {
 }
 GGUF = "model.gguf"
 TRAINING_TEMPLATE = "chat_template_training.jinja"
+_TRAINING = f"""
+{TRAINING_TEMPLATE} is the template with the marks that `apply_chat_template(..., return_assistant_tokens_mask=True)`
+and trl's `assistant_only_loss` need; plain jinja2 rejects them.
+"""
 
 
 def drop_marks(template: ChatTemplate) -> str:
@@ -18,36 +22,41 @@ def drop_marks(template: ChatTemplate) -> str:
     return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
-    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE, by file name."""
-    stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
-    lines = ["FROM ."]  # ollama imports only LLaMA's safetensors
-    convert = ""
-    if model_type != "llama":
-        lines = [f"FROM ./{GGUF}"]
-        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
+def describe_chat(template: ChatTemplate) -> dict[str, str]:
+    """Return the contents of README.md and TRAINING_TEMPLATE in an hf export, by file name."""
+    readme = _describe(template, "vllm serve .") + _TRAINING
+    return {"README.md": readme, TRAINING_TEMPLATE: template.jinja}
+
+
+def describe_gguf(template: ChatTemplate) -> dict[str, str]:
+    """Return the contents of ollama's Modelfile and README.md in a GGUF export, by file name."""
+    lines = [f"FROM ./{GGUF}"]
     if template.name in _GO_TEMPLATES:  # ollama has no jinja
         lines.append(f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""')
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    modelfile = "\n".join(lines) + "\n"
+    lines += [f'PARAMETER stop "{stop}"' for stop in _list_stops(template)]
+    serve = f"ollama create mine -f Modelfile && ollama run mine\nllama-server --jinja -m {GGUF}"
+    return {"Modelfile": "\n".join(lines) + "\n", "README.md": _describe(template, serve)}
+
+
+def _list_stops(template: ChatTemplate) -> list[str]:
+    return [template.tokenizer.decode([id]) for id in template.stop_ids]
+
+
+def _describe(template: ChatTemplate, commands: str) -> str:
+    stops = _list_stops(template)
     ends = " and ".join(f"`{stop}`" for stop in stops)
-    readme = f"""\
+    return f"""\
 # A chat model
 
-The chat template, {template.name}, is in tokenizer_config.json; the tokens that end an answer, {ends},
-are in generation_config.json. To serve it, in this folder:
+The chat template, {template.name}, and the tokens that end an answer, {ends}, are in the model's files.
+To serve it, in this folder:
 
 ```
-vllm serve .
-{convert}ollama create mine -f Modelfile && ollama run mine
+{commands}
 ```
-
-{TRAINING_TEMPLATE} is the template with the marks that `apply_chat_template(..., return_assistant_tokens_mask=True)`
-and trl's `assistant_only_loss` need; plain jinja2 rejects them.
 
 **A user's message can imitate the template.** transformers, vLLM, llama.cpp and ollama render a conversation as
 one text and parse control tokens anywhere in it: a message that contains `{stops[0]}` ends itself, and the text after
 it can pose as the system or the assistant. If you do not trust your users, remove such strings from their messages
 before they reach the server. `megatoken chat` and `megatoken serve` take control tokens from the template alone.
 """
-    return {"Modelfile": modelfile, "README.md": readme, TRAINING_TEMPLATE: template.jinja}

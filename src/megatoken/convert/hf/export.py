@@ -30,15 +30,15 @@ CHECK_TEXT = "Two tokenizers\nmust agree, même là où il y a 3 accents — and
 def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
-    A chat model also gets its chat template, ollama's Modelfile and a README. The weights are
-    written in `dtype` (fp32 or bf16) without the rows that pad the vocabulary. Raises ConfigError
-    for an architecture that transformers lacks.
+    A chat model also gets its chat template and a README. The weights are written in `dtype` (fp32
+    or bf16) without the rows that pad the vocabulary. Raises ConfigError for an architecture that
+    transformers lacks.
     """
     family = choose_family(model.config)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     tensors = {
         name: view.to(torch_dtype).clone(memory_format=torch.contiguous_format)
-        for name, view in _view_params(model, family).items()
+        for name, view in named_views(model, family).items()
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     bos_id = tokenizer.bos_ids[0] if tokenizer.bos_ids else tokenizer.eot
@@ -58,7 +58,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
         special_tokens["pad_token"] = eot
         tokenizer_config["chat_template"] = drop_marks(template)
-        for name, text in describe_chat(template, family.model_type).items():
+        for name, text in describe_chat(template).items():
             (folder / name).write_text(text, encoding="utf-8")
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
@@ -85,7 +85,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
 
 
-def _view_params(model: GPT, family: Family) -> dict[str, torch.Tensor]:
+def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     """Return views of the parameters, by the names that transformers uses.
 
     transformers' GPT-2 requires biases, so missing ones are zeros.

@@ -1,0 +1,264 @@
+"""Write a model and its tokenizer as a GGUF file, and compare llama.cpp's logits with megatoken's.
+
+The `gguf` package supplies the keys, the tensor names and the quantization.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from numpy.typing import NDArray
+from tokenizers import Regex, pre_tokenizers
+
+from megatoken.convert.hf.chat_files import GGUF, describe_gguf, drop_marks
+from megatoken.convert.hf.export import CHECK_TEXT, CHECK_TOKENS, TOLERANCE, named_views
+from megatoken.convert.hf.families import choose_family
+from megatoken.data.byte_bpe import EOT, split_merge
+from megatoken.data.chat_template import find_stop_ids, template_of
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.errors import CheckpointError, ConfigError
+from megatoken.model.gpt import GPT
+from megatoken.model.rope import rope_inv_freq
+
+GELU_TOLERANCE = 1e-3  # llama.cpp's GELU is a table of fp16 values
+ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "qwen3"}  # by model_type
+ROTATE_NEIGHBORS = ("llama",)  # whose rotary pairs are channels 2i and 2i + 1
+DTYPES = {"fp32": "F32", "fp16": "F16"}  # the others have the same name in GGUF
+FIX = "use --to hf"
+F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default
+SPACE = "\u2581"
+
+# llama.cpp has the pre-tokenizers of known models, by these names.
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS_FIRST = ("llama-bpe", "tekken")  # a word that is a token is not built from merges
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), _BYTES])
+
+
+def _split_cl100k(digits: str) -> pre_tokenizers.PreTokenizer:
+    """Split like OpenAI's cl100k_base, but with other groups of digits."""
+    letters = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return _split(rf"{letters}|{digits}|{rest}")
+
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PRE_TOKENIZERS = {
+    "gpt-2": _WORDS,
+    "llama-bpe": _split_cl100k(r"\p{N}{1,3}"),
+    "dbrx": _split_cl100k(r"\p{N}{1,3}"),
+    "qwen2": _split_cl100k(r"\p{N}"),
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
+    "tekken": _split(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+PROBE = "'tis I'LL we've 12345 x=y+z9;  naïve camelCase\n\n \t—東京/\n 'S\r\n (a)!!\n  "
+
+
+def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
+    """Write a GGUF file with the weights, the tokenizer and the chat template.
+
+    A chat model also gets ollama's Modelfile and a README. dtype: of the matrices, fp32, fp16, bf16
+    or a quantization of `gguf.quants`; norms, biases and learned positions stay fp32, and rows that
+    do not divide into a quantization's blocks become fp16. Raises ConfigError for an architecture
+    or a tokenizer that llama.cpp lacks, and if `gguf` is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError(
+            "gguf is not installed", "--to gguf", "pip install megatoken[gguf]"
+        ) from None
+    model_type = choose_family(model.config).model_type
+    name = ARCHITECTURES.get(model_type)
+    if name is None or (name == "gpt2" and model.config.mlp != "gelu"):
+        what = f"llama.cpp has no {model_type} with {model.config.mlp}"
+        raise ConfigError(what, "--to gguf", FIX)
+    kind = gguf.GGMLQuantizationType[DTYPES.get(dtype, dtype.upper())]
+    writer = gguf.GGUFWriter(folder / GGUF, name)
+    _write_metadata(writer, model)
+    file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{kind.name}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _write_tokenizer(writer, tokenizer)
+    for tensor_name, tensor in _list_tensors(model, name):
+        stored = gguf.GGMLQuantizationType.F32
+        if tensor.ndim > 1 and not tensor_name.startswith("position"):
+            stored = kind
+            if tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:  # rows hold whole blocks
+                stored = gguf.GGMLQuantizationType.F16
+        writer.add_tensor(tensor_name, gguf.quants.quantize(tensor, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    template = template_of(tokenizer)
+    for file, text in describe_gguf(template).items() if template else ():
+        (folder / file).write_text(text, encoding="utf-8")
+
+
+def _write_metadata(writer: Any, model: GPT) -> None:
+    config = model.config
+    writer.add_context_length(config.seq_len)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.d_head)
+    writer.add_value_length(config.d_head)
+    writer.add_layer_norm_eps(config.norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.pos_emb == "rotary":
+        writer.add_rope_dimension_count(config.d_head)
+        writer.add_rope_freq_base(config.rope_theta)
+
+
+def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the name and values of each tensor. name: llama.cpp's architecture."""
+    import gguf
+
+    config = model.config
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(arch, config.n_layer)
+    family = choose_family(config)
+    for hf_name, view in named_views(model, family).items():
+        is_transposed = hf_name.removesuffix(".weight").endswith(family.conv1d)
+        tensor = view.T if is_transposed else view
+        if name in ROTATE_NEIGHBORS and re.search(r"\.[qk]_proj\.", hf_name):
+            halves = tensor.reshape(-1, 2, config.d_head // 2, *tensor.shape[1:])
+            tensor = halves.transpose(1, 2).flatten(0, 2)
+        values = tensor.float().contiguous().numpy()
+        yield names.get_name(hf_name, (".weight", ".bias")), values
+    if config.rope_factor != 1:
+        if name != "llama":
+            what = f"llama.cpp has no {name} with the rotary scaling of LLaMA 3"
+            raise ConfigError(what, "--to gguf", FIX)
+        cpu = torch.device("cpu")
+        factors = rope_inv_freq(replace(config, rope_factor=1.0), cpu) / rope_inv_freq(config, cpu)
+        yield "rope_freqs.weight", factors.numpy()
+
+
+def _write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
+    """Write tokens, merges or scores, special ids and the chat template."""
+    import gguf
+
+    content = json.loads(tokenizer.to_json())
+    model = content["model"]
+    is_spm = bool(model.get("byte_fallback"))  # LLaMA 2, Gemma
+    kinds = gguf.TokenType
+    tokens = [f"[PAD{id}]" for id in range(tokenizer.vocab_size)]
+    types = [kinds.UNUSED] * len(tokens)
+    for token, id in model["vocab"].items():
+        is_byte = is_spm and re.fullmatch("<0x[0-9A-F]{2}>", token)
+        tokens[id], types[id] = token, kinds.BYTE if is_byte else kinds.NORMAL
+    for added in content["added_tokens"]:
+        id, token = added["id"], added["content"]
+        tokens[id], types[id] = token, kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+        if is_spm and token == model.get("unk_token"):
+            types[id] = kinds.UNKNOWN
+            writer.add_unk_token_id(id)
+    writer.add_tokenizer_model("llama" if is_spm else "gpt2")
+    writer.add_tokenizer_pre(_find_pre_tokenizer(tokenizer, model))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = [split_merge(merge) for merge in model.get("merges", ())]
+    if is_spm:
+        ranks = {"".join(merge): -rank for rank, merge in reversed([*enumerate(merges)])}
+        writer.add_token_scores([float(ranks.get(token, 0)) for token in tokens])
+        writer.add_add_space_prefix(_split_words(tokenizer, "a")[0].startswith(SPACE))
+    else:
+        # llama.cpp requires a merge; this one never applies.
+        writer.add_token_merges([" ".join(merge) for merge in merges or [(EOT, EOT)]])
+    bos_ids = tokenizer.bos_ids
+    writer.add_add_bos_token(bool(bos_ids))
+    writer.add_add_eos_token(False)
+    writer.add_bos_token_id(bos_ids[0] if bos_ids else tokenizer.eot)
+    writer.add_pad_token_id(tokenizer.eot)
+    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, id in zip(ends, find_stop_ids(tokenizer), strict=False):
+        add(id)
+    template = template_of(tokenizer)
+    if template:
+        writer.add_chat_template(drop_marks(template))
+
+
+def _find_pre_tokenizer(tokenizer: Tokenizer, model: dict[str, Any]) -> str:
+    """Return llama.cpp's name for how a tokenizer splits text into words.
+
+    model: the content of tokenizer.json under this key. Raises ConfigError if llama.cpp has no such
+    tokenizer.
+    """
+    words = _split_words(tokenizer, PROBE)
+    spaced = PROBE.replace(" ", SPACE)
+    if model["type"] != "BPE":
+        what = f"vocabulary {model['type']}"
+    elif model.get("byte_fallback"):
+        if "".join(words) in (spaced, SPACE + spaced):
+            return "default"
+        what = "normalizer"
+    else:
+        for name, pre_tokenizer in PRE_TOKENIZERS.items():
+            is_same = words == [word for word, _ in pre_tokenizer.pre_tokenize_str(PROBE)]
+            if is_same and (name in WORDS_FIRST) == bool(model.get("ignore_merges")):
+                return name
+        what = "pre-tokenizer"
+    raise ConfigError(f"llama.cpp lacks the {what} of {tokenizer.name}", "--to gguf", FIX)
+
+
+def _split_words(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Return a text as the vocabulary sees it: normalized and split into words."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    if inner.normalizer:
+        text = inner.normalizer.normalize_str(text)
+    split = inner.pre_tokenizer
+    return [word for word, _ in split.pre_tokenize_str(text)] if split else [text]
+
+
+def compare_llama(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
+    """Return the largest difference between llama.cpp's logits and megatoken's.
+
+    The difference is relative to the largest logit; it is None if llama-cpp-python is not
+    installed. Raises CheckpointError if llama.cpp cannot load the file or gives other token ids,
+    and for fp32 if the difference exceeds TOLERANCE, or GELU_TOLERANCE in a model with a GELU.
+    """
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        return None
+    count = min(model.config.seq_len, CHECK_TOKENS)
+    try:
+        llama = Llama(
+            str(path), n_ctx=count, logits_all=True, type_k=F32, type_v=F32, verbose=False
+        )
+    except ValueError as error:
+        raise CheckpointError(f"llama.cpp cannot load the export: {error}", path, FIX) from error
+    ids = torch.randint(
+        model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)
+    )
+    llama.eval(ids.tolist())
+    found = torch.from_numpy(llama.scores[:count])
+    with torch.inference_mode():
+        logits = model.eval().logits(ids[None])[0]
+    difference = float((found - logits).abs().max()) / (float(logits.abs().max()) or 1.0)
+    tolerance = GELU_TOLERANCE if "gelu" in model.config.mlp else TOLERANCE
+    is_equal = difference <= tolerance or dtype != "fp32"
+    for text in (CHECK_TEXT, PROBE):
+        found_ids = llama.tokenize(text.encode(), add_bos=False)
+        is_equal &= found_ids == tokenizer.encode(text).tolist()
+    if not is_equal:
+        what = f"llama.cpp has other token ids, or logits that differ by {difference:.1e}"
+        raise CheckpointError(what, path, "report this bug")
+    return difference
