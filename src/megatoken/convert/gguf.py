@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 import torch
-from numpy.typing import NDArray
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from torch import Tensor
 
+from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.chat_files import GGUF, describe_gguf, drop_marks
 from megatoken.convert.hf.export import CHECK_TEXT, CHECK_TOKENS, TOLERANCE, named_views
 from megatoken.convert.hf.families import choose_family
@@ -30,38 +31,23 @@ GELU_TOLERANCE = 1e-3  # llama.cpp's GELU is a table of fp16 values
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "qwen3"}  # by model_type
 ROTATE_NEIGHBORS = ("llama",)  # whose rotary pairs are channels 2i and 2i + 1
 DTYPES = {"fp32": "F32", "fp16": "F16"}  # the others have the same name in GGUF
+ENDINGS = (".weight", ".bias")
 FIX = "use --to hf"
 F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default
 SPACE = "\u2581"
 
-# llama.cpp has the pre-tokenizers of known models, by these names.
-_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
-_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-WORDS_FIRST = ("llama-bpe", "tekken")  # a word that is a token is not built from merges
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), _BYTES])
-
-
-def _split_cl100k(digits: str) -> pre_tokenizers.PreTokenizer:
-    """Split like OpenAI's cl100k_base, but with other groups of digits."""
-    letters = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-    rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return _split(rf"{letters}|{digits}|{rest}")
-
-
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# llama.cpp's names of pre-tokenizers, whether a word that is a token skips the merges, and patterns.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE_TOKENIZERS = {
-    "gpt-2": _WORDS,
-    "llama-bpe": _split_cl100k(r"\p{N}{1,3}"),
-    "dbrx": _split_cl100k(r"\p{N}{1,3}"),
-    "qwen2": _split_cl100k(r"\p{N}"),
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
-    "tekken": _split(
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+    ("gpt-2", False): [_GPT2],
+    ("llama-bpe", True): [_CL100K % "{1,3}"],
+    ("dbrx", False): [_CL100K % "{1,3}"],
+    ("qwen2", False): [_CL100K % ""],
+    ("smollm", False): [r"\p{N}", _GPT2],
 }
 PROBE = "'tis I'LL we've 12345 x=y+z9;  naïve camelCase\n\n \t—東京/\n 'S\r\n (a)!!\n  "
 
@@ -85,20 +71,22 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
     if name is None or (name == "gpt2" and model.config.mlp != "gelu"):
         what = f"llama.cpp has no {model_type} with {model.config.mlp}"
         raise ConfigError(what, "--to gguf", FIX)
-    kind = gguf.GGMLQuantizationType[DTYPES.get(dtype, dtype.upper())]
+    kinds = gguf.GGMLQuantizationType
+    kind = kinds[DTYPES.get(dtype, dtype.upper())]
     writer = gguf.GGUFWriter(folder / GGUF, name)
-    _write_metadata(writer, model)
+    _write_metadata(writer, model.config)
     file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{kind.name}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _write_tokenizer(writer, tokenizer)
-    for tensor_name, tensor in _list_tensors(model, name):
-        stored = gguf.GGMLQuantizationType.F32
-        if tensor.ndim > 1 and not tensor_name.startswith("position"):
-            stored = kind
-            if tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:  # rows hold whole blocks
-                stored = gguf.GGMLQuantizationType.F16
-        writer.add_tensor(tensor_name, gguf.quants.quantize(tensor, stored), raw_dtype=stored)
+    _write_tokenizer(writer, tokenizer, gguf.TokenType)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], model.config.n_layer)
+    for hf_name, tensor in _list_tensors(model, name):
+        stored = kinds.F32
+        if tensor.ndim > 1 and "wpe" not in hf_name:
+            has_blocks = tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            stored = kind if has_blocks else kinds.F16
+        values = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
+        writer.add_tensor(names.get_name(hf_name, ENDINGS), values, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,8 +96,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def _write_metadata(writer: Any, model: GPT) -> None:
-    config = model.config
+def _write_metadata(writer: Any, config: ModelConfig) -> None:
     writer.add_context_length(config.seq_len)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.n_layer)
@@ -121,71 +108,62 @@ def _write_metadata(writer: Any, model: GPT) -> None:
     writer.add_value_length(config.d_head)
     writer.add_layer_norm_eps(config.norm_eps)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    if config.pos_emb == "rotary":
-        writer.add_rope_dimension_count(config.d_head)
-        writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.d_head)
+    writer.add_rope_freq_base(config.rope_theta)
 
 
-def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the name and values of each tensor. name: llama.cpp's architecture."""
-    import gguf
-
+def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor with its name in transformers. name: llama.cpp's architecture."""
     config = model.config
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    names = gguf.get_tensor_name_map(arch, config.n_layer)
     family = choose_family(config)
     for hf_name, view in named_views(model, family).items():
-        is_transposed = hf_name.removesuffix(".weight").endswith(family.conv1d)
-        tensor = view.T if is_transposed else view
+        tensor = view
+        if hf_name.removesuffix(".weight").endswith(family.conv1d):
+            tensor = view.T
         if name in ROTATE_NEIGHBORS and re.search(r"\.[qk]_proj\.", hf_name):
-            halves = tensor.reshape(-1, 2, config.d_head // 2, *tensor.shape[1:])
+            halves = view.reshape(-1, 2, config.d_head // 2, *view.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
-        values = tensor.float().contiguous().numpy()
-        yield names.get_name(hf_name, (".weight", ".bias")), values
+        yield hf_name, tensor
     if config.rope_factor != 1:
         if name != "llama":
             what = f"llama.cpp has no {name} with the rotary scaling of LLaMA 3"
             raise ConfigError(what, "--to gguf", FIX)
         cpu = torch.device("cpu")
-        factors = rope_inv_freq(replace(config, rope_factor=1.0), cpu) / rope_inv_freq(config, cpu)
-        yield "rope_freqs.weight", factors.numpy()
+        unscaled = rope_inv_freq(replace(config, rope_factor=1.0), cpu)
+        yield "rope_freqs.weight", unscaled / rope_inv_freq(config, cpu)
 
 
-def _write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
+def _write_tokenizer(writer: Any, tokenizer: Tokenizer, kinds: Any) -> None:
     """Write tokens, merges or scores, special ids and the chat template."""
-    import gguf
-
     content = json.loads(tokenizer.to_json())
     model = content["model"]
     is_spm = bool(model.get("byte_fallback"))  # LLaMA 2, Gemma
-    kinds = gguf.TokenType
+    words = _split_words(tokenizer)
+    writer.add_tokenizer_pre(_find_pre_tokenizer(words, model, tokenizer.name))
     tokens = [f"[PAD{id}]" for id in range(tokenizer.vocab_size)]
     types = [kinds.UNUSED] * len(tokens)
     for token, id in model["vocab"].items():
-        is_byte = is_spm and re.fullmatch("<0x[0-9A-F]{2}>", token)
+        is_byte = is_spm and re.fullmatch("<0x..>", token)
         tokens[id], types[id] = token, kinds.BYTE if is_byte else kinds.NORMAL
     for added in content["added_tokens"]:
         id, token = added["id"], added["content"]
         tokens[id], types[id] = token, kinds.CONTROL if added["special"] else kinds.USER_DEFINED
-        if is_spm and token == model.get("unk_token"):
+        if is_spm and token == model["unk_token"]:
             types[id] = kinds.UNKNOWN
             writer.add_unk_token_id(id)
     writer.add_tokenizer_model("llama" if is_spm else "gpt2")
-    writer.add_tokenizer_pre(_find_pre_tokenizer(tokenizer, model))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    merges = [split_merge(merge) for merge in model.get("merges", ())]
+    merges = [split_merge(merge) for merge in model["merges"]]
     if is_spm:
-        ranks = {"".join(merge): -rank for rank, merge in reversed([*enumerate(merges)])}
+        ranks = {left + right: -rank for rank, (left, right) in reversed([*enumerate(merges)])}
         writer.add_token_scores([float(ranks.get(token, 0)) for token in tokens])
-        writer.add_add_space_prefix(_split_words(tokenizer, "a")[0].startswith(SPACE))
+        writer.add_add_space_prefix(words[0].startswith(SPACE))
     else:
         # llama.cpp requires a merge; this one never applies.
         writer.add_token_merges([" ".join(merge) for merge in merges or [(EOT, EOT)]])
-    bos_ids = tokenizer.bos_ids
-    writer.add_add_bos_token(bool(bos_ids))
-    writer.add_add_eos_token(False)
-    writer.add_bos_token_id(bos_ids[0] if bos_ids else tokenizer.eot)
+    writer.add_add_bos_token(bool(tokenizer.bos_ids))
+    writer.add_bos_token_id([*tokenizer.bos_ids, tokenizer.eot][0])
     writer.add_pad_token_id(tokenizer.eot)
     ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, id in zip(ends, find_stop_ids(tokenizer), strict=False):
@@ -195,36 +173,32 @@ def _write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         writer.add_chat_template(drop_marks(template))
 
 
-def _find_pre_tokenizer(tokenizer: Tokenizer, model: dict[str, Any]) -> str:
-    """Return llama.cpp's name for how a tokenizer splits text into words.
-
-    model: the content of tokenizer.json under this key. Raises ConfigError if llama.cpp has no such
-    tokenizer.
-    """
-    words = _split_words(tokenizer, PROBE)
-    spaced = PROBE.replace(" ", SPACE)
-    if model["type"] != "BPE":
-        what = f"vocabulary {model['type']}"
-    elif model.get("byte_fallback"):
-        if "".join(words) in (spaced, SPACE + spaced):
-            return "default"
-        what = "normalizer"
-    else:
-        for name, pre_tokenizer in PRE_TOKENIZERS.items():
-            is_same = words == [word for word, _ in pre_tokenizer.pre_tokenize_str(PROBE)]
-            if is_same and (name in WORDS_FIRST) == bool(model.get("ignore_merges")):
-                return name
-        what = "pre-tokenizer"
-    raise ConfigError(f"llama.cpp lacks the {what} of {tokenizer.name}", "--to gguf", FIX)
-
-
-def _split_words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """Return a text as the vocabulary sees it: normalized and split into words."""
+def _split_words(tokenizer: Tokenizer) -> list[str]:
+    """Return PROBE as the vocabulary sees it: normalized and split into words."""
     inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    if inner.normalizer:
-        text = inner.normalizer.normalize_str(text)
+    text = inner.normalizer.normalize_str(PROBE) if inner.normalizer else PROBE
     split = inner.pre_tokenizer
     return [word for word, _ in split.pre_tokenize_str(text)] if split else [text]
+
+
+def _find_pre_tokenizer(words: list[str], model: dict[str, Any], name: str) -> str:
+    """Return llama.cpp's name for how a tokenizer splits PROBE into words.
+
+    model: this section of the tokenizer.json. name: the tokenizer's, for the error. Raises
+    ConfigError if llama.cpp has no such tokenizer.
+    """
+    spaced = PROBE.replace(" ", SPACE)
+    is_bpe = model["type"] == "BPE"
+    if is_bpe and model["byte_fallback"] and "".join(words) in (spaced, SPACE + spaced):
+        return "default"
+    for (pre, skips_merges), patterns in PRE_TOKENIZERS.items():
+        splits = [Split(Regex(pattern), "isolated") for pattern in patterns]
+        split = Sequence([*splits, ByteLevel(False, use_regex=False)])
+        is_same = words == [word for word, _ in split.pre_tokenize_str(PROBE)]
+        if is_same and is_bpe and skips_merges == model["ignore_merges"]:
+            return pre
+    what = f"llama.cpp lacks the normalizer or pre-tokenizer of tokenizer {name} ({model['type']})"
+    raise ConfigError(what, "--to gguf", FIX)
 
 
 def compare_llama(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
@@ -239,10 +213,9 @@ def compare_llama(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> f
     except ImportError:
         return None
     count = min(model.config.seq_len, CHECK_TOKENS)
+    options = {"n_ctx": count, "logits_all": True, "type_k": F32, "type_v": F32, "verbose": False}
     try:
-        llama = Llama(
-            str(path), n_ctx=count, logits_all=True, type_k=F32, type_v=F32, verbose=False
-        )
+        llama = Llama(str(path), **options)
     except ValueError as error:
         raise CheckpointError(f"llama.cpp cannot load the export: {error}", path, FIX) from error
     ids = torch.randint(
