@@ -15,7 +15,7 @@ BOS = "<|bos|>"
 
 
 def read_tiktoken(pickle: bytes) -> tokenizers.Tokenizer:
-    """Return the BPE of an encoding, which puts its <|bos|>, if it has one, before every text.
+    """Return the BPE of an encoding, with <|bos|> before every text.
 
     Only the literals in the pickle are read: a pattern that splits text, the rank of each token,
     and the ids of special tokens. Two tokens are merged if they form a third; the lowest rank is
@@ -43,11 +43,8 @@ def read_tiktoken(pickle: bytes) -> tokenizers.Tokenizer:
         [pre_tokenizers.Split(pattern, "isolated"), byte_level]
     )
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
+    inner.add_special_tokens(list(special))
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, special[BOS])]
     )
-    if BOS in special:
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, special[BOS])]
-        )
     return inner
