@@ -56,9 +56,10 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     meta = path.with_name(path.name.replace("model", "meta")).with_suffix(".json")
     sizes: dict[str, Any] = {**read_object(meta).get("model_config", {}), "bias": False}
     windows = sizes.pop("window_pattern", "L")
-    unknown = sizes.keys() - NANOCHAT.fields.values()
+    others = {name for name in tensors if not name.startswith(("transformer.", "lm_head."))}
+    unknown = (sizes.keys() - NANOCHAT.fields.values()) | (others - SCALES.keys())
     if unknown or "S" in windows:
-        what = f"nanochat's {', '.join(unknown) or 'sliding windows'} are not supported"
+        what = f"nanochat's {', '.join(sorted(unknown)) or 'sliding windows'} are not supported"
         raise CheckpointError(what, meta, "use a model of nanochat's first version (2025)")
     switches = {**NANOCHAT.switches, "residual_scales": "resid_lambdas" in tensors}
     return tensors, build_config(sizes, NANOCHAT.fields, str(meta), switches)
