@@ -58,7 +58,7 @@ def test_values_keep_their_origins(tmp_path: Path):
 
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_a_preset_override_replaces_sizes_and_switches(recipe: str):
-    batch = ["budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=524288"]
+    batch = ["budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=2621440"]
     vocab_size = resolve(recipe).config.model.vocab_size
     for name, preset in PRESETS.items():
         resolved = resolve(recipe, [f"model.preset={name}", *batch])

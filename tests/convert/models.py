@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -20,6 +21,7 @@ TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYT
 NANOGPT = replace(TINY_GPT, mlp="gelu-erf")
 _LLAMA = replace(
     TINY_GPT,
+    n_layer=3,
     n_head=4,
     n_kv_head=2,
     d_ff=96,
@@ -29,6 +31,22 @@ _LLAMA = replace(
     mlp="swiglu",
     bias=False,
 )
+_GEMMA = replace(
+    _LLAMA,
+    head_dim=16,
+    norm_position="both",
+    mlp="geglu",
+    qk_norm=True,
+    embedding_scale=True,
+    logit_softcap=3.0,
+)
+WINDOWS: dict[str, Any] = {"window": 5, "window_pattern": "LSS"}
+YARN: dict[str, Any] = {
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_high": 32.0,
+    "rope_context": 400,
+}
 FAMILIES = {
     "gpt2": TINY_GPT,
     "nanogpt": replace(NANOGPT, bias=False),
@@ -40,6 +58,30 @@ FAMILIES = {
     "llama-biased": replace(_LLAMA, n_kv_head=0, bias=True),
     "qwen3-tied": replace(_LLAMA, qk_norm=True, rope_theta=1e6, rope_factor=8.0, rope_context=12),
     "qwen3-untied": replace(_LLAMA, qk_norm=True, tie_embeddings=False, zero_init=True),
+    "qwen3-wide": replace(_LLAMA, qk_norm=True, head_dim=16, **WINDOWS, **YARN),
+    "llama-attention-bias": replace(_LLAMA, bias=True, bias_in="attention", head_dim=4),
+    "llama-mlp-bias": replace(
+        _LLAMA, bias=True, bias_in="mlp", rope_factor=4.0, rope_scaling="linear"
+    ),
+    "llama-yarn": replace(_LLAMA, **YARN, rope_attention=1.3),
+    "llama-geglu": replace(_LLAMA, mlp="geglu"),
+    "qwen2": replace(_LLAMA, bias=True, bias_in="qkv"),
+    "qwen2-windows": replace(_LLAMA, bias=True, bias_in="qkv", **WINDOWS),
+    "mistral": replace(_LLAMA, head_dim=16, window=5, window_pattern="SSS"),
+    "smollm3": replace(_LLAMA, nope_interval=2, rope_theta=2e6, **WINDOWS),
+    "olmo2": replace(
+        _LLAMA, norm_position="post", qk_norm=True, qk_norm_over="width", norm_eps=1e-5
+    ),
+    "gemma3": replace(_GEMMA, window=5, window_pattern="SLS", rope_local_theta=100.0),
+    "gemma3-scaled": replace(
+        _GEMMA,
+        **WINDOWS,
+        rope_local_theta=1e4,
+        rope_factor=8.0,
+        rope_scaling="linear",
+        bias=True,
+        bias_in="attention",
+    ),
 }
 # Fixed settings, so that nothing is benchmarked first.
 UNCHOSEN = [

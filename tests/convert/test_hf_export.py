@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from megatoken.config.presets import PRESETS
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
@@ -20,6 +21,7 @@ from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.sampling.choose import Sampling
@@ -68,7 +70,12 @@ def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: An
     output.loss.backward()
     hidden = model(IDS[:, :-1])
     total, count = cross_entropy(
-        hidden, model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=7
+        hidden,
+        model.lm_head_weight,
+        IDS[:, 1:],
+        vocab_size=BYTES,
+        softcap=model.config.logit_softcap,
+        chunk=7,
     )
     (total / count).backward()
     assert relative(model.lm_head(hidden), output.logits[:, :-1]) <= TOLERANCE
@@ -129,52 +136,132 @@ def test_round_trip(exported: tuple[GPT, Path]):
     assert loaded.tokenizer.shares_ids(byte_tokenizer())
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen3", True)])
-def test_a_model_of_transformers_has_the_same_logits_and_text(
-    kind: str, tied: bool, tmp_path: Path
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+GEMMA = {"query_pre_attn_scalar": 16, "head_dim": 16, "sliding_window": 5}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+MADE_BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 8, "rope_parameters": LLAMA3}),
+    "llama, one kind of bias": ("Llama", {"attention_bias": True, "rope_parameters": LINEAR}),
+    "llama, the other": ("Llama", {"mlp_bias": True, "rope_parameters": YARN}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5}}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "qwen3, narrow heads": ("Qwen3", {"head_dim": 4, "rope_parameters": YARN}),
+    "qwen3, biases": ("Qwen3", {"attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "mistral without windows": ("Mistral", {"sliding_window": None}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": None}),
+    "smollm3, windows": (
+        "SmolLM3",
+        {
+            "no_rope_layer_interval": 2,
+            "pad_token_id": 0,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "olmo2": (
+        "Olmo2",
+        {"rope_parameters": YARN | {"attention_factor": 1.2, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
+    "gemma3": ("Gemma3Text", GEMMA),
+    "gemma3, scaled": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "layer_types": TYPES,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_BY_TRANSFORMERS)
+def test_a_model_of_transformers_has_the_same_logits_and_text_and_goes_back(
+    name: str, tmp_path: Path
 ):
     torch.manual_seed(0)
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 300.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
+    kind, options = MADE_BY_TRANSFORMERS[name]
     config = getattr(transformers, f"{kind}Config")(
-        head_dim=8,
         vocab_size=BYTES,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=40,
-        tie_word_embeddings=tied,
-        rope_parameters=rope | {"original_max_position_embeddings": 16},
+        **options,
     )
-    reference = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    reference.save_pretrained(tmp_path)
-    model, _ = load_hf(str(tmp_path))
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    reference.save_pretrained(tmp_path / "theirs")
+    model, _ = load_hf(str(tmp_path / "theirs"))
     assert relative(model.logits(IDS), reference(IDS).logits) <= TOLERANCE
     prompt = IDS[:1, :4]
     text = reference.generate(
         prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None
     )
     assert decode(model, prompt) == text[0, 4:].tolist()
+    export_model(model, tmp_path)
+    again, _ = load_hf(f"{tmp_path}/out")
+    assert again.config == model.config
+    assert torch.equal(again.logits(IDS), model.logits(IDS))
+    written = transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()
+    ignored = {"dtype", "rope_parameters", "max_window_layers", "_name_or_path"}
+    if written["model_type"] == config.model_type:
+        for key, value in config.to_dict().items():
+            if key not in ignored and not key.endswith("_token_id"):
+                assert written[key] == value, key
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in PRESETS if name.startswith(("mistral", "qwen", "smollm", "olmo", "gemma"))],
+)
+def test_published_sizes_have_the_parameters_of_transformers(name: str):
+    family = choose_family(PRESETS[name])
+    config = transformers.AutoConfig.for_model(
+        family.model_type, **family.write_config(PRESETS[name])
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == count_parameters(PRESETS[name])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"layer_types": ["chunked_attention", "full_attention", "full_attention"]},
         {"attention_bias": True},
         {"head_dim": 16},
         {"num_key_value_heads": 3},
     ],
 )
-def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any]):
+def test_unsupported_configs_are_refused(tmp_path: Path, change: dict[str, Any]):
     model_config = replace(FAMILIES["llama-untied"], n_kv_head=2)
     write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
     path = tmp_path / "config.json"

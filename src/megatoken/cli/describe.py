@@ -96,11 +96,6 @@ def describe_blocks(model: ModelConfig) -> str:
         f"{model.pos_emb} positions",
         f"heads of {model.d_head}",
         *([] if model.bias else ["no biases"]),
-        *(
-            f"{name}={value}"
-            for name in ("norm_position", "bias_in", "qk_norm_over", "rope_scaling")
-            if (value := getattr(model, name)) != getattr(ModelConfig(), name)
-        ),
         f"{'tied' if model.tie_embeddings else 'untied'} output layer",
         *model.switched_on,
     ]

@@ -18,6 +18,10 @@ SWITCHES = (
     "logit_softcap",
     "window",
     "embedding_scale",
+    "norm_position",
+    "qk_norm_over",
+    "bias_in",
+    "rope_scaling",
     "nope_interval",
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
@@ -196,8 +200,14 @@ class ModelConfig:
 
     @property
     def switched_on(self) -> list[str]:
-        """The names of enabled features that neither GPT-2 nor LLaMA has."""
-        return [name for name in SWITCHES if getattr(self, name)]
+        """The names of enabled features that neither GPT-2 nor LLaMA has, with values if texts."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in SWITCHES}
+        defaults = {f.name: f.default for f in fields(self)}
+        return [
+            f"{name}={values[name]}" if isinstance(values[name], str) else name
+            for name in SWITCHES
+            if values[name] != defaults[name]
+        ]
 
     @property
     def windows(self) -> list[int]:

@@ -48,7 +48,7 @@ def export(
         raise ConfigError(f"--to {to} has no {dtype}", "--dtype", "use fp32 or bf16, or --to gguf")
     loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn)
     loaded = copy.deepcopy(loaded)
-    n_unused = _prepare(loaded, dtype, warn)
+    n_unused = _prepare(loaded, "fp32" if to == "hf" else dtype, warn)  # write_hf rounds
     with storage_errors(out.parent, what="cannot write the export"):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.parent / f".{out.name}.{os.getpid()}"

@@ -68,8 +68,11 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
         ) from None
     model_type = choose_family(model.config).model_type
     name = ARCHITECTURES.get(model_type)
-    if name is None or (name == "gpt2" and model.config.mlp != "gelu"):
-        what = f"llama.cpp has no {model_type} with {model.config.mlp}"
+    config = model.config
+    is_scaled = config.rope_factor != 1 and config.rope_scaling == "yarn"
+    if name is None or config.mlp in ("gelu-erf", "geglu") or config.window or is_scaled:
+        parts = ", ".join((config.mlp, *config.switched_on))
+        what = f"llama.cpp has no {model_type} with {parts}"
         raise ConfigError(what, "--to gguf", FIX)
     kinds = gguf.GGMLQuantizationType
     kind = kinds[DTYPES.get(dtype, dtype.upper())]

@@ -67,7 +67,7 @@ def rotary_cos_sin(config: ModelConfig, positions: Tensor, *, local: bool = Fals
     angles_P = positions[..., None, None] * rope_inv_freq(config, positions.device, local=local)
     cos_P = angles_P.cos()
     sin_P = angles_P.sin()
-    if config.rope_scaling == "yarn" and not local:
+    if config.rope_factor != 1 and config.rope_scaling == "yarn" and not local:
         scale = config.rope_attention or 1 + 0.1 * math.log(config.rope_factor)
         cos_P, sin_P = cos_P * scale, sin_P * scale
     return torch.cat((cos_P, cos_P), -1), torch.cat((-sin_P, sin_P), -1)

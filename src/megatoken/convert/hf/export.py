@@ -31,15 +31,17 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
     A chat model also gets its chat template and a README. The weights are written in `dtype` (fp32
-    or bf16) without the rows that pad the vocabulary. Raises ConfigError for an architecture that
-    transformers lacks.
+    or bf16) without the rows that pad the vocabulary, and the model's are rounded as in the file.
+    Raises ConfigError for an architecture that transformers lacks.
     """
     family = choose_family(model.config)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    tensors = {
-        name: view.to(torch_dtype).clone(memory_format=torch.contiguous_format)
-        for name, view in named_views(model, family).items()
-    }
+    tensors = {}
+    for name, view in named_views(model, family).items():
+        offset = family.get_norm_offset(name)
+        tensor = (view - offset).to(torch_dtype)
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        view.copy_(tensor).add_(offset)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     bos_id = tokenizer.bos_ids[0] if tokenizer.bos_ids else tokenizer.eot
     stop_ids = list(find_stop_ids(tokenizer))

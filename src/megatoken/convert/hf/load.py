@@ -1,4 +1,4 @@
-"""Load GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name; reads safetensors only."""
+"""Load a model from a Hugging Face folder or hub name; reads safetensors only."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,9 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     for key, file in open_tensors(folder):
         name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
         if not family.buffers.fullmatch(name):
-            tensors[name] = file.get_tensor(key)  # memory-mapped
+            offset = family.get_norm_offset(name)
+            tensor = file.get_tensor(key)  # memory-mapped
+            tensors[name] = tensor.float() + offset if offset else tensor
     return fill_model(config, tensors, family.view_params, str(folder)), folder
 
 
