@@ -46,7 +46,7 @@ def weights_of(state: TrainState) -> dict[str, Tensor]:
 
 def in_double(matrix: Tensor) -> Tensor:
     """The formula as published, one matrix at a time."""
-    a, b, c = COEFFICIENTS
+    a, b, c = COEFFICIENTS["newton-schulz"][0]
     x = matrix.double() if matrix.shape[0] <= matrix.shape[1] else matrix.double().T
     x = x / x.norm()
     for _ in range(5):
