@@ -46,7 +46,7 @@ def weights_of(state: TrainState) -> dict[str, Tensor]:
 
 def in_double(matrix: Tensor) -> Tensor:
     """The formula as published, one matrix at a time."""
-    a, b, c = COEFFICIENTS["newton-schulz"][0]
+    a, b, c = COEFFICIENTS
     x = matrix.double() if matrix.shape[0] <= matrix.shape[1] else matrix.double().T
     x = x / x.norm()
     for _ in range(5):
@@ -64,6 +64,18 @@ def test_orthogonalize_is_the_published_iteration():
         singular = torch.linalg.svdvals(result) / scale
         assert float(singular.max()) < 1.25
         assert int((singular > 0.6).sum()) >= 15  # of 16; one was near 0
+
+
+def test_equal_rows_keep_direction_and_total_norm():
+    matrices = random_matrices()
+    for plain, equal in zip(
+        orthogonalize(matrices), orthogonalize(matrices, equal_rows=True), strict=True
+    ):
+        norms = equal.norm(dim=1)
+        torch.testing.assert_close(norms, plain.norm().div(len(plain) ** 0.5).expand_as(norms))
+        cosines = torch.nn.functional.cosine_similarity(equal, plain)
+        torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    assert torch.equal(orthogonalize([torch.zeros(3, 4)], equal_rows=True)[0], torch.zeros(3, 4))
 
 
 def test_a_batch_of_matrices_equals_one_at_a_time(monkeypatch: pytest.MonkeyPatch):

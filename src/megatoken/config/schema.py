@@ -91,22 +91,10 @@ class OptimConfig:
         "muon: decay a weight only if its update also shrinks it (Chen et al. 2025)",
         only_if=IF_MUON,
     )
-    orthogonalize: Literal["newton-schulz", "polar-express"] = config_field(
-        "newton-schulz",
-        "muon: coefficients of the iteration (Jordan et al. 2024; Amsel et al. 2025)",
+    equal_rows: bool = config_field(
+        False,
+        "muon: equal norms of the rows of an update, as NorMuon (Li et al. 2025) but without state",
         only_if=IF_MUON,
-    )
-    normalize_rows: Literal["none", "before", "after", "equal"] = config_field(
-        "none",
-        "muon: equal row norms, before: of the momentum; after: of the update, by a running mean of "
-        "its squares (NorMuon, Li et al. 2025)",
-        only_if=IF_MUON,
-    )
-    decay_schedule: Literal["constant", "lr"] = config_field(
-        "constant", "weight decay over the run; lr: in proportion to the learning rate"
-    )
-    average: Duration = config_field(
-        Duration(0), "horizon of an average of the weights that replaces them at the end", low=0
     )
     grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0)
     spike: Literal["warn", "skip", "off"] = config_field(

@@ -9,6 +9,7 @@ matrices, although one parameter holds them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,19 +22,7 @@ from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 from megatoken.optim.native import NativeOptimizer
 from megatoken.system.torch_compat import follow_found_inf, step_inner
 
-# Of a x + b x^3 + c x^5, an entry per step.
-COEFFICIENTS = {
-    "newton-schulz": [(3.4445, -4.7750, 2.0315)] * ORTHOGONALIZE_STEPS,  # Jordan et al. 2024
-    "polar-express": [  # Amsel et al. 2025, for singular values from 1e-3
-        (8.28721201814563 / 1.01, -23.595886519098837 / 1.01**3, 17.300387312530933 / 1.01**5),
-        (4.107059111542203 / 1.01, -2.9478499167379106 / 1.01**3, 0.5448431082926601 / 1.01**5),
-        (3.9486908534822946 / 1.01, -2.908902115962949 / 1.01**3, 0.5518191394370137 / 1.01**5),
-        (3.3184196573706015 / 1.01, -2.488488024314874 / 1.01**3, 0.51004894012372 / 1.01**5),
-        (2.300652019954817 / 1.01, -1.6689039845747493 / 1.01**3, 0.4188073119525673 / 1.01**5),
-    ],
-}
-SAFETY = 1.01  # of the norm for polar-express
-ROW_BETA = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
 # Elements per batched matmul: few enough for a CPU's caches, enough to keep a GPU busy.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -108,11 +97,11 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
     return rows
 
 
-def orthogonalize(
-    matrices: list[Tensor],
-    coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["newton-schulz"],
-) -> list[Tensor]:
-    """Return approximately U V^T sqrt(max(1, rows / columns)) for each matrix U S V^T."""
+def orthogonalize(matrices: list[Tensor], *, equal_rows: bool = False) -> list[Tensor]:
+    """Return approximately U V^T sqrt(max(1, rows / columns)) for each matrix U S V^T.
+
+    equal_rows: whether to then scale all rows to their root mean square norm.
+    """
     batches: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
@@ -128,33 +117,31 @@ def orthogonalize(
                 matrices[index] if matrices[index].shape[0] == rows else matrices[index].mT
                 for index in batch
             ]
-            for index, result_RC in zip(
-                batch, _newton_schulz(torch.stack(wide), coefficients), strict=True
-            ):
+            for index, result_RC in zip(batch, _newton_schulz(torch.stack(wide)), strict=True):
                 result = result_RC if matrices[index].shape[0] == rows else result_RC.mT
                 scale = max(1.0, result.shape[0] / result.shape[1]) ** 0.5
                 results[index] = result if scale == 1 else result * scale
-    return results
+    return [_equalize_rows(result) for result in results] if equal_rows else results
 
 
-def _newton_schulz(x_NRC: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+def _equalize_rows(matrix: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True, dtype=torch.float32)
+    scale: Tensor = norms.square().mean().sqrt() / norms.clamp(min=EPS)
+    return matrix * scale.to(matrix.dtype)
+
+
+def _newton_schulz(x_NRC: Tensor) -> Tensor:
     """Change the singular values of N matrices (R, C), R <= C, to values between 0.7 and 1.2."""
-    safety = SAFETY if coefficients is COEFFICIENTS["polar-express"] else 1.0
+    a, b, c = COEFFICIENTS
     norm_N = torch.linalg.vector_norm(
         torch.linalg.vector_norm(x_NRC, dim=-1, dtype=torch.float32), dim=-1
     )
-    x_NRC = x_NRC / (norm_N * safety).clamp(min=EPS)[:, None, None].to(x_NRC.dtype)
-    for a, b, c in coefficients:
+    x_NRC = x_NRC / norm_N.clamp(min=EPS)[:, None, None].to(x_NRC.dtype)
+    for _ in range(ORTHOGONALIZE_STEPS):
         gram_NRR = x_NRC @ x_NRC.mT
         odd_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
         x_NRC = torch.baddbmm(x_NRC, odd_NRR, x_NRC, beta=a)
     return x_NRC
-
-
-def equalize(matrix: Tensor) -> Tensor:
-    """Give all rows the root mean square of their norms."""
-    norms = torch.linalg.vector_norm(matrix, dim=1, keepdim=True)
-    return matrix * (norms.square().mean().sqrt() / norms.clamp(min=EPS))
 
 
 class Muon(NativeOptimizer):
@@ -174,45 +161,17 @@ class Muon(NativeOptimizer):
         lr: float,
         momentum: float,
         cautious_decay: bool,
-        coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["newton-schulz"],
-        normalize_rows: str = "none",
+        equal_rows: bool = False,
     ) -> None:
         super().__init__([*adamw.param_groups, group | {"momentum": momentum}], {"lr": lr})
         self.adamw = adamw
         self.matrices = matrices
         self.cautious_decay = cautious_decay
-        self.coefficients = coefficients
-        self.normalize_rows = normalize_rows
+        self.equal_rows = equal_rows
         self.state = adamw.state
         for param in self.param_groups[-1]["params"]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-            if normalize_rows == "after":
-                self.state[param]["row_squares"] = torch.zeros_like(param[:, :1])
         follow_found_inf(self, adamw)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the native kernel computes this update."""
-        is_default = self.coefficients is COEFFICIENTS["newton-schulz"]
-        return is_default and self.normalize_rows == "none"
-
-    def _orthogonalize(self, matrices: list[Tensor]) -> list[Tensor]:
-        if self.normalize_rows == "before":
-            matrices = [
-                matrix / matrix.norm(dim=1, keepdim=True).clamp(min=EPS) for matrix in matrices
-            ]
-        results = orthogonalize(matrices, self.coefficients)
-        if self.normalize_rows == "equal":
-            results = [equalize(result) for result in results]
-        return results
-
-    def _scale_rows(self, param: Tensor, update: Tensor, rows: Sequence[int]) -> Tensor:
-        """Divide rows by the root of their running mean squares, keeping the matrix's norm."""
-        squares = self.state[param]["row_squares"]
-        squares.lerp_(update.square().mean(dim=1, keepdim=True), 1 - ROW_BETA)
-        scaled = update / squares.sqrt().clamp(min=EPS)
-        pieces = zip(torch.split(update, list(rows)), torch.split(scaled, list(rows)), strict=True)
-        return torch.cat([b * (a.norm() / b.norm().clamp(min=EPS)) for a, b in pieces])
 
     def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
         """Switch to native kernels, unless the matrices are divided between processes."""
@@ -225,7 +184,7 @@ class Muon(NativeOptimizer):
         assert isinstance(self.matrices, WholeMatrices)
         group = self.param_groups[-1]
         rates = group["lr"], group["weight_decay"], group["momentum"]
-        settings = *rates, self.gradient_scale, self.cautious_decay
+        settings = *rates, self.gradient_scale, self.cautious_decay, self.equal_rows
         dtype = DTYPES[self.matrices.dtype]
         for param, rows in zip(group["params"], self.matrices.rows.values(), strict=True):
             grad = self.gradient(param)
@@ -248,7 +207,7 @@ class Muon(NativeOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters; a hidden matrix without a gradient is updated as if it were 0."""
         step_inner(self, self.adamw)
-        if self._library is not None and self.is_plain:
+        if self._library is not None:
             if not self.skips_update:
                 self._library.call_all("muon", list(self._native_updates()))
             return
@@ -266,13 +225,10 @@ class Muon(NativeOptimizer):
             if is_bad is not None:
                 new_momentum = torch.where(is_bad, momentum, new_momentum)
             momentum.copy_(new_momentum)
-        for index, (param, update) in enumerate(
-            zip(group["params"], self.matrices.map(self._orthogonalize, updates), strict=True)
+        function = partial(orthogonalize, equal_rows=self.equal_rows)
+        for param, update in zip(
+            group["params"], self.matrices.map(function, updates), strict=True
         ):
-            if self.normalize_rows == "after":
-                assert isinstance(self.matrices, WholeMatrices)
-                rows = list(self.matrices.rows.values())[index]
-                update = self._scale_rows(param, update, rows)
             decay = group["lr"] * group["weight_decay"]
             if self.cautious_decay:
                 new_param = param - decay * param * (param * update >= 0)

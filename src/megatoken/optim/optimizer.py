@@ -17,7 +17,7 @@ from megatoken.config.schema import OptimConfig
 from megatoken.errors import ConfigError
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
-from megatoken.optim.muon import COEFFICIENTS, Matrices, Muon, WholeMatrices, list_hidden_matrices
+from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
 # Keys: params, weight_decay, and lr_scale, by which the scheduled learning rate is multiplied.
 ParamGroup = dict[str, Any]
@@ -143,12 +143,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def set_decay(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group's weight decay to `factor` times its initial one."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = factor * group.setdefault("peak_decay", group["weight_decay"])
-
-
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
     """Set Muon's momentum. Does nothing for other optimizers."""
     if isinstance(optimizer, Muon):
@@ -190,8 +184,7 @@ def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str
         lr=optim.lr,
         momentum=optim.momentum,
         cautious_decay=optim.cautious_decay,
-        coefficients=COEFFICIENTS[optim.orthogonalize],
-        normalize_rows=optim.normalize_rows,
+        equal_rows=optim.equal_rows,
     )
 
 

@@ -204,8 +204,6 @@ class StepConfig:
     ramp: BatchRamp | None = None  # for batches that grow to `batch_tokens`
     momentum: float = 0.95  # Muon's
     momentum_warmup: int = 0
-    decay_schedule: str = "constant"
-    average: int = 0
 
     def momentum_of(self, step: int) -> float:
         """Return Muon's momentum in a step; the first step is 0."""
@@ -318,8 +316,6 @@ def build_step_config(
         ramp=config.budget.ramp,
         momentum=optim.momentum,
         momentum_warmup=optim.momentum_warmup.steps(**lengths),
-        decay_schedule=optim.decay_schedule,
-        average=optim.average.steps(**lengths),
         **lengths,
     )
 

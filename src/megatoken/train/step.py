@@ -29,7 +29,7 @@ from megatoken.model.dropout import sequence_keys
 from megatoken.model.gpt import separate_conversations
 from megatoken.model.loss import cross_entropy
 from megatoken.objectives.answer_scores import fit_rows
-from megatoken.optim.optimizer import set_decay, set_lr, set_momentum
+from megatoken.optim.optimizer import set_lr, set_momentum
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
@@ -94,9 +94,6 @@ def train_step_async(
     Waits for the device only if the optimizer cannot skip bad updates there.
     """
     set_lr(state.optimizer, step_config.schedule.lr(state.step))
-    if step_config.decay_schedule == "lr":
-        schedule = step_config.schedule
-        set_decay(state.optimizer, schedule.lr(state.step) / schedule.peak_lr)
     set_momentum(state.optimizer, step_config.momentum_of(state.step))
     lr = state.optimizer.param_groups[0]["lr"]  # as applied: a user's optimizer may scale it
     means = compute_gradients(state, step_config, device, batch)
@@ -105,8 +102,6 @@ def train_step_async(
     grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
     state.optimizer.zero_grad()
-    if step_config.average:
-        average_weights(state, step_config)
     if not state.updates_copies:
         state.refresh_low_precision_copy()
     state.step += 1
@@ -117,22 +112,6 @@ def train_step_async(
         numbers=torch.stack([loss, grad_norm, state.found_bad.float(), *means.values()]),
         names=tuple(means),
     )
-
-
-@torch.no_grad()
-def average_weights(state: TrainState, step_config: StepConfig) -> None:
-    """Average the weights over the last steps, and replace them by the average at the end."""
-    horizon = step_config.average
-    first = max(0, step_config.total_steps - 4 * horizon)
-    if state.step < first:
-        return
-    for param in state.sharded.local_params.values():
-        kept = state.optimizer.state[param]
-        if "average" not in kept:
-            kept["average"] = param.clone()
-        kept["average"].lerp_(param, 1 / min(horizon, state.step - first + 1))
-        if state.step == step_config.total_steps - 1:
-            param.copy_(kept["average"])
 
 
 def forward_backward(
