@@ -105,7 +105,7 @@ def rated_batch(model: GPT, reference: GPT) -> tuple[PreferenceBatch, float]:
     ]
     kl = sum(differences) / len(differences)
     is_good = torch.tensor([row.is_good for row in RATED])
-    return keep_rated(replace(batch, is_good_B=is_good), kl), kl
+    return keep_rated(replace(batch, is_good_B=is_good), differences), kl
 
 
 def test_a_mismatched_answer_follows_another_prompt():

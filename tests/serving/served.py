@@ -83,10 +83,14 @@ def serve(
     waiting: int = 64,
     api_key: str = "",
     hosts: Sequence[str] = LOCAL,
+    cache_tokens: int = 20 * SIZES.seq_len,
 ) -> Iterator[Served]:
     model, tokenizer = build_model(chat=chat)
     served = ServedModel("tiny", SIZES.seq_len, tokenizer, template_of(tokenizer), "no template")
-    with listen("127.0.0.1", 0) as listener, Engine(model, rows=rows, waiting=waiting) as engine:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        Engine(model, rows=rows, waiting=waiting, cache_tokens=cache_tokens) as engine,
+    ):
         port = listener.getsockname()[1]
         server = build_server(build_app(engine, served, hosts, api_key), engine)
         thread = Thread(target=server.run, args=([listener],))

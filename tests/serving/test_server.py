@@ -47,7 +47,10 @@ def test_completion_equals_generate(served: Served):
         "logprobs": None,
         "finish_reason": "length",
     }
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 20, "total_tokens": 22}
+    assert answer["usage"] == {
+        **{"prompt_tokens": 2, "completion_tokens": 20, "total_tokens": 22},
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
     for prompt in ([97, 98], [[97, 98]], ["ab"]):
         assert served.complete(prompt, max_tokens=20, **options)["choices"] == [choice]
@@ -222,20 +225,22 @@ USER = {"role": "user", "content": "a"}
 INVALID_CHATS = """
 messages {}
 - {"messages": []}
-- {"messages": [{"role": "user", "content": ""}]}
-messages {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
-- {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]}
+- {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+- {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}
+tool_choice {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}
+response_format {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}}
 messages {"messages": [{"role": "user", "content": "LONG"}]}
 """
 INVALID_COMPLETIONS = """
-prompt {"prompt": ["a", "b"]}
 - {"prompt": []}
 prompt {"prompt": "LONG"}
 prompt {"prompt": "a", "max_tokens": 160}
 max_tokens {"prompt": "a", "max_tokens": 0}
 temperature {"prompt": "a", "temperature": -1}
 stop {"prompt": "a", "stop": [""]}
-n {"prompt": "a", "n": 2}
+n {"prompt": "a", "n": 0}
+echo {"prompt": "a", "echo": true, "logprobs": 1}
+- {"prompt": "a", "logit_bias": {"9999": 1}}
 min_p {"prompt": "a", "min_p": 0.1}
 """
 

@@ -97,12 +97,16 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Pat
     ):
         prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
     assert len(load_mixture(f"{tmp_path}/bpe:1,{tmp_path}/same:1,{tmp_path}/named:1").parts) == 3
+    one, other = load_mixture(f"{tmp_path}/bpe:0.5"), load_mixture(f"{tmp_path}/bpe")
+    assert (one.fingerprint, str(one)) == (other.fingerprint, str(other))
     for address, error in (
         (f"{tmp_path}/bytes:1,{tmp_path}/bpe:1", DataError),
         (f"{folder}/letters:1,x", ConfigError),
         (f"{folder}/letters:1,{folder}/letters:2", ConfigError),
         (f"{folder}/letters:1,{folder}/digits:0", ConfigError),
-        (f"{folder}/letters:1", DataError),
+        (f"{folder}/letters,{folder}/digits", ConfigError),
+        (f"{folder}/letters:abc", ConfigError),
+        (f"{folder}/missing:1", DataError),
     ):
         with pytest.raises(error):
             load_mixture(address)

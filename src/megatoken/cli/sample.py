@@ -15,7 +15,8 @@ EXAMPLE = 'megatoken sample runs/mine "Once upon a time" --tokens 100'
 
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
-    doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c .bin, nanoGPT .pt"
+    doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c .bin, "
+    doc += "nanoGPT or nanochat .pt"
     arg("model", metavar="MODEL", help=doc)
     arg("prompts", metavar="PROMPT", nargs="*", default=["-"], help="default -: stdin")
     add_sampling_arguments(parser, 128)

@@ -22,6 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--parallel", type=int, default=8, metavar="N", help=doc)
     doc = "requests that may wait; others are refused (default 64)"
     arg("--queue", type=int, default=64, metavar="N", help=doc)
+    doc = "tokens in the KV cache (default: a quarter of the memory, at most N full contexts)"
+    arg("--cache-tokens", type=int, metavar="N", help=doc)
+    doc = "accept this Host header too, * for any; repeatable"
+    arg("--allow-host", action="append", default=[], metavar="NAME", help=doc)
     add_device_arguments(parser)
 
 
@@ -47,6 +51,7 @@ def serve(options: Namespace, console: Console) -> Result:
         raise ConfigError(f"serve needs {error.name}, which is not installed", fix=fix) from None
     from megatoken.cli.model import open_model
     from megatoken.data.chat_template import find_template
+    from megatoken.model.kv_cache import token_bytes
 
     check_options(options)
     loaded, device = open_model(options, console.warn)
@@ -58,18 +63,33 @@ def serve(options: Namespace, console: Console) -> Result:
     except ConfigError as error:
         no_template = str(error)
         console.warn(no_template)
+    bytes_per_token = token_bytes(loaded.model.config, device.dtype)
     context = loaded.model.config.seq_len
+    most = options.parallel * context
+    free = device.memory_bytes(1) // (4 * bytes_per_token) or most
+    cache_tokens = options.cache_tokens or max(1, min(free, most))
+    context = min(context, cache_tokens)
     served = ServedModel(name, context, loaded.tokenizer, template, no_template)
     # Any other address needs a key, which the page of another site (DNS rebinding) does not have.
-    hosts = ["127.0.0.1", "[::1]", "localhost"] if options.host in LOOPBACK else ["*"]
+    names = ["127.0.0.1", "[::1]", "localhost", *options.allow_host]
+    hosts = names if options.host in LOOPBACK else ["*"]
     with (
         listen(options.host, options.port) as listener,
-        Engine(loaded.model, device, rows=options.parallel, waiting=options.queue) as engine,
+        Engine(
+            loaded.model,
+            device,
+            rows=options.parallel,
+            waiting=options.queue,
+            cache_tokens=cache_tokens,
+        ) as engine,
     ):
         server = build_server(build_app(engine, served, hosts, options.api_key or ""), engine)
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{listener.getsockname()[1]}"
-        console.print(f"{loaded.source}: chat at {address}/, API at {address}/v1; stop with Ctrl-C")
+        cache = f"KV cache of up to {cache_tokens:,} tokens ({cache_tokens * bytes_per_token / 2**30:.2f} GiB)"
+        console.print(
+            f"{loaded.source}: chat at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"
+        )
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
             server.run([listener])
@@ -81,8 +101,12 @@ def check_options(options: Namespace) -> None:
     if options.host not in LOOPBACK and not options.api_key:
         what = f"--host {options.host} opens the server to other machines"
         raise ConfigError(what, fix="set --api-key")
-    limits = (("port", 0, 65_535), ("parallel", 1, 1024), ("queue", 0, 65_536))
+    limits = (
+        *(("port", 0, 65_535), ("parallel", 1, 1024), ("queue", 0, 65_536)),
+        ("cache_tokens", 1, 2**40),
+    )
     for name, low, high in limits:
         value = getattr(options, name)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
+            name = name.replace("_", "-")
             raise ConfigError(f"--{name} is {value}", fix=f"use {low:,} to {high:,}")

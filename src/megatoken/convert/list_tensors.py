@@ -11,8 +11,7 @@ from megatoken.checkpoint.tensor_files import MODEL, TensorReader
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.load import find_folder, open_tensors
 from megatoken.convert.llmc import list_llmc_params
-from megatoken.convert.load_pretrained import find_format
-from megatoken.convert.nanogpt import read_content
+from megatoken.convert.load_pretrained import READ_CONTENT, find_format
 from megatoken.errors import Warn
 from megatoken.model.gpt import GPT
 
@@ -40,8 +39,8 @@ def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
         ]
     if kind == "llmc":
         return _describe(list_llmc_params(path).items())
-    if kind == "nanogpt":
-        return _describe(read_content(path)[0].items())
+    if kind in READ_CONTENT:
+        return _describe(READ_CONTENT[kind](path)[0].items())
     tensors = open_tensors(find_folder(name))
     return _describe((tensor, file.get_tensor(tensor)) for tensor, file in tensors)  # memory-mapped
 

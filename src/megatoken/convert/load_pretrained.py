@@ -10,13 +10,24 @@ from megatoken.checkpoint.manifest import decode_model_config
 from megatoken.checkpoint.mirror import fetch_model
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
+from megatoken.convert import nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
 from megatoken.convert.llmc import read_header, read_llmc
-from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_content, read_nanogpt
-from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, read_end_ids
+from megatoken.convert.nanochat import FILES, read_nanochat
+from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
+from megatoken.data.tokenizer import (
+    TIKTOKEN_NAME,
+    Tokenizer,
+    load_saved_tokenizer,
+    load_tokenizer,
+    read_end_ids,
+)
 from megatoken.errors import CheckpointError, Warn
 from megatoken.model.gpt import GPT
 from megatoken.system.object_store import is_address
+
+# Functions that return the tensors and the architecture in a file of torch.save.
+READ_CONTENT = {"nanogpt": nanogpt.read_content, "nanochat": nanochat.read_content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +43,13 @@ def load_pretrained(name: str | Path, warn: Warn = warnings.warn) -> LoadedModel
     """Load a model and its tokenizer: a run's newest complete checkpoint, or another model.
 
     name: a run, a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's
-    ckpt.pt or its folder, or the address of a run's mirror. warn: called for each damaged
-    checkpoint that is skipped, and for a tokenizer that cannot encode all text. Raises
-    CheckpointError if nothing can be loaded or the tokenizer does not fit the model, and DataError
-    if the tokenizer is missing.
+    ckpt.pt or nanochat's model_NNNNNN.pt or their folder, or the address of a run's mirror. warn:
+    called for each damaged checkpoint that is skipped, and for a tokenizer that cannot encode all
+    text. Raises CheckpointError if nothing can be loaded or the tokenizer does not fit the model,
+    and DataError if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
-    source = str(path if kind == "nanogpt" else name)
+    source = str(path if kind in READ_CONTENT else name)
     if kind == "run":
         folder, model, tokenizer = _load_newest(path, warn)
         if folder != path and not is_address(name):
@@ -49,6 +60,10 @@ def load_pretrained(name: str | Path, warn: Warn = warnings.warn) -> LoadedModel
             model, folder = load_hf(str(name))
         elif kind == "nanogpt":
             model = read_nanogpt(path)
+        elif kind == "nanochat":
+            model = read_nanochat(path)
+            if not (folder / TIKTOKEN_NAME).is_file():
+                folder /= "../../tokenizer"  # where nanochat writes it
         else:
             model = read_llmc(path)
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
@@ -69,8 +84,8 @@ def read_model_config(name: str | Path) -> ModelConfig:
     kind, path = find_format(name, warnings.warn)
     if kind == "llmc":
         return read_header(path)[0]
-    if kind == "nanogpt":
-        return read_content(path)[1]
+    if kind in READ_CONTENT:
+        return READ_CONTENT[kind](path)[1]
     if kind == "hf":
         return read_family(find_folder(str(name)))[1]
     folder, manifest = find_checkpoint(path, warnings.warn, hashes=lambda _: False)
@@ -78,7 +93,7 @@ def read_model_config(name: str | Path) -> ModelConfig:
 
 
 def find_format(name: str | Path, warn: Warn) -> tuple[str, Path]:
-    """Return a model's format (run, hf, llmc or nanogpt) and its local path.
+    """Return a model's format (run, hf, llmc, nanogpt or nanochat) and its local path.
 
     A model at an address is fetched first.
     """
@@ -86,6 +101,9 @@ def find_format(name: str | Path, warn: Warn) -> tuple[str, Path]:
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
         path /= CHECKPOINT
+    path = max(path.glob(FILES), default=path)
+    if path.match(FILES):
+        return "nanochat", path
     if path.suffix in SUFFIXES:
         return "nanogpt", path
     if path.is_file() or path.suffix == ".bin":
@@ -113,7 +131,7 @@ def find_tokenizer(folder: Path, vocab_size: int) -> str:
 
     Raises CheckpointError if the folder has no tokenizer and the vocabulary is not GPT-2's.
     """
-    for names in (("tokenizer.json",), ("vocab.json", "merges.txt")):
+    for names in (("tokenizer.json",), ("vocab.json", "merges.txt"), (TIKTOKEN_NAME,)):
         if all((folder / name).is_file() for name in names):
             return str(folder.absolute())  # the folder's name may be gpt2
     if vocab_size == GPT2_VOCABULARY:

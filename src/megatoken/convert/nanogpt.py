@@ -65,7 +65,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 
     Raises CheckpointError.
     """
-    content = _load(path)
+    content = load_archive(path)
     state: Any = content.get("model")
     config = content.get("config")
     is_build_nanogpt = isinstance(config, SimpleNamespace)
@@ -85,8 +85,11 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     return state, build_config(sizes, FIELDS, str(path), {"mlp": mlp})
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """Return the content of a torch.save file, after checking its checksums and pickles."""
+def load_archive(path: Path) -> dict[str, Any]:
+    """Return the content of a torch.save file, after checking its checksums and pickles.
+
+    Tensors are memory-mapped. Raises CheckpointError.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             _check_archive(archive)

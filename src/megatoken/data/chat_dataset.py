@@ -47,13 +47,8 @@ OBJECTIVE_DATA = {  # the kind of data of each objective
     "grpo": "prompt",
     "ppo": "prompt",
 }
-ROW_OBJECTIVES = (
-    "dpo",
-    "kto",
-    "reward",
-    "grpo",
-    "ppo",
-)  # their batches are made from individual rows
+# Objectives whose batches are made from individual rows.
+ROW_OBJECTIVES = ("dpo", "kto", "reward", "grpo", "ppo")
 
 Marks = NDArray[np.uint8]
 

@@ -1,6 +1,6 @@
 """Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
-A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Only the template
+A template is jinja text: ChatML, Llama-3, nanochat's, or the one saved with the tokenizer. Only the template
 can produce control tokens: it is rendered with a placeholder for each message, and the contents of
 the messages are then encoded as plain text, even where they spell a control token.
 """
@@ -24,6 +24,7 @@ from megatoken.system.atomic_write import MALFORMED
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+NANOCHAT = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
 # Control tokens of other chat models. A tokenizer with one of them needs the template that it was
 # trained with.
 OTHER_CHATS = {
@@ -45,7 +46,18 @@ _LLAMA_3 = (
     "{% else %}{{ (message['content'] | trim) + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-BUILT_IN = {"chatml": (CHATML, _CHATML), "llama-3": (LLAMA_3, _LLAMA_3)}  # control tokens, template
+_NANOCHAT = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant_start|>' }}"
+    "{% generation %}{{ message['content'] + '<|assistant_end|>' }}{% endgeneration %}{% else %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'system' %}{{ '<|user_start|>' }}{% endif %}"
+    "{{ message['content'] + ('\\n\\n' if message['role'] == 'system' else '<|user_end|>') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif %}"
+)
+BUILT_IN = {  # control tokens, template
+    "chatml": (CHATML, _CHATML),
+    "llama-3": (LLAMA_3, _LLAMA_3),
+    "nanochat": (NANOCHAT, _NANOCHAT),
+}
 # A message's placeholder. The vertical tabs around it disappear if the template strips contents.
 _PLACEHOLDER = "\v\ue000{}\ue001\v"
 _FIND_PLACEHOLDER = re.compile("(\v?)\ue000([0-9]+)\ue001(\v?)")
@@ -72,7 +84,7 @@ _PROBE = [Message("user", "Hi?\n"), Message("assistant", "1. yes"), Message("use
 class ChatTemplate:
     """Encodes conversations for one tokenizer.
 
-    name: chatml, llama-3, or own-HASH for a template saved with the tokenizer. stop_ids: ids that
+    name: chatml, llama-3, nanochat, or own-HASH for a template saved with the tokenizer. stop_ids: ids that
     end an answer; the model is trained to emit the first one. jinja: the text of the template,
     which can contain transformers' {% generation %} tags.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatoken.data.foreign_formats import refuse_foreign
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -37,8 +38,10 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     """Return a manifest derived from the shards' headers, and the path of each shard.
 
     path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
-    Raises DataError if there are no shards, or shards of several formats.
+    Raises DataError if there are no shards, shards of several formats, or a dataset in a format that
+    is not read.
     """
+    refuse_foreign(path)
     files = _find_files(path)
     headers = [read_layout(file)[0] for file in files]
     for file, header in zip(files, headers, strict=True):

@@ -108,12 +108,15 @@ def _parse_spec(spec: str) -> dict[str, float]:
     """Return the weight of each path."""
     items = [item.strip() for item in spec.split(",")]
     matches = [_WEIGHTED.fullmatch(item) for item in items]
-    if len(items) == 1 or not any(matches) or Path(spec).exists():
+    paths = [item.rpartition(":")[0] or item for item in items]
+    is_one = len(items) == 1 and not (matches[0] or Path(paths[0]).exists())
+    if is_one or Path(spec).exists():
         return {spec: 1.0}
     weights = {match["path"]: float(match["weight"]) for match in matches if match}
     if len(weights) < len(items):
-        fix = "write PATH:WEIGHT,PATH:WEIGHT,... with each path once"
-        raise ConfigError(f"not a mixture: {spec}", "data.path", fix)
+        fix = f"such as {','.join(f'{path}:{1 / len(items):.2g}' for path in paths)}"
+        what = f"not a mixture: {spec}; each dataset needs one weight"
+        raise ConfigError(what, "data.path", fix)
     return weights
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from megatoken.data.exercises import EXERCISES
+from megatoken.data.foreign_formats import refuse_foreign
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
@@ -151,6 +152,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if spec in HUB:
         return _list_local(spec, root, root.glob(HUB[spec][1])) if root else _find_on_hub(spec)
     path = local_path(spec)
+    refuse_foreign(path)
     if path.is_dir():
         return _list_folder(path, exclude)
     if path.is_file():

@@ -24,6 +24,7 @@ from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.byte_bpe import EOT, byte_vocabulary, split_merge
 from megatoken.data.gpt2_vocab import find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
+from megatoken.data.tiktoken_pickle import BOS, read_tiktoken
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.system.atomic_write import (
     read_json,
@@ -33,7 +34,8 @@ from megatoken.system.atomic_write import (
     storage_errors,
 )
 
-EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
+EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", BOS)
+TIKTOKEN_NAME = "tokenizer.pkl"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
@@ -271,6 +273,8 @@ def _encode_bytes(text: str) -> Ids:
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
     """Return the tokenizer that `spec` names: gpt2, bytes, bpe:N, a tokenizer.json or its folder.
 
+    A tokenizer.pkl of nanochat is read as well.
+
     texts: a function that returns the text to train bpe:N on. Raises ConfigError for an unknown
     spec, and DataError for a file that is missing or cannot be used.
     """
@@ -294,7 +298,8 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
         return load_tokenizer(str(path / "tokenizer"))
     if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
         return _load_vocabulary(path)
-    return _load_file(path / "tokenizer.json", path.name)
+    pickle = path / TIKTOKEN_NAME
+    return _load_file(pickle if pickle.is_file() else path / "tokenizer.json", path.name)
 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
@@ -385,7 +390,10 @@ def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     with _data_errors("not a tokenizer.json", path, "use the one of a Hugging Face model"):
-        return tokenizers.Tokenizer.from_str(read_small_file(path, LARGEST_FILE).decode())
+        content = read_small_file(path, LARGEST_FILE)
+        if path.suffix == ".pkl":
+            return read_tiktoken(content)
+        return tokenizers.Tokenizer.from_str(content.decode())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ Shapes: N pairs of the split, B pairs of this process, T tokens.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -109,9 +109,8 @@ class PairBatches:
         batch = self._build(self._pairs, rows, self._reference_N2.get("train"))
         if batch.is_good_B is None:
             return batch
-        ratios_B = self._measure_mismatched(learner.policy.full_model(learner.device), batch)
-        parts = learner.comm.gather(ratios_B.tolist())
-        return keep_rated(batch, fmean(itertools.chain.from_iterable(parts)))
+        ratios = self._compare_mismatched(learner.policy.full_model(learner.device), batch)
+        return keep_rated(batch, itertools.chain(*learner.comm.gather(ratios)))
 
     @torch.no_grad()
     def validate(self, poll: Poll) -> dict[str, float]:
@@ -129,8 +128,7 @@ class PairBatches:
             if rows:
                 batch = self._build(self._held_out, rows, self._reference_N2.get("val"))
                 if batch.is_good_B is not None:
-                    kl = self._measure_mismatched(model, batch).double().mean().item()
-                    batch = keep_rated(batch, kl)
+                    batch = keep_rated(batch, self._compare_mismatched(model, batch))
                 for name, value in self._sums(model, batch).items():
                     totals[name] += value.item()
         model.train(was_training)
@@ -166,12 +164,13 @@ class PairBatches:
         )
         return pairs_batch.to(self._learner.device.torch_device)
 
-    def _measure_mismatched(self, model: GPT, batch: PreferenceBatch) -> Tensor:
-        """Return log p / p_reference (B,) of the mismatched answers."""
+    def _compare_mismatched(self, model: GPT, batch: PreferenceBatch) -> list[float]:
+        """Return log p / p_reference of each mismatched answer."""
         assert batch.reference_B2 is not None
         rows = Batch(batch.inputs_BT[:, 1], batch.targets_BT[:, 1])
         log_probs_B = self._learner.scorer.log_probs(model, rows).sum(1)
-        return log_probs_B - batch.reference_B2[:, 1]
+        ratios: list[float] = (log_probs_B - batch.reference_B2[:, 1]).tolist()
+        return ratios
 
     def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
         """Return the summed log-probabilities (N, 2) of chosen and rejected answers, by split.
@@ -199,12 +198,13 @@ class PairBatches:
         return torch.cat([torch.zeros(0, 2), *ordered])
 
 
-def keep_rated(batch: PreferenceBatch, kl: float) -> PreferenceBatch:
+def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBatch:
     """Return a batch of KTO's rated answers only, with an estimate of the KL divergence.
 
-    kl: mean log p / p_reference of mismatched answers; a negative one counts as 0.
+    The estimate is the mean of `ratios`, log p / p_reference of the mismatched answers, or 0 if it
+    is negative.
     """
-    kl_B = torch.full((len(batch),), max(kl, 0.0), device=batch.inputs_BT.device)
+    kl_B = torch.full((len(batch),), max(fmean(ratios), 0.0), device=batch.inputs_BT.device)
     return replace(
         batch, inputs_BT=batch.inputs_BT[:, :1], targets_BT=batch.targets_BT[:, :1], kl_B=kl_B
     )

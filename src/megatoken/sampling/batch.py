@@ -58,7 +58,7 @@ class Request:
         """Raise ConfigError if the prompt is empty, DataError for ids outside the vocabulary."""
         if not self.prompt_ids:
             raise ConfigError("the prompt is empty", fix="start with the end-of-text token")
-        for id in self.prompt_ids:
+        for id in (*self.prompt_ids, *self.sampling.logit_bias):
             if not 0 <= id < config.vocab_size:
                 what = f"token id {id} is outside the model's vocabulary of {config.vocab_size}"
                 raise DataError(what, "prompt", "use the tokenizer the model was trained with")

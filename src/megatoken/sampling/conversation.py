@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatoken.data.chat_template import ChatTemplate, Message
 from megatoken.errors import ConfigError
@@ -81,22 +81,27 @@ class Conversation:
 
 
 def fit_context(
-    template: ChatTemplate, messages: Sequence[Message], context: int, new_tokens: int
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    context: int,
+    new_tokens: int,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[list[Message], list[int]]:
     """Drop the oldest turns until the others fit the context; return (messages, their ids).
 
     The ids end with the assistant's header. The system message is never dropped. Room for
     `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises ConfigError
-    if the last message does not fit.
+    if the last turn does not fit. A turn is a user's message and those up to the next one.
     """
     messages = list(messages)
     room = min(new_tokens, context // ANSWER_SHARE)
-    first = int(messages[0].role == "system")
+    first = int(messages[0].role in ("system", "developer"))
     while True:
-        ids, _ = template.encode(messages, reply=True)
+        ids, _ = template.encode(messages, reply=True, tools=tools)
         if len(ids) + room <= context + 1:  # the last new token is not fed to the model
             return messages, ids
-        if len(messages) <= first + 2:
+        turns = [i for i, message in enumerate(messages) if message.role == "user" and i > first]
+        if not turns:
             what = f"the message has {len(ids):,} tokens and the answer {room:,}"
             raise ConfigError(what, "chat", f"shorten it to fit the context of {context:,}")
-        del messages[first : first + 2]
+        del messages[first : turns[0]]

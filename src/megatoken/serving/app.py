@@ -15,7 +15,8 @@ import hmac
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.serving.engine import Engine, Job
 from megatoken.serving.protocol import (
     ApiError,
     ChatRequest,
+    Choice,
     CommonRequest,
     CompletionRequest,
     ParsedRequest,
@@ -77,9 +85,13 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
         routes=[
             Route("/", endpoints.get_page),
             Route("/health", endpoints.get_health),
+            Route("/metrics", endpoints.get_metrics),
             Mount("/v1", routes=routes, middleware=check_key),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        middleware=[
+            Middleware(CountRequests, counts=endpoints.counts),
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+        ],
         exception_handlers=dict.fromkeys(errors, handle_error),
         max_body_size=MAX_BODY_BYTES,
     )
@@ -130,6 +142,28 @@ class CheckKey:
         await self.app(scope, receive, send)
 
 
+@dataclass(frozen=True, slots=True)
+class CountRequests:
+    """Middleware that counts the API's requests by status."""
+
+    app: ASGIApp
+    counts: Counter[str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 500
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_counted)
+        finally:
+            if scope["path"].startswith("/v1/"):
+                self.counts[f'requests_total{{status="{status}"}}'] += 1
+
+
 def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception raised by an endpoint into OpenAI's error response."""
     return build_error(error)
@@ -163,6 +197,7 @@ class Endpoints:
         self._model = model
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = {"Content-Security-Policy": build_policy(self._page)}
+        self.counts = Counter[str]()
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def get_page(self, request: Request) -> Response:
@@ -171,6 +206,9 @@ class Endpoints:
     async def get_health(self, request: Request) -> Response:
         running, waiting = self._engine.counts
         return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+
+    async def get_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(format_metrics({**self.counts, **self._engine.read_metrics()}))
 
     async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.to_json()]})
@@ -202,7 +240,7 @@ class Endpoints:
         self._check_model(body.model)
         try:
             parsed = await run_in_threadpool(parse, body, self._model)
-            job = self._engine.submit(parsed.request)
+            job = self._engine.submit(parsed.requests)
         except (ConfigError, DataError) as error:
             raise ApiError(400, str(error)) from None
         watcher = asyncio.create_task(cancel_after_response(request, job))
@@ -210,11 +248,12 @@ class Endpoints:
         watcher.add_done_callback(self._watchers.discard)
         builder = ResponseBuilder(parsed, self._model)
         headers = {"Dropped-Messages": str(parsed.dropped)}
-        if parsed.is_streamed:
+        if body.stream:
             events = stream_events(parsed, builder, job)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        text = "".join([text async for text in read_text(builder, job)])
-        return JSONResponse(builder.build_full(text), headers=headers)
+        async for _ in read_deltas(builder, job):
+            pass
+        return JSONResponse(builder.build_full(), headers=headers)
 
 
 async def cancel_after_response(request: Request, job: Job) -> None:
@@ -224,31 +263,42 @@ async def cancel_after_response(request: Request, job: Job) -> None:
     job.cancel()
 
 
-async def read_text(builder: ResponseBuilder, job: Job) -> AsyncIterator[str]:
-    """Yield the answer's text piece by piece, as it is decoded."""
-    while builder.finish_reason is None:
-        text = builder.push(await job.read())
-        if text:
-            yield text
+async def read_deltas(
+    builder: ResponseBuilder, job: Job
+) -> AsyncIterator[tuple[Choice, dict[str, Any]]]:
+    """Yield each choice's additions, as they are decoded."""
+    running = dict(enumerate(builder.choices))
+    while running:
+        token = await job.read()
+        if choice := running.get(token.row):  # not ended by a stop text
+            delta = choice.push(token)
+            if choice.finish_reason:
+                job.cancelled.add(choice.index)
+                del running[choice.index]
+            yield choice, delta
 
 
 async def stream_events(
     parsed: ParsedRequest, builder: ResponseBuilder, job: Job
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: one per piece of text, then a final event and [DONE].
+    """Yield server-sent events: one per addition, a last one per choice, then [DONE].
 
     If decoding fails, the last event is the error instead.
     """
     try:
-        if parsed.is_chat:
-            yield format_event(builder.build_event({"role": "assistant", "content": ""}))
-        async for text in read_text(builder, job):
-            yield format_event(builder.build_event({"content": text}))
+        for choice in builder.choices:
+            if parsed.is_chat or choice.message["content"]:
+                start = {"role": "assistant", **choice.message}
+                yield format_event(builder.build_event(choice, start))
+        async for choice, delta in read_deltas(builder, job):
+            if delta:
+                yield format_event(builder.build_event(choice, delta))
+            if choice.finish_reason:
+                yield format_event(builder.build_event(choice, {}, is_last=True))
     except (MegatokenError, ApiError) as error:
         yield b"data: " + bytes(build_error(error).body) + b"\n\n"
         return
-    yield format_event(builder.build_event({}, is_last=True))
-    if parsed.has_usage:
+    if parsed.body.stream_options.include_usage:
         yield format_event(builder.build_usage())
     yield b"data: [DONE]\n\n"
 
@@ -256,6 +306,20 @@ async def stream_events(
 def format_event(content: dict[str, Any]) -> bytes:
     """Format a server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Format values in Prometheus' text format; the type follows from the end of the name."""
+    types = {"total": "counter", "sum": "summary", "count": ""}
+    lines = []
+    for name, value in values.items():
+        base, _, end = name.partition("{")[0].rpartition("_")
+        kind = types.get(end, "gauge")
+        if kind:
+            metric = base if kind == "summary" else name.partition("{")[0]
+            lines.append(f"# TYPE megatoken_{metric} {kind}")
+        lines.append(f"megatoken_{name} {value}")
+    return "\n".join([*dict.fromkeys(lines), ""])
 
 
 def build_policy(page: str) -> str:

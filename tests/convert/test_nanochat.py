@@ -1,0 +1,203 @@
+"""nanochat's checkpoints give the logits of its architecture, and its tokenizer's ids."""
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatoken.cli.main import main
+from megatoken.convert.load_pretrained import load_pretrained, read_model_config
+from megatoken.data.chat_template import Message, find_template
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.errors import CheckpointError, DataError
+
+tiktoken = pytest.importorskip("tiktoken")
+
+SIZES = {
+    "sequence_len": 24,
+    "vocab_size": 280,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_embd": 32,
+}
+WORDS = (b"th", b"the", b" the", b"in", b"ing", b"wo", b"  ", b"\n\n", b"12", "\u00e9".encode())
+SPECIAL = (
+    "<|bos|>",
+    *(
+        f"<|{role}_{end}|>"
+        for role in ("user", "assistant", "python", "output")
+        for end in ("start", "end")
+    ),
+)
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
+def make_state(*, scales: bool = False) -> dict[str, Tensor]:
+    width, kv = SIZES["n_embd"], 16
+    rows = 320  # 280, padded to a multiple of 64
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (rows, width)}
+    for layer in range(SIZES["n_layer"]):
+        block = f"transformer.h.{layer}."
+        for name, n in (("q", width), ("k", kv), ("v", kv), ("proj", width)):
+            shapes[f"{block}attn.c_{name}.weight"] = (n, width)
+        shapes[f"{block}mlp.c_fc.weight"] = (4 * width, width)
+        shapes[f"{block}mlp.c_proj.weight"] = (width, 4 * width)
+    shapes["lm_head.weight"] = (rows, width)
+    if scales:
+        shapes |= dict.fromkeys(("resid_lambdas", "x0_lambdas"), (SIZES["n_layer"],))
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+
+
+def make_encoding() -> Any:
+    tokens = [bytes([byte]) for byte in range(256)] + list(WORDS)
+    return tiktoken.Encoding(
+        "rustbpe",
+        pat_str=PATTERN,
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={name: len(tokens) + i for i, name in enumerate(SPECIAL)},
+    )
+
+
+def write_nanochat(folder: Path, state: dict[str, Tensor], **fields: Any) -> Path:
+    """Write a base folder of nanochat; return the folder of the checkpoint."""
+    checkpoint = folder / "base_checkpoints" / "d2"
+    checkpoint.mkdir(parents=True)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(make_encoding()))
+    for step in (9, 10):
+        torch.save(state, checkpoint / f"model_{step:06d}.pt")
+        meta = {"step": step, "model_config": SIZES | fields}
+        (checkpoint / f"meta_{step:06d}.json").write_text(json.dumps(meta))
+        state = {name: tensor + 0.01 for name, tensor in state.items()}
+    return checkpoint
+
+
+def forward(state: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Return the logits of one sequence, head by head."""
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def rotate(x: Tensor) -> Tensor:
+        """Rotate each pair of channels by minus its angle."""
+        pairs = torch.complex(x[:, :4], x[:, 4:])
+        angles = torch.arange(len(x))[:, None] / 10_000 ** (torch.arange(4) / 4)
+        pairs = pairs * torch.exp(-1j * angles)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    x = x0 = norm(state["transformer.wte.weight"][ids])
+    for layer in range(SIZES["n_layer"]):
+        if "resid_lambdas" in state:
+            x = state["resid_lambdas"][layer] * x + state["x0_lambdas"][layer] * x0
+        block = {
+            name.split(".")[-2]: weight
+            for name, weight in state.items()
+            if name.startswith(f"transformer.h.{layer}.attn")
+        }
+        mlp = [state[f"transformer.h.{layer}.mlp.c_{name}.weight"] for name in ("fc", "proj")]
+        q, k, v = ((norm(x) @ block[f"c_{part}"].T).split(8, -1) for part in "qkv")
+        heads = []
+        for head in range(4):
+            scores = norm(rotate(q[head])) @ norm(rotate(k[head // 2])).T / 8**0.5
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            heads.append(scores.softmax(-1) @ v[head // 2])
+        x = x + torch.cat(heads, -1) @ block["c_proj"].T
+        x = x + F.relu(norm(x) @ mlp[0].T).square() @ mlp[1].T
+    logits = (norm(x) @ state["lm_head.weight"].T)[:, : SIZES["vocab_size"]]
+    return 15 * torch.tanh(logits / 15)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_logits_equal_the_architecture(tmp_path: Path, scales: bool):
+    state = make_state(scales=scales)
+    fields = {"window_pattern": "L"} if scales else {}
+    folder = write_nanochat(
+        tmp_path, {f"_orig_mod.{name}": state[name] for name in state}, **fields
+    )
+    ids = torch.randint(0, 280, (24,), generator=torch.Generator().manual_seed(1))
+    older = load_pretrained(folder / "model_000009.pt").model.eval()
+    newest = load_pretrained(folder).model.eval()
+    with torch.no_grad():
+        for model in (older, newest):
+            expected = forward(state, ids)
+            torch.testing.assert_close(model.logits(ids[None])[0], expected, rtol=0, atol=2e-5)
+            state = {name: tensor + 0.01 for name, tensor in state.items()}
+    assert read_model_config(folder) == older.config
+    assert older.config.seq_len == 24
+
+
+def test_ids_equal_tiktoken(tmp_path: Path):
+    encoding = make_encoding()
+    folder = write_nanochat(tmp_path, make_state())
+    tokenizer = load_pretrained(folder).tokenizer
+    rng = random.Random(0)
+    parts = [*"thewoing 129\n\t'.!\r", "'LL", "'S", "é", "日本", "\u017f", " the", "<|bos|>", "   "]
+    for _ in range(300):
+        text = "".join(rng.choices(parts, k=rng.randint(0, 30)))
+        assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text), repr(text)
+        assert tokenizer.decode(encoding.encode_ordinary(text)) == text
+    assert (tokenizer.vocab_size, tokenizer.eot, tokenizer.bos_ids) == (275, 266, [266])
+    assert load_tokenizer(str(tmp_path / "tokenizer")).fingerprint == tokenizer.fingerprint
+
+
+def test_conversation_is_rendered_as_in_nanochat(tmp_path: Path):
+    encoding = make_encoding()
+    template = find_template(load_pretrained(write_nanochat(tmp_path, make_state())).tokenizer)
+    rows = [("system", "the"), ("user", "in <|bos|>"), ("assistant", "wo"), ("user", "12")]
+    ids, trained = template.encode([Message(*row) for row in rows], reply=True)
+    bos, user, user_end, assistant, assistant_end = range(266, 271)
+    answer = [*encoding.encode_ordinary("wo"), assistant_end]
+    head = [bos, user, *encoding.encode_ordinary("the\n\nin <|bos|>"), user_end, assistant]
+    tail = [user, *encoding.encode_ordinary("12"), user_end, assistant]
+    assert ids == [*head, *answer, *tail]
+    assert trained == [False] * len(head) + [True] * len(answer) + [False] * len(tail)
+    assert template.stop_ids == (assistant_end, bos)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fields", "name"),
+    [
+        ("smear_gate.weight", {}, "smear_gate.weight"),
+        ("transformer.h.1.attn.ve_gate.weight", {}, "ve_gate"),
+        ("", {"window_pattern": "SSSL"}, "window"),
+        ("", {"n_experts": 8}, "n_experts"),
+    ],
+)
+def test_other_versions_are_refused(tmp_path: Path, tensor: str, fields: dict[str, Any], name: str):
+    state = make_state() | ({tensor: torch.zeros(2, 12)} if tensor else {})
+    folder = write_nanochat(tmp_path, state, **fields)
+    with pytest.raises(CheckpointError, match=name):
+        load_pretrained(folder)
+
+
+class Call:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("called",)
+
+
+@pytest.mark.parametrize("content", [Call(), "gpt2", {"pat_str": "("}])
+def test_pickle_of_something_else(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(DataError):
+        load_tokenizer(str(tmp_path))
+    assert not capsys.readouterr().out
+
+
+def test_sample_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_nanochat(tmp_path, make_state())
+    assert main(["sample", str(folder), "the", "--tokens", "4", "--device", "cpu"]) == 0
+    assert "the" in capsys.readouterr().out

@@ -1,0 +1,214 @@
+"""What OpenAI's clients send and read: choices, log-probabilities, tools, many clients, metrics."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megatoken.data.chat_template import find_template
+from megatoken.sampling.batch import Token
+from megatoken.sampling.choose import Sampling, bias_logits
+from megatoken.serving.protocol import ChatRequest, Choice, ServedModel, parse_chat
+from tests.serving.served import CHAT, COMPLETIONS, SIZES, Served, build_model, serve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+# Messages after {"role": "user", "content": "Hi"}, and other parameters.
+ACCEPTED = [
+    ([{"role": "user", "content": "Hi?"}], {}),
+    ([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": ""}], {}),
+    ([{"role": "assistant", "content": ""}, {"role": "user", "content": "Hi"}], {}),
+    (
+        [
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ],
+        {"tools": TOOLS, "parallel_tool_calls": True},
+    ),
+    ([], {"tools": [], "tool_choice": "none"}),
+    ([], {"max_tokens": 5, "max_completion_tokens": 5}),
+    ([], {"response_format": {"type": "text"}, "logit_bias": {"9": -100}}),
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve(cache_tokens=40 * SIZES.seq_len) as running:
+        yield running
+
+
+def test_accepted_requests(served: Served):
+    for messages, options in ACCEPTED:
+        body = {"messages": [{"role": "user", "content": "Hi"}, *messages], "max_tokens": 3}
+        response = served.post(CHAT, **(body | options))
+        assert response.status_code == 200, response.text
+
+
+def test_choices_and_prompts(served: Served):
+    options: dict[str, Any] = {"seed": 7, "max_tokens": 9}
+    texts = [
+        served.complete(prompt, **options | {"seed": seed})["choices"][0]["text"]
+        for prompt in ("ab", "q")
+        for seed in (7, 8)
+    ]
+    answer = served.complete(["ab", [ord("q")]], n=2, **options)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 36)
+    streamed = ["", "", "", ""]
+    stop = texts[1][4]
+    for event in served.stream(COMPLETIONS, prompt=["ab", "q"], n=2, stop=stop, **options):
+        [choice] = event["choices"]
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == [text.partition(stop)[0] for text in texts]
+    [choice] = served.complete("ab", echo=True, **options)["choices"]
+    assert choice["text"] == "ab" + texts[0]
+
+
+def test_log_probabilities(served: Served):
+    model, tokenizer = build_model()
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+    [choice] = served.complete("ab", logprobs=2, **options)["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["text_offset"] == list(range(6))
+    ids = tokenizer.encode("ab" + choice["text"]).tolist()
+    with torch.inference_mode():
+        rows = model.logits(torch.tensor([ids]))[0, 1:-1].log_softmax(-1)
+    expected = [float(row[id]) for row, id in zip(rows, ids[2:], strict=True)]
+    assert logprobs["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    best = [row.topk(2).values.tolist() for row in rows]
+    assert [list(top.values()) for top in logprobs["top_logprobs"]] == [
+        pytest.approx(pair, abs=1e-4) for pair in best
+    ]
+    [choice] = served.chat("x", logprobs=True, top_logprobs=1, **options)["choices"]
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in content)
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, **options}
+    events = served.stream(CHAT, **body)
+    lists = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
+    streamed = [entry["logprob"] for logs in lists if logs for entry in logs["content"]]
+    assert streamed == pytest.approx([entry["logprob"] for entry in content], abs=1e-4)
+
+
+def test_penalties_and_bias(served: Served):
+    logits = torch.zeros(2, 4)
+    row = Sampling(frequency_penalty=0.5, presence_penalty=1, logit_bias={3: 2, 1: 1})
+    expected = [[0, 0, 0, 0], [-1.5, 1 - 2.0, 0, 2]]
+    assert bias_logits(logits, [(Sampling(), [1]), (row, [1, 0, 1])]).tolist() == expected
+    [choice] = served.complete("q", max_tokens=4, logit_bias={str(ord("z")): 100})["choices"]
+    assert choice["text"] == "zzzz"
+
+
+def test_second_turn_reuses_the_first_and_answers_alike():
+    messages = [{"role": "user", "content": "abc"}]
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+    with serve() as reusing, serve() as other:
+        first = reusing.post(CHAT, messages=messages, **body).json()
+        answer = first["choices"][0]["message"]
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        turn = [*messages, answer, {"role": "user", "content": "d"}]
+        second = reusing.post(CHAT, messages=turn, **body).json()
+        prompt = first["usage"]["prompt_tokens"]
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == prompt + 8  # the last token of an answer is not fed to the model
+        assert second["choices"] == other.post(CHAT, messages=turn, **body).json()["choices"]
+
+
+def answer_with(text: str, **body: Any) -> tuple[Choice, dict[str, Any]]:
+    """Return the choice after a model has written `text`, and its streamed deltas, joined."""
+    _, tokenizer = build_model()
+    served = ServedModel("tiny", SIZES.seq_len, tokenizer, find_template(tokenizer))
+    messages = [{"role": "user", "content": "Hi"}]
+    request = ChatRequest(model="tiny", messages=messages, **body)
+    choice = Choice(parse_chat(request, served), served, 0)
+    joined: dict[str, Any] = {}
+    for id in (*tokenizer.encode(text).tolist(), tokenizer.eot):
+        delta = choice.push(Token(0, id, "stop" if id == tokenizer.eot else None, None))
+        for name, value in delta.items():
+            assert value
+            joined[name] = joined[name] + value if name in joined else value
+    return choice, joined
+
+
+def test_thinking_and_tool_calls():
+    calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>\nfirst <b\n</think>\n\nLet me.\n{calls}\n{calls}"
+    choice, streamed = answer_with(text, tools=TOOLS)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message["reasoning_content"] == streamed["reasoning_content"] == "first <b\n"
+    assert choice.message["content"] == "Let me."
+    functions = [call["function"] for call in choice.message["tool_calls"]]
+    assert functions == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert [call["index"] for call in streamed["tool_calls"]] == [0, 1]
+    assert answer_with(calls, tools=TOOLS)[0].message["content"] is None
+    for plain, body in (
+        (calls, {}),
+        (calls, {"tools": TOOLS, "tool_choice": "none"}),
+        ("<tool_call>add</tool_call>", {"tools": TOOLS}),
+        ("a <tool_cal", {"tools": TOOLS}),
+    ):
+        choice, streamed = answer_with(plain, **body)
+        assert (choice.finish_reason, choice.message) == ("stop", {"content": plain})
+        assert streamed == choice.message
+
+
+def test_64_clients_all_get_their_answers():
+    def ask(number: int) -> str:
+        body: dict[str, Any] = {"seed": number, "max_tokens": 12}
+        return str(served.complete(f"{number} ", **body)["choices"][0]["text"])
+
+    with serve(cache_tokens=2 * SIZES.seq_len) as served:
+        with ThreadPoolExecutor(64) as pool:
+            texts = list(pool.map(ask, range(64)))
+        assert served.engine.counts == (0, 0)
+        assert [ask(number) for number in range(0, 64, 9)] == texts[::9]
+
+
+def test_metrics(served: Served):
+    def read() -> dict[str, float]:
+        text = served.client.get("/metrics").text
+        assert re.search(r"^# TYPE megatoken_cache_tokens gauge$", text, re.M)
+        rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name.removeprefix("megatoken_"): float(value) for name, value in rows}
+
+    before = read()
+    served.complete("hello", max_tokens=5)
+    served.post(COMPLETIONS, prompt="a", n=0)
+    after = read()
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    assert change['requests_total{status="200"}'] == change['requests_total{status="400"}'] == 1
+    assert change["prompt_tokens_total"] == change["generation_tokens_total"] == 5
+    assert change["time_to_first_token_seconds_count"] == 1
+    assert change["time_per_output_token_seconds_count"] == 4
+    assert 0 < change["time_to_first_token_seconds_sum"] < math.inf
+    assert after["running"] == after["waiting"] == 0
+    assert 0 < after["cache_tokens"] <= after["cache_tokens_bound"] == 40 * SIZES.seq_len
+
+
+def test_official_client(served: Served):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none")
+    messages = [{"role": "user", "content": "Hi"}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "seed": 1, "max_tokens": 8}
+    answer = client.chat.completions.create(n=2, logprobs=True, tools=TOOLS, **options)
+    assert [len(choice.logprobs.content) for choice in answer.choices] == [8, 8]
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+    stream = client.chat.completions.create(
+        stream=True, stream_options={"include_usage": True}, **options
+    )
+    events = list(stream)
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == answer.choices[0].message.content
+    assert events[-1].usage.completion_tokens == 8
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(tool_choice="required", **options)
+    assert json.loads(refused.value.response.text)["error"]["param"] == "tool_choice"
