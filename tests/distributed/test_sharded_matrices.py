@@ -37,7 +37,9 @@ LAYOUTS = {
     "modern, tensor on 2 x 2": (MODERN, "none", 2, 4),
     "modern, zero3 on 4": (MODERN, "zero3", 1, 4),
 }
-OPTIM = OptimConfig(name="muon", lr=1e-3, matrix_lr=0.02, grad_clip=0.5, cautious_decay=True)
+OPTIM = OptimConfig(
+    name="muon", lr=1e-3, matrix_lr=0.02, grad_clip=0.5, cautious_decay=True, equal_rows=True
+)
 CONFIG = replace(tiny_config(), optim=OPTIM)
 
 

@@ -37,14 +37,13 @@ class Training:
             trained.grad = None if (step, index) == (1, 0) else gradient.to(trained.dtype)
 
 
-def begin(library: Library | None, dtype: torch.dtype, *, cautious: bool = False) -> Training:
+def begin(library: Library | None, dtype: torch.dtype, *, options: bool = False) -> Training:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES))
     model.append(nn.LayerNorm(70))
     rows = list_hidden_matrices(model) | {"0.weight": [64, 16, 16]}
-    optim = OptimConfig(
-        name="muon", lr=0.01, matrix_lr=0.02, weight_decay=0.1, cautious_decay=cautious
-    )
+    values = {"weight_decay": 0.1, "cautious_decay": options, "equal_rows": options}
+    optim = OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, **values)
     optimizer = build_optimizer(model, optim, matrices=WholeMatrices(rows, dtype))
     assert isinstance(optimizer, Muon)
     copies: dict[Tensor, Tensor] = {}
@@ -57,13 +56,13 @@ def begin(library: Library | None, dtype: torch.dtype, *, cautious: bool = False
     return Training(model, optimizer, copies)
 
 
-@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("options", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_are_those_of_torchs_operations(
-    library: Library, dtype: torch.dtype, cautious: bool
+    library: Library, dtype: torch.dtype, options: bool
 ):
-    ours = begin(library, dtype, cautious=cautious)
-    torchs = begin(None, torch.float32, cautious=cautious)
+    ours = begin(library, dtype, options=options)
+    torchs = begin(None, torch.float32, options=options)
     start = [param.clone() for param in torchs.parameters()]
     for step in range(3):
         for each in (ours, torchs):

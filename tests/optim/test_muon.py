@@ -66,6 +66,18 @@ def test_orthogonalize_is_the_published_iteration():
         assert int((singular > 0.6).sum()) >= 15  # of 16; one was near 0
 
 
+def test_equal_rows_keep_direction_and_total_norm():
+    matrices = random_matrices()
+    for plain, equal in zip(
+        orthogonalize(matrices), orthogonalize(matrices, equal_rows=True), strict=True
+    ):
+        norms = equal.norm(dim=1)
+        torch.testing.assert_close(norms, plain.norm().div(len(plain) ** 0.5).expand_as(norms))
+        cosines = torch.nn.functional.cosine_similarity(equal, plain)
+        torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    assert torch.equal(orthogonalize([torch.zeros(3, 4)], equal_rows=True)[0], torch.zeros(3, 4))
+
+
 def test_a_batch_of_matrices_equals_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     together = orthogonalize(random_matrices())
     monkeypatch.setattr("megatoken.optim.muon.BATCH_NUMBERS", {"cpu": 1})

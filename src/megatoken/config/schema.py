@@ -91,6 +91,11 @@ class OptimConfig:
         "muon: decay a weight only if its update also shrinks it (Chen et al. 2025)",
         only_if=IF_MUON,
     )
+    equal_rows: bool = config_field(
+        False,
+        "muon: equal norms of the rows of an update, as NorMuon (Li et al. 2025) but without state",
+        only_if=IF_MUON,
+    )
     grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0)
     spike: Literal["warn", "skip", "off"] = config_field(
         "warn",

@@ -41,7 +41,7 @@ class MuonUpdate(ctypes.Structure):
 
     _fields_ = _declare(
         "void* param, momentum_buffer, grad, copy; int64 rows, columns; int32 grad_dtype, dtype; "
-        "float lr, weight_decay, momentum, grad_scale; int32 cautious"
+        "float lr, weight_decay, momentum, grad_scale; int32 cautious, equal_rows"
     )
 
 

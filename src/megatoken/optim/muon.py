@@ -9,6 +9,7 @@ matrices, although one parameter holds them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -96,8 +97,11 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
     return rows
 
 
-def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    """Return approximately U V^T sqrt(max(1, rows / columns)) for each matrix U S V^T."""
+def orthogonalize(matrices: list[Tensor], *, equal_rows: bool = False) -> list[Tensor]:
+    """Return approximately U V^T sqrt(max(1, rows / columns)) for each matrix U S V^T.
+
+    equal_rows: whether to then scale all rows to their root mean square norm.
+    """
     batches: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
@@ -117,7 +121,13 @@ def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
                 result = result_RC if matrices[index].shape[0] == rows else result_RC.mT
                 scale = max(1.0, result.shape[0] / result.shape[1]) ** 0.5
                 results[index] = result if scale == 1 else result * scale
-    return results
+    return [_equalize_rows(result) for result in results] if equal_rows else results
+
+
+def _equalize_rows(matrix: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True, dtype=torch.float32)
+    scale: Tensor = norms.square().mean().sqrt() / norms.clamp(min=EPS)
+    return matrix * scale.to(matrix.dtype)
 
 
 def _newton_schulz(x_NRC: Tensor) -> Tensor:
@@ -151,11 +161,13 @@ class Muon(NativeOptimizer):
         lr: float,
         momentum: float,
         cautious_decay: bool,
+        equal_rows: bool = False,
     ) -> None:
         super().__init__([*adamw.param_groups, group | {"momentum": momentum}], {"lr": lr})
         self.adamw = adamw
         self.matrices = matrices
         self.cautious_decay = cautious_decay
+        self.equal_rows = equal_rows
         self.state = adamw.state
         for param in self.param_groups[-1]["params"]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
@@ -172,7 +184,7 @@ class Muon(NativeOptimizer):
         assert isinstance(self.matrices, WholeMatrices)
         group = self.param_groups[-1]
         rates = group["lr"], group["weight_decay"], group["momentum"]
-        settings = *rates, self.gradient_scale, self.cautious_decay
+        settings = *rates, self.gradient_scale, self.cautious_decay, self.equal_rows
         dtype = DTYPES[self.matrices.dtype]
         for param, rows in zip(group["params"], self.matrices.rows.values(), strict=True):
             grad = self.gradient(param)
@@ -213,8 +225,9 @@ class Muon(NativeOptimizer):
             if is_bad is not None:
                 new_momentum = torch.where(is_bad, momentum, new_momentum)
             momentum.copy_(new_momentum)
+        function = partial(orthogonalize, equal_rows=self.equal_rows)
         for param, update in zip(
-            group["params"], self.matrices.map(orthogonalize, updates), strict=True
+            group["params"], self.matrices.map(function, updates), strict=True
         ):
             decay = group["lr"] * group["weight_decay"]
             if self.cautious_decay:

@@ -184,6 +184,7 @@ def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str
         lr=optim.lr,
         momentum=optim.momentum,
         cautious_decay=optim.cautious_decay,
+        equal_rows=optim.equal_rows,
     )
 
 

@@ -17,7 +17,7 @@ struct Muon {
     DType grad_dtype, dtype;
     float lr, weight_decay, momentum;
     float grad_scale;  // the gradient is divided by it
-    int32_t cautious;
+    int32_t cautious, equal_rows;
 };
 
 namespace {
@@ -84,6 +84,24 @@ template <class T> T* newton_schulz(T* x, T* other, Index R, Index C) {
     return x;
 }
 
+// Scales the rows of x (R, C) to their root mean square norm.
+template <class T> void equalize_rows(T* x, Index R, Index C) {
+    float* norms = scratch.take<float>(R);
+    parallel_for(R, [=](Index row) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (Index i = row * C; i < (row + 1) * C; i++) sum += to_float(x[i]) * to_float(x[i]);
+        norms[row] = std::sqrt(sum);
+    });
+    double total = 0;
+    for (Index row = 0; row < R; row++) total += double(norms[row]) * norms[row];
+    const float target = float(std::sqrt(total / R));
+    parallel_for(R, [=](Index row) {
+        const float factor = target / std::max(norms[row], EPS);
+        for (Index i = row * C; i < (row + 1) * C; i++) x[i] = round_to<T>(to_float(x[i]) * factor);
+    });
+}
+
 template <class T> void update(const Muon& u) {
     scratch.rewind();
     const Index n = u.R * u.C;
@@ -94,7 +112,8 @@ template <class T> void update(const Muon& u) {
     for_blocks(n, [=](Index begin, Index end) {
         for (Index i = begin; i < end; i++) x[i] = round_to<T>(sum[i] * factor);
     });
-    const T* result = newton_schulz(x, other, u.R, u.C);
+    T* result = newton_schulz(x, other, u.R, u.C);
+    if (u.equal_rows) equalize_rows(result, u.R, u.C);
     const float step_size = u.lr * std::sqrt(std::max(1.0f, float(u.R) / float(u.C))), decay = u.lr * u.weight_decay;
     const bool cautious = u.cautious;
     float* param = u.param;
