@@ -92,6 +92,36 @@ def test_the_formula_counts_the_state_of_muon(sharding: str):
     assert muon.total_bytes == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "sharding", "checkpointing", "precision", "preset", "n_layer"),
+    [
+        (1, "none", "none", "bf16", "gpt2-124m", 3),
+        (8, "none", "none", "bf16", "llama-110m", 4),
+        (4, "none", "block", "fp32", "gpt2-124m", 3),
+        (4, "zero1", "none", "bf16", "llama-110m", 4),
+        (4, "zero3", "none", "fp32", "gpt2-124m", 3),
+    ],
+)
+def test_the_formula_counts_lora(
+    micro_batch: int, sharding: str, checkpointing: str, precision: str, preset: str, n_layer: int
+):
+    gpus = 1 if sharding == "none" else 8
+    values = {
+        "model.preset": preset,
+        "model.n_layer": n_layer,
+        "model.seq_len": 1024,
+        "model.lora_rank": 16,
+        "optim.name": "muon",
+        "budget.batch_tokens": micro_batch * 2 * gpus * 1024,
+        "machine.precision": precision,
+        "machine.micro_batch": micro_batch,
+        "machine.sharding": sharding,
+        "machine.activation_checkpointing": checkpointing,
+    }
+    memory, measured = predict(values, gpus)
+    assert memory.total_bytes == pytest.approx(measured, rel=0.1)
+
+
 def choose(gpus: int, **machine: object) -> str:
     """Sharding that is chosen for GPT-2 1558M on H100s."""
     config = build_config({f"machine.{key}": value for key, value in machine.items()})

@@ -192,7 +192,7 @@ def measure_memory(dims: ParallelDims, comm: Comm) -> dict[str, int]:
     forward_backward(state, two_micro_batches(dims), CPU, local_batch(0, dims))
     gc.unfreeze()
     parameters = sum(math.prod(size) for size in state.sharded.full_shapes.values())
-    expected = count_state_bytes(dims, parameters, 8 * parameters, "fp32")
+    expected = count_state_bytes(dims, parameters, parameters, 8 * parameters, "fp32")
     return {"measured": live[1], "expected": expected}
 
 

@@ -15,6 +15,7 @@ from megatoken.model.flops import (
     count_matmul_parameters,
     count_padded_parameters,
     count_parameters,
+    count_trained_parameters,
     expected_initial_loss,
     flops_per_token,
 )
@@ -108,6 +109,8 @@ OTHERS = {
     ),
     "no biases": replace(ODD, bias=False),
     "a value head": replace(TINY_LLAMA, value_head=True),
+    "adapters": replace(TINY_LLAMA, lora_rank=3),
+    "adapters and a value head": replace(ODD, lora_rank=2, value_head=True),
     "biases of a gate": replace(ODD, mlp="swiglu", norm="rmsnorm", tie_embeddings=False),
 }
 
@@ -133,16 +136,30 @@ def test_counts_are_those_of_the_module(name: str):
         model_config
     )
     assert count_padded_parameters(model_config) == sum(p.numel() for p in model.parameters())
-    decayed = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert count_trained_parameters(model_config) == sum(p.numel() for p in trained)
+    decayed = sum(p.numel() for p in trained if p.dim() >= 2)
     assert count_decayed_parameters(model_config) == decayed
 
 
+LORA = replace(TINY_LLAMA, lora_rank=4)
+# The first block needs no gradient of its input; B of queries, keys and values is block-diagonal.
+LORA_FLOPS = 6 * 2 * 4 * 2 * sum(LORA.qkv_rows) - 2 * (sum(LORA.qkv_rows) + 3 * 4) * 32
+
+
 @pytest.mark.parametrize(
-    "model_config",
-    [TINY, TINY_LLAMA, TINY_MODERN, TINY_GEMMA, TINY_OLMO],
-    ids=["gpt", "llama", "modern", "gemma", "olmo"],
+    ("model_config", "others"),
+    [
+        (TINY, 0),
+        (TINY_LLAMA, 0),
+        (TINY_MODERN, 0),
+        (TINY_GEMMA, 0),
+        (TINY_OLMO, 0),
+        (LORA, LORA_FLOPS),
+    ],
+    ids=["gpt", "llama", "modern", "gemma", "olmo", "lora"],
 )
-def test_flops_are_those_that_torch_counts(model_config: ModelConfig):
+def test_flops_are_those_that_torch_counts(model_config: ModelConfig, others: int):
     model = GPT(model_config)
     ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
     # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
@@ -152,9 +169,8 @@ def test_flops_are_those_that_torch_counts(model_config: ModelConfig):
             hidden, model.lm_head_weight, ids[:, 1:], vocab_size=256, softcap=softcap, chunk=0
         )
         total.backward()
-    assert counter.get_total_flops() == 3 * model_config.seq_len * flops_per_token(
-        model_config, causal=False
-    )
+    per_token = flops_per_token(model_config, causal=False) + others
+    assert counter.get_total_flops() == 3 * model_config.seq_len * per_token
 
 
 def test_published_flops_of_124m():

@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from megatoken.cli.main import main
 from megatoken.console import format_step
+from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import add_control_tokens, find_template
 from megatoken.data.prepare_chats import prepare_chats
@@ -27,7 +28,14 @@ from megatoken.train.train import Summary
 from tests import tiny_run
 from tests.convert.models import TINY_GPT, llama_tokenizer, save_run
 from tests.ranks import run_ranks, start_process
-from tests.tiny_run import MACHINE, assert_equal_tensors, newest_step, read_column, read_rows
+from tests.tiny_run import (
+    MACHINE,
+    assert_equal_tensors,
+    newest_step,
+    read_column,
+    read_rows,
+    read_tensors,
+)
 
 TOKENIZER = add_control_tokens(load_tokenizer("bytes"))
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
@@ -36,6 +44,7 @@ SETTINGS = (
     "machine.fused=off budget.batch_tokens=512 budget.steps=6 budget.epochs=0 "
     "evaluate.every=3steps save.every=2steps"
 )
+LORA = "model.lora_rank=2 optim.lr=1e-2"
 OBJECTIVES = {
     "dpo": "",
     "kto": "",
@@ -220,6 +229,63 @@ def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: 
     run_ranks(train_as_rank, base, "grpo", settings, outs, nprocs=2)
     assert reference.read_bytes() == content
     assert_equal_runs(killed, once)
+
+
+def train_lora_as_rank(rank: int, base: Path, out: Path) -> None:
+    split = f"{LORA} machine.sharding=zero3 machine.micro_batch=2"
+    assert train(base, "dpo", out, split).code == ExitCode.DONE
+
+
+def test_a_sharded_model_trains_its_adapters_as_one_process_does(base: Path, tmp_path: Path):
+    run_ranks(train_lora_as_rank, base, tmp_path / "split", nprocs=2)
+    train(base, "dpo", tmp_path / "one", LORA)
+    for key in ("loss", "grad_norm"):
+        expected = pytest.approx(read_column(tmp_path / "one", key), rel=1e-5)
+        assert read_column(tmp_path / "split", key) == expected
+    split, one = weights(tmp_path / "split"), weights(tmp_path / "one")
+    for key, tensor in one.items():
+        assert torch.allclose(split[key], tensor, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_lora_trains_adapters_alone_and_resumes_bit_identical(
+    base: Path, tmp_path: Path, name: str
+):
+    settings = f"{OBJECTIVES[name]} {LORA}"
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert train(base, name, once, settings).code == ExitCode.DONE
+    assert train(base, name, twice, settings, stop=3).code == ExitCode.STOPPED
+    assert train(base, name, twice, settings).code == ExitCode.DONE
+    assert_equal_runs(twice, once)
+    found = read_tensors(once)
+    for key, tensor in weights(base / "run").items():
+        assert torch.equal(found.pop(f"model.safetensors/{key}"), tensor), key
+    assert all(".lora." in key or "/value_head." in key for key in found)
+    ups = [tensor for key, tensor in found.items() if key.endswith("lora.b")]
+    assert len(ups) == 2 * 4
+    assert all(tensor.any() for tensor in ups)
+    assert (once / "reference").exists() == (name == "dpo")  # KL's is the model without adapters
+    if "kl" in settings:
+        kl = read_column(once, "kl")
+        assert abs(kl[1]) < 1e-6 < kl[6]
+
+
+def test_adapters_of_a_run_are_exported_and_read(base: Path, tmp_path: Path):
+    init, run = tmp_path / "init", tmp_path / "run"
+    shutil.copytree(base, init)
+    train(init, "dpo", run, LORA)
+    assert export(run, "peft", tmp_path / "lora")["max_relative_difference"] < 2e-6
+    merged, read = weights(run), weights(tmp_path / "lora")
+    assert merged.keys() == read.keys()
+    assert max(float((merged[key] - read[key]).abs().max()) for key in merged) < 1e-6
+    train(base, "dpo", tmp_path / "next", f"model.init={tmp_path / 'lora'}", stop=1)
+    assert weights(tmp_path / "next").keys() == merged.keys()
+    with pytest.raises(ConfigError):
+        export(init / "run", "peft", tmp_path / "none")
+    shutil.rmtree(init / "run")
+    save_run(init / "run", GPT(MODEL, seed=3), TOKENIZER)
+    with pytest.raises(CheckpointError):
+        export(run, "peft", tmp_path / "other")
 
 
 def test_what_is_logged(base: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ import torch
 
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
+from megatoken.convert.export import export
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import open_rows
@@ -22,7 +23,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import CheckpointError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.train.initial_state import add_mean_rows
 from megatoken.train.state import build_state
@@ -224,3 +225,14 @@ def test_rows_of_one_conversation_have_no_mask():
         None,
         BYTES.special_ids["<|im_end|>"],
     )
+
+
+def test_lora_gives_new_tokens_rows_of_their_own(base: Path, tmp_path: Path):
+    """Frozen and equal, the stop token could never be more likely than the others."""
+    out = tmp_path / "run"
+    tune(base, out, "model.lora_rank=8 sample.at_start=false evaluate.tokens=0", stop=1)
+    old, new = load_pretrained(out).model.tokens.weight.detach()[:259].split([257, 2])
+    typical = math.sqrt(2) * old.std(0).norm()  # distance of two of them
+    assert float((new[0] - new[1]).norm() / typical) == pytest.approx(1, abs=0.3)
+    with pytest.raises(CheckpointError):  # not an adapter of its base
+        export(out, "peft", tmp_path / "adapter")

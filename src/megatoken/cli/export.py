@@ -16,11 +16,11 @@ DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("model", metavar="RUN_OR_CHECKPOINT", help="any MODEL of `sample`")
-    doc = "hf: transformers, vLLM; gguf: llama.cpp, ollama; llmc: llm.c (default hf)"
-    arg("--to", choices=("hf", "gguf", "llmc"), default="hf", help=doc)
+    doc = "hf: transformers, vLLM; peft: LoRA adapters; gguf: llama.cpp, ollama; llmc: llm.c"
+    arg("--to", choices=("hf", "peft", "gguf", "llmc"), default="hf", help=f"{doc} (default hf)")
     doc = "new folder to write, or new FILE.gguf"
     arg("--out", type=local_path, required=True, metavar="DIR", help=doc)
-    doc = "of the weights (default fp32); hf and llmc have fp32 and bf16"
+    doc = "of the weights (default fp32); hf, peft and llmc have fp32 and bf16"
     arg("--dtype", "--quantize", choices=DTYPES, type=_parse_dtype, default="fp32", help=doc)
 
 

@@ -32,7 +32,7 @@ from megatoken.estimate.plan import (
     plan_run,
     scale_gpus,
 )
-from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.model.flops import describe_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.gpus import GPUS, parse_gpus
 
@@ -291,7 +291,7 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
 
 def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
     """Return the row of the printed table that describes the model: its name, size and context."""
-    return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
+    return "model", f"{name}: {describe_parameters(model)}, context {model.seq_len:,}"
 
 
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:

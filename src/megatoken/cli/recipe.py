@@ -106,8 +106,9 @@ def check_recipe(config: Config) -> None:
 
 
 def check_init(recipe: str, config: Config, out: Path) -> None:
-    """Raise ConfigError if the recipe needs initial weights and model.init is not set."""
-    if recipe in NEED_WEIGHTS and not config.model.init and not list_steps(out / "checkpoints"):
+    """Raise ConfigError if the recipe or LoRA needs initial weights and model.init is not set."""
+    needs = recipe in NEED_WEIGHTS or config.model.lora_rank
+    if needs and not config.model.init and not list_steps(out / "checkpoints"):
         raise ConfigError(f"{recipe} needs initial weights", "--init", "give --init RUN_OR_HF_DIR")
 
 

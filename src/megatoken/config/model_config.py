@@ -25,6 +25,7 @@ SWITCHES = (
     "nope_interval",
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
+ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
 IF_ROTARY = "model.pos_emb=rotary"
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
@@ -155,6 +156,14 @@ class ModelConfig:
         False,
         "start projections into the residual stream and an untied output layer at 0",
         compare=False,
+    )
+    lora_rank: int = config_field(
+        0,
+        "train only LoRA adapters of this rank in the linear layers of blocks; 0: train all",
+        low=0,
+    )
+    lora_alpha: float = config_field(
+        0.0, "adapters are scaled by lora_alpha / lora_rank; 0: 2 x lora_rank", low=0.0
     )
     dropout: float = config_field(
         0.0, "dropout probability in training", low=0.0, high=0.99, compare=False

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from megatoken.config.fields import Duration, parse_time
-from megatoken.config.model_config import ModelConfig, validate_model
+from megatoken.config.model_config import ADDED, ModelConfig, validate_model
 from megatoken.config.presets import PRESETS, suggest_preset
 from megatoken.config.schema import DEVICE_WORDS, END_DECAYS, SINKS, Config, split_sinks
 
@@ -19,7 +19,7 @@ def validate(config: Config) -> Conflicts:
         fix = f"did you mean {near}?" if near else f"choose one of {', '.join(PRESETS)}"
         yield "model.preset", f"unknown preset {model.preset!r}", fix
     yield from validate_model(model)
-    default = ModelConfig(value_head=model.value_head).architecture()
+    default = ModelConfig(**{name: getattr(model, name) for name in ADDED}).architecture()
     if not model.init or model.architecture() != default:  # else its sizes are not yet read
         yield from _validate_batch(config)
     yield from _validate_length(config)
@@ -96,8 +96,8 @@ def _validate_machine(config: Config) -> Conflicts:
             yield "machine.activation_checkpointing", problem, "use none or block"
         if machine.fp8 != "off":
             yield "machine.fp8", problem, "use off"
-        if mask or config.objective.name != "pretrain":
-            problem = "not supported for conversations or data.document_mask"
+        if mask or config.objective.name != "pretrain" or config.model.lora_rank:
+            problem = "not supported for conversations, data.document_mask or model.lora_rank"
             yield "machine.tensor_parallel", problem, "use machine.sharding"
 
 

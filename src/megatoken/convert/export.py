@@ -14,7 +14,8 @@ import torch
 from megatoken.console import Console
 from megatoken.convert.gguf import compare_llama, write_gguf
 from megatoken.convert.hf.chat_files import GGUF
-from megatoken.convert.hf.export import compare_logits, write_hf
+from megatoken.convert.hf.export import CHECK_TOKENS, TOLERANCE, compare_logits, write_hf
+from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.data.tokenizer import Tokenizer
@@ -33,12 +34,13 @@ def export(
 ) -> dict[str, Any]:
     """Write a model and its tokenizer to the new folder `out`.
 
-    model: a loaded model, or a name for load_pretrained. to: `hf`, `gguf` or `llmc`. out: for
-    `gguf`, also a new file whose name ends with .gguf. dtype: that of the written weights, fp32 or
-    bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source, format,
-    out, verified, max_relative_difference (of the logits) and ids_left_out. Raises StorageError if
-    `out` exists or cannot be written, ConfigError if the format cannot hold the model, and
-    CheckpointError if the model cannot be read or the exported model computes other logits.
+    model: a loaded model, or a name for load_pretrained. to: `hf`, `peft`, `gguf` or `llmc`. out:
+    for `gguf`, also a new file whose name ends with .gguf. dtype: that of the written weights, fp32
+    or bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source,
+    format, out, verified, max_relative_difference (of the logits) and ids_left_out. Raises
+    StorageError if `out` exists or cannot be written, ConfigError if the format cannot hold the
+    model, and CheckpointError if the model cannot be read or the exported model computes other
+    logits.
     """
     out = local_path(out)
     warn = console.warn if console else warnings.warn
@@ -46,7 +48,8 @@ def export(
         raise StorageError("the folder exists", out, "choose another --out")
     if to != "gguf" and dtype not in ("fp32", "bf16"):
         raise ConfigError(f"--to {to} has no {dtype}", "--dtype", "use fp32 or bf16, or --to gguf")
-    loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn)
+    merge = to != "peft"
+    loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn, merge=merge)
     loaded = copy.deepcopy(loaded)
     n_unused = _prepare(loaded, "fp32" if to == "hf" else dtype, warn)  # write_hf rounds
     with storage_errors(out.parent, what="cannot write the export"):
@@ -97,7 +100,8 @@ def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
     if dtype in ("fp16", "bf16"):
         rounded = torch.float16 if dtype == "fp16" else torch.bfloat16
         for param in model.parameters():
-            param.data.copy_(param.to(rounded))  # logits are compared with the written values
+            if param.requires_grad:  # not the frozen base of adapters
+                param.data.copy_(param.to(rounded))  # logits are compared with the written values
     return n_unused
 
 
@@ -109,6 +113,22 @@ def _export_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> fl
 def _export_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
     write_gguf(folder, model, tokenizer, dtype)
     return compare_llama(folder / GGUF, model, tokenizer, dtype)
+
+
+def _export_peft(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
+    write_peft(folder, model, dtype)
+    base = model.config.init
+    read = load_pretrained(folder).model  # the base with the adapters, as PEFT would load them
+    ids = torch.arange(min(model.config.seq_len, CHECK_TOKENS))[None] % tokenizer.vocab_size
+    with torch.inference_mode():
+        expected = model.logits(ids)
+        logits = read.eval().logits(ids)[..., : model.config.vocab_size]
+    if logits.shape == expected.shape:
+        difference = float((logits - expected).abs().max() / expected.abs().max())
+        if difference <= TOLERANCE:
+            return difference
+    what = f"{base} with the adapters is another model, as after adding tokens to its vocabulary"
+    raise CheckpointError(what, "--to peft", "use --to hf")
 
 
 def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
@@ -126,6 +146,7 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
     "hf": _export_hf,
     "gguf": _export_gguf,
+    "peft": _export_peft,
     "llmc": _export_llmc,
 }
 VERIFIERS = {"hf": "transformers", "gguf": "llama-cpp-python"}

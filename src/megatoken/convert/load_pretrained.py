@@ -1,17 +1,19 @@
 """Load a model and its tokenizer by name, whatever program wrote it."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatoken.checkpoint.commit import find_checkpoint, list_steps
 from megatoken.checkpoint.load import load_checkpoint_model
 from megatoken.checkpoint.manifest import decode_model_config
 from megatoken.checkpoint.mirror import fetch_model
+from megatoken.config.load import RUN_CONFIG, load_config
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert import nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
+from megatoken.convert.hf.peft import merge_peft, read_base
 from megatoken.convert.llmc import read_header, read_llmc
 from megatoken.convert.nanochat import FILES, read_nanochat
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
@@ -24,6 +26,7 @@ from megatoken.data.tokenizer import (
 )
 from megatoken.errors import CheckpointError, Warn
 from megatoken.model.gpt import GPT
+from megatoken.model.lora import merge_adapters
 from megatoken.system.object_store import is_address
 
 # Functions that return the tensors and the architecture in a file of torch.save.
@@ -39,14 +42,17 @@ class LoadedModel:
     source: str
 
 
-def load_pretrained(name: str | Path, warn: Warn = warnings.warn) -> LoadedModel:
+def load_pretrained(
+    name: str | Path, warn: Warn = warnings.warn, *, merge: bool = True
+) -> LoadedModel:
     """Load a model and its tokenizer: a run's newest complete checkpoint, or another model.
 
-    name: a run, a checkpoint, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's
-    ckpt.pt or nanochat's model_NNNNNN.pt or their folder, or the address of a run's mirror. warn:
-    called for each damaged checkpoint that is skipped, and for a tokenizer that cannot encode all
-    text. Raises CheckpointError if nothing can be loaded or the tokenizer does not fit the model,
-    and DataError if the tokenizer is missing.
+    name: a run, a checkpoint, a Hugging Face folder or hub name, which may hold a LoRA adapter of
+    PEFT, llm.c's model.bin, nanoGPT's ckpt.pt or nanochat's model_NNNNNN.pt or their folder, or the
+    address of a run's mirror. warn: called for each damaged checkpoint that is skipped, and for a
+    tokenizer that cannot encode all text. merge: whether to merge a run's LoRA adapters into its
+    weights; if not, the config names their base as `init`. Raises CheckpointError if nothing can be
+    loaded or the tokenizer does not fit the model, and DataError if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
     source = str(path if kind in READ_CONTENT else name)
@@ -54,10 +60,20 @@ def load_pretrained(name: str | Path, warn: Warn = warnings.warn) -> LoadedModel
         folder, model, tokenizer = _load_newest(path, warn)
         if folder != path and not is_address(name):
             source = f"{path} at step {int(folder.name.removeprefix('step-'))}"
+        if merge:
+            merge_adapters(model)
+        else:
+            init = load_config(folder / RUN_CONFIG).model.init
+            model.config = replace(model.config, init=init)
     else:
         folder = path.parent
         if kind == "hf":
-            model, folder = load_hf(str(name))
+            folder = find_folder(str(name))
+            if base := read_base(folder):
+                loaded = load_pretrained(base, warn)
+                merge_peft(loaded.model, folder)
+                return replace(loaded, source=source)
+            model, folder = load_hf(str(folder))
         elif kind == "nanogpt":
             model = read_nanogpt(path)
         elif kind == "nanochat":
@@ -87,7 +103,9 @@ def read_model_config(name: str | Path) -> ModelConfig:
     if kind in READ_CONTENT:
         return READ_CONTENT[kind](path)[1]
     if kind == "hf":
-        return read_family(find_folder(str(name)))[1]
+        hf_folder = find_folder(str(name))
+        base = read_base(hf_folder)
+        return read_model_config(base) if base else read_family(hf_folder)[1]
     folder, manifest = find_checkpoint(path, warnings.warn, hashes=lambda _: False)
     return decode_model_config(manifest.meta.get("shape"), folder)
 

@@ -19,6 +19,7 @@ from megatoken.distributed.parallel_dims import (
 from megatoken.model.flops import (
     count_block_parameters,
     count_padded_parameters,
+    count_trained_parameters,
     count_value_parameters,
 )
 from megatoken.model.memory import FP32, LOSS_CHUNK, count_activation_bytes
@@ -71,6 +72,7 @@ def estimate_memory(
     """
     n_params = count_padded_parameters(model) // dims.tp_size
     local_params = n_params // dims.dp_shard
+    n_trained = count_trained_parameters(model) // dims.tp_size
     block_params = model.n_layer * count_block_parameters(model)
     block_params += count_value_parameters(model, model.padded_vocab_size)
     block_params //= dims.tp_size
@@ -84,16 +86,16 @@ def estimate_memory(
         masters=masters,
     )
     gathered = 0
-    gradients = FP32 * local_params
+    gradients = FP32 * n_trained // dims.dp_shard
     end = work.end
     if dims.dp_shard > 1:
         item = FP32 if precision == "fp32" else 2
         stays_gathered = dims.sharding in ("zero1", "zero2")
         gathered = item * (n_params if stays_gathered else n_params - block_params)
         if dims.sharding == "zero1" and accumulates:
-            gathered += FP32 * n_params
+            gathered += FP32 * n_trained
             gradients = 0
-            if precision == "fp32":  # reduced without a copy
+            if precision == "fp32" and not model.lora_rank:  # reduced without a copy
                 end -= FP32 * (n_params - block_params)
     activations, low_precision, loss = work.blocks, work.low_precision, work.loss
     # A single micro-batch's gradients exist only after its activations are freed.
@@ -150,7 +152,8 @@ def _fits(
     if machine.micro_batch == "auto":
         n_params = count_padded_parameters(model)
         optimizer_bytes = count_optimizer_bytes(optimizer, model)
-        state_bytes = count_state_bytes(dims, n_params, optimizer_bytes, precision)
+        n_trained = count_trained_parameters(model)
+        state_bytes = count_state_bytes(dims, n_params, n_trained, optimizer_bytes, precision)
         return state_bytes <= STATE_SHARE * memory_bytes
     memory = estimate_memory(
         model,

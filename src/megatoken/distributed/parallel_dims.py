@@ -94,13 +94,13 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
 
 
 def count_state_bytes(
-    dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str
+    dims: ParallelDims, n_params: int, n_trained: int, optimizer_bytes: int, precision: str
 ) -> int:
     """Return the bytes of weights, gradients and optimizer state in one process.
 
     The result is approximate if tensors do not divide evenly among ranks.
 
-    n_params, optimizer_bytes: totals of the unsharded model.
+    n_params, n_trained, optimizer_bytes: totals of the unsharded model.
     precision: of gathered copies of sharded weights; the weights themselves and gradients are fp32.
     """
     tp_params = n_params // dims.tp_size
@@ -108,7 +108,9 @@ def count_state_bytes(
     weights = FP32 * local_params
     if dims.sharding in ("zero1", "zero2"):
         weights += (FP32 if precision == "fp32" else 2) * tp_params
-    gradients = FP32 * (tp_params if dims.sharding in ("none", "zero1") else local_params)
+    gradients = FP32 * n_trained // dims.tp_size
+    if dims.sharding not in ("none", "zero1"):
+        gradients //= dims.dp_shard
     return weights + gradients + optimizer_bytes // dims.tp_size // dims.dp_shard
 
 

@@ -30,7 +30,7 @@ class ShardedParams:
 
     Parameters of which it holds nothing are left out, except in full_shapes.
 
-    trained: parameters that get gradients in the backward; DTensors if sharded.
+    trained: parameters of the model that computes; DTensors if sharded.
     local_params: plain tensors that the optimizer updates and checkpoints store.
     slices: for each of local_params, its slice of the full parameter.
     full_shapes: shapes of all full parameters.
@@ -47,6 +47,12 @@ class ShardedParams:
     n_copies: Mapping[str, int]
     tp_partial: frozenset[str] = frozenset()
     mesh: "DeviceMesh | None" = None
+
+    @property
+    def updated(self) -> dict[str, Tensor]:
+        """Those of local_params that train: all, or with LoRA the adapters."""
+        params = self.local_params.items()
+        return {name: param for name, param in params if self.trained[name].requires_grad}
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:

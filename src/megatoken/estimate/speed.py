@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.flops import count_padded_parameters
+from megatoken.model.flops import count_padded_parameters, count_trained_parameters
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
 
@@ -180,7 +180,7 @@ def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
         param_bytes = FOREACH_BYTES
     rate = product_rate(gpu, layout.precision)
     products = count_optimizer_flops(layout.optimizer, model) / rate / layout.gpus
-    moved = count_padded_parameters(model) / tp * param_bytes
+    moved = count_trained_parameters(model) / tp * param_bytes
     return products + moved / (MEMORY_SHARE * gpu.memory_rate) / shards
 
 
@@ -199,15 +199,24 @@ def product_seconds(model: ModelConfig, gpu: Gpu, tokens: int, precision: str, t
     f = model.d_ff // tp
     heads = model.attention_width // tp
     shapes = [(d, sum(model.qkv_rows) // tp), (heads, d), (f, d), *[(d, f)] * (1 + model.is_gated)]
-    layers = sum(_linear_seconds(gpu, tokens, *shape, precision) for shape in shapes)
-    head = _linear_seconds(gpu, tokens // tp, d, model.padded_vocab_size, precision)
+    passes = 2 if model.lora_rank else 3
+    layers = sum(_linear_seconds(gpu, tokens, *shape, precision, passes) for shape in shapes)
+    if model.lora_rank:
+        pairs = [pair for i, o in shapes for pair in ((i, model.lora_rank), (model.lora_rank, o))]
+        layers += sum(_linear_seconds(gpu, tokens, *pair, precision, 3) for pair in pairs)
+    head = _linear_seconds(gpu, tokens // tp, d, model.padded_vocab_size, precision, passes)
     return model.n_layer * layers + head
 
 
-def _linear_seconds(gpu: Gpu, tokens: int, inner: int, outer: int, precision: str) -> float:
-    """Return the total seconds of a linear layer's forward, input gradient and weight gradient."""
+def _linear_seconds(
+    gpu: Gpu, tokens: int, inner: int, outer: int, precision: str, passes: int
+) -> float:
+    """Return the total seconds of a linear layer's forward, input gradient and weight gradient.
+
+    passes: how many of these to count, in that order.
+    """
     sizes = ((tokens, outer, inner), (tokens, inner, outer), (inner, outer, tokens))
-    return sum(_product_seconds(gpu, *size, precision) for size in sizes)
+    return sum(_product_seconds(gpu, *size, precision) for size in sizes[:passes])
 
 
 def product_rate(gpu: Gpu, precision: str) -> float:
@@ -259,9 +268,9 @@ def _data_parallel_seconds(
     if layout.gpus > gpu.per_machine:
         rate = min(rate, NETWORK_SHARE * gpu.network_rate)
     machines = math.ceil(layout.gpus / gpu.per_machine)
-    sent = count_padded_parameters(model) / tp * (ranks - 1) / ranks  # number of values
-    reduce_bytes = layout.gradient_bytes * sent
-    gather_bytes = layout.item_bytes * sent
+    share = (ranks - 1) / ranks / tp  # of all values that a rank sends
+    reduce_bytes = layout.gradient_bytes * count_trained_parameters(model) * share
+    gather_bytes = layout.item_bytes * count_padded_parameters(model) * share
     hidden = HIDDEN_SHARE * micro_seconds * (2 / 3 if layout.sharding in ("none", "zero1") else 1)
     latency = LATENCY * (2 + machines + min(layout.gpus, gpu.per_machine))
     if layout.sharding == "none":

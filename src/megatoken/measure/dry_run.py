@@ -110,7 +110,7 @@ def dry_run_once(
     state_bytes = parameter_bytes + optimizer_bytes + tracker.gradients_at_peak
     return Estimate(
         parameter_bytes=parameter_bytes,
-        gradient_bytes=parameter_bytes,  # fp32 with the same shapes
+        gradient_bytes=count_local_bytes(list(state.sharded.updated.values())),
         optimizer_bytes=optimizer_bytes,
         activation_bytes=tracker.peak_bytes - state_bytes,
         total_bytes=tracker.peak_bytes,

@@ -15,7 +15,7 @@ from megatoken.config.model_config import ModelConfig
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Return the number of trainable parameters, without the vocabulary's padding rows."""
+    """Return the number of parameters, without the vocabulary's padding rows."""
     d = config.d_model
     others = config.seq_len * d if config.pos_emb == "learned" else 0
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
@@ -33,13 +33,31 @@ def count_decayed_parameters(config: ModelConfig) -> int:
 
     The vocabulary's padding rows are included.
     """
+    if config.lora_rank:
+        return config.n_layer * _block_adapters(config) + config.value_head * config.d_model
     rows = config.value_head + config.seq_len * (config.pos_emb == "learned")
     tables = _count_embeddings(config, config.padded_vocab_size)
     return config.n_layer * _block_matrices(config) + tables + rows * config.d_model
 
 
+def count_trained_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters that train, including the vocabulary's padding rows.
+
+    With LoRA, they are those of the adapters and of the value head.
+    """
+    if not config.lora_rank:
+        return count_padded_parameters(config)
+    return config.n_layer * _block_adapters(config) + config.value_head * (config.d_model + 1)
+
+
+def describe_parameters(config: ModelConfig) -> str:
+    """Describe the number of parameters, and with LoRA how many of them train."""
+    trained = f", {count_trained_parameters(config):,} trained" if config.lora_rank else ""
+    return f"{count_parameters(config):,} parameters{trained}"
+
+
 def count_block_parameters(config: ModelConfig) -> int:
-    """Return the number of trainable parameters of one block."""
+    """Return the number of parameters of one block."""
     d = config.d_model
     f = config.d_ff
     widths = {"qkv": sum(config.qkv_rows), "out": d, "mlp": (1 + config.is_gated) * f + d}
@@ -49,7 +67,7 @@ def count_block_parameters(config: ModelConfig) -> int:
         q, k, _ = config.qkv_rows
         width = 2 * config.d_head if config.qk_norm_over == "head" else q + k
         norms += _count_norm_parameters(config, width)
-    return _block_matrices(config) + biases + norms
+    return _block_matrices(config) + biases + norms + _block_adapters(config)
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -83,8 +101,17 @@ def _block_matrices(config: ModelConfig) -> int:
     return d * attention + (2 + config.is_gated) * d * config.d_ff
 
 
+def _block_adapters(config: ModelConfig) -> int:
+    """Return the number of parameters in the LoRA adapters of one block."""
+    d = config.d_model
+    attention = (3 * d + sum(config.qkv_rows)) + (config.attention_width + d)
+    return config.lora_rank * (attention + (2 + config.is_gated) * (d + config.d_ff))
+
+
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     """Return the FLOPs per token of forward and backward at full context.
+
+    With LoRA, frozen weights have no gradient, so each takes 4 FLOPs instead of 6.
 
     causal: whether to count only the unmasked half of attention.
     """
@@ -94,7 +121,9 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
         attention = sum(6 * config.attention_width * w * (2 * T - w) // T for w in keys)
     else:
         attention = sum(12 * config.attention_width * w for w in keys)
-    return 6 * count_matmul_parameters(config) + attention
+    per_weight = 4 if config.lora_rank else 6
+    adapters = 6 * config.n_layer * _block_adapters(config)
+    return per_weight * count_matmul_parameters(config) + adapters + attention
 
 
 def expected_initial_loss(config: ModelConfig) -> float:
@@ -103,7 +132,7 @@ def expected_initial_loss(config: ModelConfig) -> float:
 
 
 def count_padded_parameters(config: ModelConfig) -> int:
-    """Return the number of trainable parameters, including the vocabulary's padding rows."""
+    """Return the number of parameters, including the vocabulary's padding rows."""
     unpadded = _count_embeddings(config, config.vocab_size)
     padded = _count_embeddings(config, config.padded_vocab_size)
     return count_parameters(config) + padded - unpadded

@@ -55,6 +55,7 @@ from megatoken.model.kernels import (
     masked_attention,
 )
 from megatoken.model.kv_cache import KeyValueCache
+from megatoken.model.lora import LoRA, add_adapters
 from megatoken.model.loss import cap_logits, cross_entropy
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
 from megatoken.system.torch_compat import mark_dynamic
@@ -104,16 +105,21 @@ def find_bounds(starts_BT: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without random initialization."""
+    """nn.Linear without random initialization, with an optional LoRA adapter."""
 
     kernels = BLOCK["torch"]
     __call__: Callable[..., Tensor]
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.lora: LoRA | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: `init_weights` sets all weights, without torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.weight, self.bias)
+        y = self.kernels.linear(x, self.weight, self.bias)
+        return y if self.lora is None else self.lora(x, y)
 
 
 class Embedding(nn.Embedding):
@@ -239,7 +245,7 @@ class MLP(Module):
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        linear_gelu = self.kernels.linear_gelu
+        linear_gelu = None if self.up.lora else self.kernels.linear_gelu
         if linear_gelu and torch.is_grad_enabled() and not self.recompute_activation:
             gelu_NF, _ = linear_gelu(x_BTC.flatten(0, 1), self.up.weight, self.up.bias)
             return self.down(gelu_NF).view_as(x_BTC)
@@ -313,7 +319,7 @@ class Block(Module):
             and self.post_norm1 is None
             and attention.heads[0] * attention.d_head == len(self.norm1.weight)
             and not (attention.q_norm or attention.value_tokens or attention.window)
-            and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation)
+            and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation or mlp.up.lora)
             and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))
             and len({layer.bias is None for layer in linears}) == 1
         )
@@ -367,6 +373,8 @@ class GPT(Module):
         self.head = None
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.padded_vocab_size, bias=False)
+        if config.lora_rank:
+            add_adapters(self, config)
         self.value_head = Linear(config.d_model, 1) if config.value_head else None
         if seed is not None and not self.tokens.weight.is_meta:
             for name, values in init_weights(self, seed):
@@ -556,26 +564,33 @@ def get_activation_checkpointing(model: GPT) -> str:
     return "gelu" if any(mlp.recompute_activation for mlp in mlps) else "none"
 
 
-def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
+def init_weights(model: GPT, seed: int, part: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield (name, initial values) of every parameter, unsharded, on the CPU.
 
     Only the names and shapes of `model`'s parameters are read. All architectures use GPT-2's rule,
     since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
     sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
     padding rows 0; norms 1. Gates of value embeddings and the value head are 0. With `zero_init`,
-    the two projections and an untied output layer are also 0.
+    the two projections and an untied output layer are also 0. Adapters start as in PEFT (lora.py).
+
+    part: yield only the parameters whose name contains it.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
     into_stream = ("attention.out.weight", "mlp.down.weight")
-    zeros: tuple[str, ...] = ("value_gate.weight", "value_head.weight")
+    zeros: tuple[str, ...] = ("value_gate.weight", "value_head.weight", "lora.b")
     if model.config.zero_init:
         zeros += (*into_stream, "head.weight")
     for name, parameter in model.named_parameters():
+        if part not in name:
+            continue
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
             is_one = ("norm" in name and name.endswith("weight")) or name == "residual_scales"
             values.fill_(1.0 if is_one else 0.0)
+        elif name.endswith("lora.a"):
+            bound = parameter.shape[1] ** -0.5
+            values.uniform_(-bound, bound, generator=generator)
         elif not name.endswith(zeros):
             std = residual_std if name.endswith(into_stream) else INIT_STD
             values.normal_(0.0, std, generator=generator)

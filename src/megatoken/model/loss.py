@@ -176,6 +176,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         h_low = h_NC.to(dtype)
         w_low = w_VC.to(dtype)
         needs_grad = any(ctx.needs_input_grad[:2])
+        needs_weight = ctx.needs_input_grad[1]
         grad_h = torch.empty_like(h_NC) if needs_grad else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
@@ -206,12 +207,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 else:
                     grad_NV = logits_NV if grad8_NV is None else grad8_NV[: len(targets)]
                     layer.grad_hidden(grad_NV, grad_h[rows])
-                if grad_w is None:  # several chunks are summed in fp32
+                if needs_weight and grad_w is None:  # several chunks are summed in fp32
                     sum_dtype = torch.float32 if len(h_NC) > chunk else w_VC.dtype
                     grad_w = torch.empty_like(w_VC, dtype=sum_dtype)
-                matmul(logits_NV.T, h_low[rows], grad_w, accumulate=start > 0)
-        if grad_h is not None and grad_w is not None:
-            ctx.gradients = grad_h, grad_w.to(w_VC.dtype)
+                if grad_w is not None:
+                    matmul(logits_NV.T, h_low[rows], grad_w, accumulate=start > 0)
+        if grad_h is not None:
+            ctx.gradients = grad_h, None if grad_w is None else grad_w.to(w_VC.dtype)
         return total
 
     @staticmethod
@@ -219,4 +221,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Returned without a copy: the output layer's gradient is a small model's largest tensor.
         grad_h, grad_w = ctx.gradients
         ctx.gradients = None
-        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), *[None] * 7
+        if grad_w is not None:
+            grad_w.mul_(grad_total)
+        return grad_h.mul_(grad_total), grad_w, *[None] * 7

@@ -6,7 +6,11 @@ The estimate is for an uncompiled model; a compiled one saves less for the backw
 from dataclasses import dataclass
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.flops import count_block_parameters, count_padded_parameters
+from megatoken.model.flops import (
+    count_block_parameters,
+    count_padded_parameters,
+    count_trained_parameters,
+)
 
 FP32 = 4  # bytes
 # Default rows of logits per chunk: small enough for a CPU's caches, large enough to fill a GPU.
@@ -49,7 +53,7 @@ def count_activation_bytes(
         kernel computes the loss in place, and torch's fused RMSNorm saves only its input.
     """
     d = config.d_model
-    head = config.padded_vocab_size * d
+    head = 0 if config.lora_rank else config.padded_vocab_size * d  # with a gradient
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
     residual = item if sharded or masters else FP32
     block = _block_bytes_per_token(
@@ -65,12 +69,13 @@ def count_activation_bytes(
     values = len(config.value_embedding_layers) * kv * (item + residual)
     ends = d * (3 * residual + item + config.embedding_norm * 2 * FP32)  # embedding and last norm
     root = head if config.tie_embeddings else 2 * head
-    if config.pos_emb == "learned":
+    if config.pos_emb == "learned" and head:
         root += d * config.seq_len
     end = root * (item + 2 * FP32) if sharded else 2 * FP32 * head
     low_precision = 0
     if masters:
-        end = low_precision = item * count_padded_parameters(config)
+        end = item * count_trained_parameters(config)
+        low_precision = item * count_padded_parameters(config)
     elif not sharded and item != FP32:
         low_precision = item * config.n_layer * count_block_parameters(config)
     rows = min(loss_chunk or tokens, tokens)
@@ -97,7 +102,8 @@ def _loss_bytes(
 
     rows: of logits that are held at once. one_chunk: whether these are all.
     """
-    head = config.padded_vocab_size * config.d_model
+    weight = config.padded_vocab_size * config.d_model
+    head = 0 if config.lora_rank else weight
     logits = rows * config.padded_vocab_size
     tanh = FP32 * logits if config.logit_softcap and not masters else 0
     if precision == "fp32":
@@ -108,7 +114,7 @@ def _loss_bytes(
     softmax = logits * per_logit + tanh + (not one_chunk) * head * FP32
     # With sharded weights and one chunk, the matmul's result is the gradient.
     gradient = 2 if sharded and one_chunk else FP32 + 2
-    cast = 0 if sharded or masters else 2 * head
+    cast = 0 if sharded or masters else 2 * weight
     return max(softmax, 2 * logits + head * gradient) + cast
 
 
@@ -135,4 +141,5 @@ def _block_bytes_per_token(
         size += (q + kv) * (item + normalized * is_rms)
     size += item * q + FP32 * config.n_head  # attention's output; a sum of exponents per head
     inputs = 1 + config.is_gated
+    size += item * config.lora_rank * (5 + inputs)  # outputs of the adapters' A
     return size + item * config.d_ff * (inputs if recompute_gelu else 2 * inputs)

@@ -53,7 +53,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
         model = copy.deepcopy(model)  # which keeps its kernels
         model.load_state_dict(
             {
-                name: weights.get(name, torch.zeros_like(value))  # a value head starts at 0
+                name: weights.get(name, torch.zeros_like(value))  # the rest starts at 0
                 for name, value in model.state_dict().items()
             }
         )
@@ -69,11 +69,11 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the xxh3-128 hex of a model's (name, tensor) pairs, sorted by name.
 
-    The value head is left out.
+    The value head and LoRA's adapters are left out.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
-        if not name.startswith("value_head."):
+        if not name.startswith("value_head.") and ".lora." not in name:
             digest.update(name.encode())
             digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()

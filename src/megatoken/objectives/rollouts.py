@@ -23,6 +23,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.gpt import GPT
+from megatoken.model.lora import without_adapters
 from megatoken.objectives.batches import Learner, Poll, RolloutBatch
 from megatoken.objectives.policy_loss import gae, group_advantages, has_difference, moments, whiten
 from megatoken.objectives.reference import load_reference
@@ -73,8 +74,9 @@ class RolloutBatches:
     ) -> None:
         """Prepare sampling; load or save the reference model if there is a KL penalty.
 
-        Raises ConfigError if a prompt and its answer can exceed the context, or if this process's
-        share of a batch is not a multiple of the group size.
+        With LoRA, the reference is the model without its adapters. Raises ConfigError if a prompt
+        and its answer can exceed the context, or if this process's share of a batch is not a
+        multiple of the group size.
         """
         self.metrics: dict[str, float] = {}
         self._learner = learner
@@ -98,7 +100,7 @@ class RolloutBatches:
             raise ConfigError(f"{what} {self._objective.group}", "objective.group", fix)
         self._order = CachedOrder(ShuffledOrder(len(prompts), learner.config.seed), len(prompts))
         self._reference: GPT | None = None
-        if self._objective.kl:
+        if self._objective.kl and not learner.config.model.lora_rank:
             weights = load_reference(learner, lambda model: dict(model.named_parameters()))
             self._reference = copy.deepcopy(learner.policy.full_model(learner.device))
             self._reference.load_state_dict(weights)
@@ -191,10 +193,12 @@ class RolloutBatches:
         mask_BT = (rows.targets_BT >= 0).float()
         rows_on_device = rows.to(device)
         reference_BT = values_BT = returns_BT = None
-        if self._reference is not None:
-            reference_BT = learner.scorer.log_probs(
-                self._reference, rows_on_device, objective.temperature
-            ).cpu()
+        if objective.kl:
+            reference = self._reference or model
+            with without_adapters(reference):
+                reference_BT = learner.scorer.log_probs(
+                    reference, rows_on_device, objective.temperature
+                ).cpu()
         if objective.name == "grpo":
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT

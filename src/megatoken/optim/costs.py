@@ -1,7 +1,11 @@
 """Compute the memory and FLOPs of optimizers from the model's config, without torch."""
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.flops import count_matmul_parameters, count_padded_parameters
+from megatoken.model.flops import (
+    count_matmul_parameters,
+    count_padded_parameters,
+    count_trained_parameters,
+)
 from megatoken.model.memory import FP32
 
 ORTHOGONALIZE_STEPS = 5
@@ -12,6 +16,8 @@ STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
 def count_optimizer_bytes(name: str, model: ModelConfig) -> int:
     """Return the bytes of an unsharded model's optimizer state, including vocabulary padding."""
     per_hidden, per_other = STATE_BYTES[name]
+    if model.lora_rank:
+        return per_other * count_trained_parameters(model)
     hidden = count_matmul_parameters(model) - model.vocab_size * model.d_model
     return per_hidden * hidden + per_other * (count_padded_parameters(model) - hidden)
 
@@ -26,7 +32,7 @@ def count_optimizer_flops(name: str, model: ModelConfig) -> int:
 
     Only Muon has any, in its Newton-Schulz iteration.
     """
-    if name != "muon":
+    if name != "muon" or model.lora_rank:
         return 0
     d, f = model.d_model, model.d_ff
     shapes = [

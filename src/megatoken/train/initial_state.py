@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import ResolvedConfig
-from megatoken.config.model_config import ModelConfig
+from megatoken.config.model_config import ADDED, ModelConfig
 from megatoken.config.validate import validate
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for
@@ -48,15 +48,16 @@ def build_train_state(
         state.sharded.copy_from_full(init_weights(model, config.seed))
     elif not plan.comm.run_on_rank0(lambda: list_steps(plan.out / CHECKPOINTS)):
         state.sharded.copy_from_full(_read_pretrained(plan))
+        state.sharded.copy_from_full(init_weights(model, config.seed, ".lora."))
     return state
 
 
 def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     """Copy the architecture of `model.init` into the config, unless the config sets its own.
 
-    A config may still set model.seq_len and model.value_head; these two are then not copied. Once
-    the run in `out` has a checkpoint, the architecture is read from there, because `model.init` may
-    no longer exist. Raises what `load_pretrained` raises.
+    A config may still set model.seq_len, and the fields in ADDED, which are not copied. Once the
+    run in `out` has a checkpoint, the architecture is read from there, because `model.init` may no
+    longer exist. Raises what `load_pretrained` raises.
     """
     model = resolved.config.model
     own_fields = {
@@ -64,13 +65,13 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
         for name in model.architecture()
         if resolved.origins.get(f"model.{name}", "default") != "default"
     }
-    if not model.init or own_fields - {"seq_len", "value_head"}:
+    if not model.init or own_fields - {"seq_len", *ADDED}:
         return resolved
     source = read_model_config(out if list_steps(out / CHECKPOINTS) else model.init)
     sizes = {
         name: value
         for name, value in source.architecture().items()
-        if name not in {*own_fields, "value_head"}
+        if name not in {*own_fields, *ADDED}
     }
     data = resolved.config.data
     objective = resolved.config.objective.name
@@ -108,7 +109,7 @@ def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: 
         raise ConfigError("the model differs from config.model", "model", fix)
     if optimizer is not None:
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if updated != {id(param) for param in model.parameters()}:
+        if updated != {id(param) for param in model.parameters() if param.requires_grad}:
             what = "the optimizer does not update exactly the model's parameters"
             raise ConfigError(what, "optimizer", "build it over model.parameters()")
 
@@ -161,7 +162,7 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
         source,
         seq_len=model_config.seq_len,
         vocab_size=vocab_size,
-        value_head=model_config.value_head,
+        **{name: getattr(model_config, name) for name in ADDED},
     )
     differences = _list_differences(expected, model_config)
     if model_config.pos_emb == "learned" and source.seq_len < model_config.seq_len:
@@ -176,9 +177,15 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
     for weight, values in loaded.model.state_dict().items():
         if adds_tokens and weight.endswith(VOCABULARY_TABLES):
             values = add_mean_rows(values, n_old, tokenizer.vocab_size, model_config)
+            if model_config.lora_rank:  # frozen rows that were equal could not be told apart
+                generator = torch.Generator().manual_seed(plan.config.seed)
+                new = values[n_old : tokenizer.vocab_size]
+                noise = torch.randn(new.shape, generator=generator)
+                new += noise * values[:n_old].std(0)
         yield weight, values[: model_config.seq_len] if weight == "positions.weight" else values
     if adds_tokens:
-        console.print(f"{tokenizer.vocab_size - n_old} new tokens start as the mean of the others")
+        start = "random rows" if model_config.lora_rank else "the mean of the others"
+        console.print(f"{tokenizer.vocab_size - n_old} new tokens start as {start}")
         if plan.config.objective.name in ROW_OBJECTIVES:
             fix = "run megatoken train sft first"
             console.warn(f"{name} has no chat template, so it has not learned to answer: {fix}")

@@ -42,7 +42,7 @@ from megatoken.distributed.parallel_dims import (
 )
 from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import read_tasks
-from megatoken.model.flops import count_padded_parameters
+from megatoken.model.flops import count_padded_parameters, count_trained_parameters
 from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
@@ -242,7 +242,8 @@ def choose_layout(
     dims = choose_dims(config.machine, model_config, device.precision, memory_bytes, env, optimizer)
     n_params = count_padded_parameters(model_config)
     optimizer_bytes = count_optimizer_bytes(optimizer, model_config)
-    needed = count_state_bytes(dims, n_params, optimizer_bytes, device.precision)
+    n_trained = count_trained_parameters(model_config)
+    needed = count_state_bytes(dims, n_params, n_trained, optimizer_bytes, device.precision)
     if 0 < MEMORY_MARGIN * memory_bytes < needed:
         what = (
             f"weights, gradients and moments need {format_quantity(needed, 'B')} per process, "

@@ -179,9 +179,7 @@ class TrainState:
             collect_gradient(trained, local)
 
     def _grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (self.sharded.trained[name], local) for name, local in self.sharded.local_params.items()
-        ]
+        return [(self.sharded.trained[name], local) for name, local in self.sharded.updated.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,9 +249,12 @@ def build_state(
     )
     if optimizer is None:
         uses_matrices = find_optimizer(config.optim.name).hidden_group
+        optim = config.optim
+        if uses_matrices and model.config.lora_rank:  # no hidden matrix trains
+            optim, uses_matrices = replace(optim, name="adamw"), False
         optimizer = build_optimizer(
-            sharded.local_params,
-            config.optim,
+            sharded.updated,
+            optim,
             sizes=sharded.full_shapes,
             implementation=config.machine.adamw,
             matrices=open_matrices(model, sharded, device) if uses_matrices else None,

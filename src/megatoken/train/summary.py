@@ -7,7 +7,7 @@ from megatoken.data.mixture import Mixture
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.flops import (
     count_matmul_parameters,
-    count_parameters,
+    describe_parameters,
     expected_initial_loss,
     flops_per_token,
 )
@@ -37,7 +37,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
         (
             "model",
             f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context "
-            f"{model.seq_len}: {count_parameters(model):,} parameters, "
+            f"{model.seq_len}: {describe_parameters(model)}, "
             f"{count_matmul_parameters(model):,} in matrix products",
         ),
         (

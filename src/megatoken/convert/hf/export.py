@@ -18,6 +18,7 @@ from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT, INIT_STD
 
 TOLERANCE = 2e-5  # as a share of the largest logit; the order of fp32 sums differs
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHECK_SEQS = 2
 CHECK_TOKENS = 64
 CHECK_CHAT = tuple(
@@ -35,7 +36,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     Raises ConfigError for an architecture that transformers lacks.
     """
     family = choose_family(model.config)
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    torch_dtype = DTYPES[dtype]
     tensors = {}
     for name, view in named_views(model, family).items():
         offset = family.get_norm_offset(name)

@@ -101,10 +101,10 @@ def refuse_missing_path(name: str) -> None:
     raise CheckpointError("no such folder", name, NAMES)
 
 
-def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+def open_tensors(folder: Path, weights: str = WEIGHTS) -> Iterator[tuple[str, Any]]:
     """Yield each tensor's name and the open file that holds it.
 
-    Reads the files and tensors that the index lists or, without an index, all of model.safetensors.
+    Reads the files and tensors that the index lists or, without an index, all of the file `weights`.
     Raises CheckpointError for missing or damaged files.
     """
     names: dict[Path, set[str]] = {}
@@ -112,7 +112,7 @@ def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         for name, shard in read_json(folder / INDEX)["weight_map"].items():
             names.setdefault(folder / shard, set()).add(name)
     except FileNotFoundError:
-        names[folder / WEIGHTS] = set()
+        names[folder / weights] = set()
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read: {error}", folder / INDEX, AGAIN) from None
     for path, selected in names.items():

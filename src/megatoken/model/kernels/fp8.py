@@ -79,10 +79,12 @@ class _Linear(torch.autograd.Function):
         return matmul_nt(x_IN.transpose(), round_to_fp8(weight_OI, E4M3), fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor | None]:
         *x_IN, weight_OI = ctx.saved_tensors
         grad = round_to_fp8(grad_NO, E5M2)
         grad_x_NI = matmul_nt(grad, round_to_fp8(weight_OI, E4M3).transpose())
+        if not ctx.needs_input_grad[1]:
+            return grad_x_NI, None
         return grad_x_NI, matmul_nt(grad.transpose(), Scaled(*x_IN))
 
 

@@ -1,0 +1,109 @@
+"""LoRA adapters against PEFT's, on transformers' models with the same weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatoken.convert.export import export
+from megatoken.convert.hf.peft import CONFIG, WEIGHTS, write_peft
+from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
+from megatoken.errors import CheckpointError
+from megatoken.model.gpt import GPT
+from megatoken.model.lora import LoRA, merge_adapters, without_adapters
+from tests.convert.models import BYTES, FAMILIES, byte_tokenizer, draw_model, relative
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+IDS = torch.randint(BYTES, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["gpt2", "llama-tied", "qwen3-untied"])
+def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GPT, GPT, Any]:
+    """Return a base model, the same with random adapters, and PEFT's model from its export."""
+    base = draw_model(FAMILIES[request.param])
+    export(LoadedModel(base, byte_tokenizer(), "base"), "hf", tmp_path / "hf")
+    model = draw_model(replace(base.config, lora_rank=3, lora_alpha=5.0, init=str(tmp_path / "hf")))
+    model.load_state_dict(base.state_dict(), strict=False)
+    write_peft(tmp_path, model, "fp32")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    return base, model, peft.PeftModel.from_pretrained(hf, tmp_path, is_trainable=True).eval()
+
+
+def test_logits_loss_and_gradients_are_those_of_peft(models: tuple[GPT, GPT, Any], tmp_path: Path):
+    base, model, theirs = models
+    outputs = theirs(IDS, labels=IDS)
+    assert relative(base.logits(IDS), outputs.logits) > 0.01
+    assert relative(model.logits(IDS), outputs.logits) < 2e-6
+    loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+    assert loss.item() == pytest.approx(outputs.loss.item(), rel=1e-6)
+    loss.backward()
+    outputs.loss.backward()
+    assert all((".lora." in name) == (p.grad is not None) for name, p in model.named_parameters())
+    for part in model.modules():
+        if isinstance(part, LoRA):
+            part.a.data, part.b.data = part.a.grad, part.b.grad
+    write_peft(tmp_path, model, "fp32")  # their names for our gradients
+    expected = dict(theirs.named_parameters())
+    for name, gradient in load_file(tmp_path / WEIGHTS).items():
+        wanted = expected.pop(name.replace(".weight", ".default.weight")).grad
+        if "c_attn.lora_B" in name:  # PEFT's is not block-diagonal, and ours is written times 3
+            wanted = wanted * (gradient != 0) * 9
+        assert relative(gradient, wanted) < 1e-5, name
+    assert not any(parameter.requires_grad for parameter in expected.values())
+
+
+def test_merged_adapters_compute_the_same(models: tuple[GPT, GPT, Any], tmp_path: Path):
+    base, model, _ = models
+    applied = model.logits(IDS)
+    with without_adapters(model):
+        assert torch.equal(model.logits(IDS), base.logits(IDS))
+    assert torch.equal(model.logits(IDS), applied)
+    assert relative(load_pretrained(tmp_path).model.eval().logits(IDS), applied) < 2e-6
+    merge_adapters(model)
+    assert relative(model.logits(IDS), applied) < 2e-6
+    assert model.config == base.config
+    assert model.state_dict().keys() == base.state_dict().keys()
+
+
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("bias", "all"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("base_model_name_or_path", None),
+        ("base_model_name_or_path", "absent/base"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    models: tuple[GPT, GPT, Any], tmp_path: Path, field: str, value: object
+):
+    path = tmp_path / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match="absent" if value == "absent/base" else field):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("models", ["llama-tied"], indirect=True)
+def test_tensors_that_do_not_fit_are_refused(models: tuple[GPT, GPT, Any], tmp_path: Path):
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = next(key for key in tensors if "lora_A" in key)
+    for change in (
+        {name.replace("A.weight", "A.bias"): tensors[name].clone()},
+        {name: tensors[name][:, 1:].contiguous()},
+    ):
+        save_file(tensors | change, tmp_path / WEIGHTS)
+        with pytest.raises(CheckpointError):
+            load_pretrained(tmp_path)
+    del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError):
+        load_pretrained(tmp_path)
