@@ -137,6 +137,8 @@ def loss_and_gradients(model: GPT) -> list[Tensor]:
         (replace(TINY_LLAMA, bias=True, bias_in="qkv"), "native", "none", False),
         (replace(TINY_LLAMA, norm_position="both"), "native", "none", False),
         (replace(TINY_LLAMA, mlp="geglu"), "native", "none", False),
+        (replace(TINY_LLAMA, lora_rank=4), "native", "none", False),
+        (replace(TINY_GPT, lora_rank=4), "native", "gelu", False),
         (replace(TINY_OLMO, norm_position="pre", qk_norm=False), "native", "none", True),
     ],
 )
