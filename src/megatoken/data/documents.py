@@ -204,7 +204,7 @@ def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]
     row = json.loads(content)
     if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
         keys = ", ".join(sorted(row)) if isinstance(row, dict) else "not an object"
-        raise ValueError(f"no text under {text_key!r} in this row ({keys:.200})")
+        raise ValueError(f"no text under {text_key!r} (--text-key) in this row ({keys:.200})")
     text = row[text_key]
     if _SURROGATE.search(text):  # half of a pair, which UTF-8 cannot hold
         if policy != "replace":

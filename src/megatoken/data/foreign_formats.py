@@ -48,8 +48,8 @@ def refuse_foreign(path: Path) -> None:
     path: a folder that holds the files or a split's folder with them, or one of the files; for
     Megatron-LM, also their name without a suffix.
     """
-    if path.with_name(f"{path.name}.idx").is_file():
-        path = path.with_name(f"{path.name}.idx")
+    if Path(f"{path}.idx").is_file():
+        path = Path(f"{path}.idx")
     folder = path if path.is_dir() else path.parent
     for name, markers, fix in FOREIGN_FORMATS:
         for split in (folder, *([] if folder != path else folder.glob("*/"))):
