@@ -190,7 +190,7 @@ def test_metrics(served: Served):
     assert change["time_to_first_token_seconds_count"] == 1
     assert change["time_per_output_token_seconds_count"] == 4
     assert 0 < change["time_to_first_token_seconds_sum"] < math.inf
-    assert after["running"] == after["waiting"] == 0
+    assert after["requests_running"] == after["requests_waiting"] == 0
     assert 0 < after["cache_tokens"] <= after["cache_tokens_bound"] == 40 * SIZES.seq_len
 
 

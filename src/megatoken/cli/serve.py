@@ -18,10 +18,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("model", metavar="MODEL", help="any MODEL of `sample`")
     add_address_arguments(parser, 8000, "key that clients must send (default: none)")
-    doc = "answers decoded at once (default 8)"
-    arg("--parallel", type=int, default=8, metavar="N", help=doc)
-    doc = "requests that may wait; others are refused (default 64)"
-    arg("--queue", type=int, default=64, metavar="N", help=doc)
+    doc = "answers decoded at once (default 64)"
+    arg("--parallel", type=int, default=64, metavar="N", help=doc)
+    doc = "requests that may wait; others are refused (default 256)"
+    arg("--queue", type=int, default=256, metavar="N", help=doc)
     doc = "tokens in the KV cache (default: a quarter of the memory, at most N full contexts)"
     arg("--cache-tokens", type=int, metavar="N", help=doc)
     doc = "accept this Host header too, * for any; repeatable"

@@ -116,7 +116,10 @@ class Engine:
     def read_metrics(self) -> dict[str, float]:
         """Return the values of metrics by name."""
         running, waiting = self.counts
-        gauges = {"running": running, "waiting": waiting, "cache_tokens": self._cached_tokens}
+        gauges = {
+            **{"requests_running": running, "requests_waiting": waiting},
+            "cache_tokens": self._cached_tokens,
+        }
         return gauges | {"cache_tokens_bound": self.cache_tokens or 0} | self._totals
 
     def submit(self, requests: Sequence[Request]) -> Job:
