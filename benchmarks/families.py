@@ -36,10 +36,16 @@ FAMILIES = {
     "GPT-2": ("gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1558m"),
     "LLaMA 2": ("llama2-7b", "llama2-13b", "llama2-70b"),
     "LLaMA 3": ("llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b", "llama3.1-405b"),
-    "Qwen3": ("modern-hf-124m",),
+    "Mistral": ("mistral-7b",),
+    "Qwen2.5": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
+    "Qwen3": ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"),
+    "SmolLM2": ("smollm2-135m", "smollm2-360m", "smollm2-1.7b"),
+    "SmolLM3": ("smollm3-3b",),
+    "OLMo 2": ("olmo2-1b", "olmo2-7b"),
+    "Gemma 3": ("gemma3-270m", "gemma3-1b"),
 }
 TOKENS = 96
-SMALL = {"n_layer": 7, "n_head": 4, "d_model": 128, "d_ff": 256, "seq_len": 128}
+SMALL = {"n_layer": 8, "n_head": 4, "d_model": 128, "d_ff": 256, "seq_len": 128}
 SCALE = 0.05  # of the noise in every parameter, biases and norms included
 
 
@@ -60,9 +66,19 @@ def count_parameters(preset: str) -> int:
 
 
 def shrink(config: ModelConfig, vocab_size: int) -> ModelConfig:
-    """Return a small architecture with the switches and the grouping of a published one."""
-    grouped = 2 if config.kv_heads < config.n_head else 0
-    return replace(config, vocab_size=vocab_size, n_kv_head=grouped, **SMALL)
+    """Return a small architecture with the switches of a published one."""
+    n_layer = SMALL["n_layer"]
+    return replace(
+        config,
+        vocab_size=vocab_size,
+        vocab_multiple=1,
+        n_kv_head=2 if config.kv_heads < config.n_head else 0,
+        head_dim=64 if config.head_dim else 0,
+        window=min(config.window, 24),
+        window_pattern="".join("LS"[window > 0] for window in config.windows[:n_layer]),
+        rope_context=32 if config.rope_factor != 1 else config.rope_context,
+        **SMALL,
+    )
 
 
 def check(presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
@@ -71,20 +87,22 @@ def check(presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
     model = draw(shrink(PRESETS[presets[0]], tokenizer.vocab_size))
     loaded = LoadedModel(model, tokenizer, presets[0])
     console = Console(quiet=True)
-    row: dict[str, Any] = {"parameters": {name: count_parameters(name) for name in presets}}
+    row: dict[str, Any] = {"folder": str(folder)}
+    row["parameters"] = {name: count_parameters(name) for name in presets}
     row["transformers"] = export(loaded, "hf", folder, "fp32", console)["max_relative_difference"]
     row["model_type"] = read_family(folder)[0].model_type
     again = load_hf(str(folder))[0].state_dict()
-    row["round_trip_equal"] = all(
-        torch.equal(again[name][: len(tensor)], tensor[: len(again[name])])
+    is_equal = all(
+        torch.equal(again[name][: len(tensor)], tensor)
         for name, tensor in model.state_dict().items()
     )
+    row["read back"] = "equal" if is_equal else "differs"
     for dtype in ("fp32", "q8_0"):
         try:
             answer = export(loaded, "gguf", folder.with_suffix(f".{dtype}.gguf"), dtype, console)
             row[f"llama.cpp {dtype}"] = answer["max_relative_difference"]
         except ConfigError as error:
-            row[f"llama.cpp {dtype}"] = f"not supported: {error}"
+            row[f"llama.cpp {dtype}"] = str(error).partition(" — ")[0]
     ids = torch.randint(tokenizer.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         logprobs = model.logits(ids[None])[0].log_softmax(-1)[:-1]
@@ -93,54 +111,62 @@ def check(presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
     return row
 
 
-def score(folder: str, ids: list[int]) -> list[float]:
-    """Return vLLM's log-probability of each id but the first."""
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+def score(rows: dict[str, list[int]]) -> dict[str, list[float] | str]:
+    """Return vLLM's log-probability of each id but the first, or its error.
+
+    rows: ids by the folder of the model.
+    """
+    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
 
-    engine = vllm.LLM(
-        folder,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=len(ids) + 1,
-        skip_tokenizer_init=True,
-    )
-    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    answer = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
-    pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
-    return [logprobs[id].logprob for logprobs, id in pairs]
+    answers: dict[str, list[float] | str] = {}
+    for folder, ids in rows.items():
+        try:
+            engine = vllm.LLM(
+                folder, dtype="float32", enforce_eager=True, max_model_len=SMALL["seq_len"]
+            )
+            sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+            answer = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
+            pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
+            answers[folder] = [logprobs[id].logprob for logprobs, id in pairs]
+        except Exception as error:  # of many types
+            answers[folder] = f"does not load: {error!s:.200}"
+    return answers
 
 
-def compare_vllm(python: str, folder: Path, row: dict[str, Any]) -> float | str:
-    """Run `score` in another environment; return the largest relative difference, or the error."""
-    command = [python, "-m", "benchmarks.families", "--score", str(folder), json.dumps(row["ids"])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return "does not load it"
-    found = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
-    expected = torch.tensor(row["logprobs"])
-    return float((found - expected).abs().max() / expected.abs().max())
+def compare_vllm(python: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Run `score` in another environment; add the largest relative difference to each row."""
+    content = json.dumps({row["folder"]: row["ids"] for row in rows.values()})
+    command = [python, "-m", "benchmarks.families", "--score"]
+    done = subprocess.run(command, input=content, stdout=subprocess.PIPE, text=True, check=True)
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for row in rows.values():
+        found = row["vllm"] = answers[row["folder"]]
+        if not isinstance(found, str):
+            expected = torch.tensor(row["logprobs"])
+            difference = (torch.tensor(found) - expected).abs().max() / expected.abs().max()
+            row["vllm"] = float(difference)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", metavar="PYTHON")
-    parser.add_argument("--score", nargs=2)
+    parser.add_argument("--score", action="store_true")
     options = parser.parse_args()
     if options.score:
-        print(json.dumps(score(options.score[0], json.loads(options.score[1]))))
+        print(json.dumps(score(json.load(sys.stdin))))
         return
-    rows = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for number, (name, presets) in enumerate(FAMILIES.items()):
-            folder = Path(temporary) / str(number)
-            rows[name] = row = check(presets, folder)
-            if options.vllm:
-                row["vllm"] = compare_vllm(options.vllm, folder, row)
-            del row["ids"], row["logprobs"]
-            print(name, row, file=sys.stderr)
-    answer = {"families": rows, "llama_cpp": version("llama-cpp-python")}
-    print(json.dumps(answer))
+        rows = {
+            name: check(presets, Path(temporary) / str(number))
+            for number, (name, presets) in enumerate(FAMILIES.items())
+        }
+        if options.vllm:
+            compare_vllm(options.vllm, rows)
+    for row in rows.values():
+        for key in ("folder", "ids", "logprobs"):
+            del row[key]
+    print(json.dumps({"llama_cpp": version("llama-cpp-python"), "families": rows}))
 
 
 if __name__ == "__main__":

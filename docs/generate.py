@@ -53,6 +53,7 @@ PACKAGES = {
     "trl": "objectives",
     "vllm": "data model convert sampling",
     "llamacpp": "data model convert sampling",
+    "families": "config data model convert",
     "rl-": f"data {STEP} sampling objectives",
     "hacked": f"data {STEP} sampling objectives",
     "sweep": f"cli {RUN}",
@@ -71,6 +72,16 @@ and differ from that commit, if only in a comment. `-dirty`: measured with uncom
 
 | record | date | commit | device | changed since |
 |---|---|---|---|---|
+"""
+FAMILIES = """
+## Model families
+
+From [families](../records/families.json): a small random model with the switches of each family, exported and
+compared. Differences are relative to the largest: of logits, or of log-probabilities for vLLM. Read back: whether
+loading the hf export gives the same weights.
+
+| family | parameters | transformers | read back | llama.cpp, fp32 | llama.cpp, q8_0 | vLLM |
+|---|---|---|---|---|---|---|
 """
 REPLAYS_HEADING = "## Replays\n"
 REPLAYS = """
@@ -125,7 +136,22 @@ def list_records() -> str:
         changes = describe_changes(path.stem, commit)
         link = f"[{path.stem}](../records/{path.name})"
         rows.append(f"| {link} | {record['date']} | {commit} | {device} | {changes} |\n")
-    return MEASURED + "".join(rows)
+    return MEASURED + "".join(rows) + list_families()
+
+
+def list_families() -> str:
+    """Return the table of model families, or nothing without its record."""
+    path = ROOT / "records" / "families.json"
+    if not path.exists():
+        return ""
+    rows = []
+    for name, row in json.loads(path.read_text())["answer"]["families"].items():
+        sizes = ", ".join(f"{preset} {count:,}" for preset, count in row["parameters"].items())
+        names = ("transformers", "read back", "llama.cpp fp32", "llama.cpp q8_0", "vllm")
+        cells = [row.get(key, "not run") for key in names]
+        cells = [cell if isinstance(cell, str) else f"{cell:.0e}" for cell in cells]
+        rows.append(f"| {name} | {sizes} | {' | '.join(cells)} |\n")
+    return FAMILIES + "".join(rows)
 
 
 def list_replays() -> str:

@@ -46,7 +46,29 @@ NAMES = {  # llama.cpp's names
         "blk.0.attn_k_norm.weight": "model.layers.0.self_attn.k_norm.weight",
         "output.weight": "lm_head.weight",
     },
+    "gemma3_text": {
+        "blk.1.attn_norm.weight": "model.layers.1.input_layernorm.weight",
+        "blk.1.post_attention_norm.weight": "model.layers.1.post_attention_layernorm.weight",
+        "blk.1.ffn_norm.weight": "model.layers.1.pre_feedforward_layernorm.weight",
+        "blk.1.post_ffw_norm.weight": "model.layers.1.post_feedforward_layernorm.weight",
+    },
 }
+
+
+# Models that llama.cpp lacks, and relatives that it has.
+LACKING = (
+    *("nanogpt", "llama-geglu"),  # activations
+    *("qwen3-tied", "gemma3-scaled"),  # LLaMA 3's rotary scaling, biases
+    *("mistral", "qwen2-windows", "qwen3-wide", "smollm3"),  # windows
+    "olmo2",  # tied
+)
+RELATIVES = {
+    "qwen3-yarn": replace(FAMILIES["qwen3-wide"], window=0),
+    "smollm3-4": replace(FAMILIES["smollm3"], window=0, nope_interval=4, n_layer=5),
+    "olmo2-untied": replace(FAMILIES["olmo2"], tie_embeddings=False),
+    "gemma3-linear": replace(FAMILIES["gemma3-scaled"], bias=False),
+}
+SUPPORTED = {name: FAMILIES[name] for name in FAMILIES if name not in LACKING} | RELATIVES
 
 
 def write(
@@ -66,7 +88,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in fields.items()}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama-untied", "llama-tied", "qwen3-untied"])
+@pytest.mark.parametrize("family", ["gpt2", "llama-untied", "llama-tied", "qwen3-untied", "gemma3"])
 def test_tensors_read_back(family: str, tmp_path: Path):
     model = draw_model(FAMILIES[family])
     write(tmp_path, model)
@@ -96,7 +118,7 @@ def test_pairs_of_query_channels_become_neighbors(tmp_path: Path):
     assert 1 < written["rope_freqs.weight"][0] < 8
 
 
-def test_metadata(tmp_path: Path):
+def test_llama_metadata(tmp_path: Path):
     write(tmp_path, draw_model(replace(FAMILIES["llama-untied"], rope_theta=500.0)))
     fields = read_fields(tmp_path)
     expected = {
@@ -104,7 +126,7 @@ def test_metadata(tmp_path: Path):
         "general.file_type": 0,
         "llama.context_length": 24,
         "llama.embedding_length": 32,
-        "llama.block_count": 2,
+        "llama.block_count": 3,
         "llama.feed_forward_length": 96,
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 1,
@@ -121,6 +143,21 @@ def test_metadata(tmp_path: Path):
     assert fields["tokenizer.ggml.tokens"][ord(" ")] == "Ġ"
     assert fields["tokenizer.ggml.tokens"][256] == "<|endoftext|>"
     assert "tokenizer.chat_template" not in fields
+
+
+def test_gemma_metadata(tmp_path: Path):
+    write(tmp_path, draw_model(RELATIVES["gemma3-linear"]))
+    fields = read_fields(tmp_path)
+    expected = {
+        "general.architecture": "gemma3",
+        "gemma3.attention.sliding_window": 5,
+        "gemma3.attention.sliding_window_pattern": [False, True, True],
+        "gemma3.rope.freq_base_swa": 10000.0,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.final_logit_softcapping": 3.0,
+    }
+    assert {name: fields[name] for name in expected} == expected
 
 
 def test_a_chat_model_has_its_template_and_ends(tmp_path: Path):
@@ -229,32 +266,34 @@ def test_the_pre_tokenizer_is_recognized(name: str, tmp_path: Path):
     assert read_fields(tmp_path)["tokenizer.ggml.pre"] == name
 
 
-@pytest.mark.parametrize(
-    ("family", "splitter"),
-    [
-        ("nanogpt", None),  # llama.cpp's GPT-2 has the tanh GELU
-        ("qwen3-tied", None),  # scaled rotary embedding
-        ("gpt2", published_splitter(CL100K.replace("{1,3}", "{1,2}"))),
-    ],
-    ids=["gelu-erf", "rope", "pre-tokenizer"],
-)
-def test_what_llama_cpp_lacks_is_refused(family: str, splitter: Any, tmp_path: Path):
-    tokenizer = with_splitter(splitter) if splitter else byte_tokenizer()
+def test_another_pre_tokenizer_is_refused(tmp_path: Path):
+    tokenizer = with_splitter(published_splitter(CL100K.replace("{1,3}", "{1,2}")))
     with pytest.raises(ConfigError):
-        write(tmp_path, draw_model(FAMILIES[family]), tokenizer)
+        write(tmp_path, draw_model(FAMILIES["gpt2"]), tokenizer)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if name not in ("nanogpt", "qwen3-tied")]
-)
-def test_llama_cpp_has_the_same_logits_and_ids(family: str, tmp_path: Path):
+@pytest.mark.parametrize("family", LACKING)
+def test_what_llama_cpp_lacks_is_refused(family: str, tmp_path: Path):
+    with pytest.raises(ConfigError):
+        write(tmp_path, draw_model(FAMILIES[family]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_llama_cpp_has_the_same_logits(family: str, tmp_path: Path):
     pytest.importorskip("llama_cpp")
-    for tokenizer in (byte_tokenizer(), llama_tokenizer()):
-        config = replace(FAMILIES[family], vocab_size=tokenizer.vocab_size, seq_len=64)
-        answer = write(tmp_path / tokenizer.name, draw_model(config), tokenizer)
-        tolerance = GELU_TOLERANCE if config.mlp == "gelu" else TOLERANCE
-        assert answer["max_relative_difference"] <= tolerance
+    config = replace(SUPPORTED[family], seq_len=64)
+    answer = write(tmp_path, draw_model(config))
+    tolerance = GELU_TOLERANCE if config.mlp in ("gelu", "geglu") else TOLERANCE
+    assert answer["max_relative_difference"] <= tolerance
+
+
+def test_llama_cpp_has_the_same_ids(tmp_path: Path):
+    pytest.importorskip("llama_cpp")
+    for tokenizer in (byte_tokenizer(), llama_tokenizer(), add_control_tokens(byte_tokenizer())):
+        config = replace(FAMILIES["llama-untied"], vocab_size=tokenizer.vocab_size)
+        assert write(tmp_path / tokenizer.name, draw_model(config), tokenizer)["verified"]
     answer = write(tmp_path, draw_model(config), tokenizer, "q8_0")
     assert TOLERANCE < answer["max_relative_difference"] < 0.1
 

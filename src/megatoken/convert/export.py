@@ -51,14 +51,16 @@ def export(
     merge = to != "peft"
     loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn, merge=merge)
     loaded = copy.deepcopy(loaded)
-    n_unused = _prepare(loaded, "fp32" if to == "hf" else dtype, warn)  # write_hf rounds
+    is_rounded = to in ("hf", "gguf")  # when written
+    n_unused = _prepare(loaded, "fp32" if is_rounded else dtype, warn)
     with storage_errors(out.parent, what="cannot write the export"):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.parent / f".{out.name}.{os.getpid()}"
         unfinished.mkdir()
         try:
             difference = FORMATS[to](unfinished, loaded.model, loaded.tokenizer, dtype)
-            (unfinished / GGUF if out.suffix == ".gguf" else unfinished).rename(out)
+            is_file = to == "gguf" and out.suffix == ".gguf"
+            (unfinished / GGUF if is_file else unfinished).rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     if console:
@@ -97,11 +99,10 @@ def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
         if module is not None:
             module.weight.data = module.weight.data[: model.config.padded_vocab_size].clone()
             module.weight.data[vocab_size:] = 0.0
-    if dtype in ("fp16", "bf16"):
-        rounded = torch.float16 if dtype == "fp16" else torch.bfloat16
+    if dtype == "bf16":
         for param in model.parameters():
             if param.requires_grad:  # not the frozen base of adapters
-                param.data.copy_(param.to(rounded))  # logits are compared with the written values
+                param.data.copy_(param.bfloat16())  # logits are compared with the written values
     return n_unused
 
 

@@ -4,6 +4,7 @@ The `gguf` package supplies the keys, the tensor names and the quantization.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,15 +28,36 @@ from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.model.rope import rope_inv_freq
 
-GELU_TOLERANCE = 1e-3  # llama.cpp's GELU is a table of fp16 values
-ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "qwen3"}  # by model_type
-ROTATE_NEIGHBORS = ("llama",)  # whose rotary pairs are channels 2i and 2i + 1
+GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
+# llama.cpp's architectures by transformers' model_type.
+ARCHITECTURES = {
+    **{name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "olmo2")},
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+}
+ROTATE_NEIGHBORS = ("llama", "smollm3")  # whose rotary pairs are channels 2i and 2i + 1
 DTYPES = {"fp32": "F32", "fp16": "F16"}  # the others have the same name in GGUF
 ENDINGS = (".weight", ".bias")
 FIX = "use --to hf"
 F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default
 SPACE = "\u2581"
 
+# Keys of the metadata by their names in gguf.GGUFWriter, and fields of ModelConfig.
+METADATA = {
+    "context_length": "seq_len",
+    "embedding_length": "d_model",
+    "block_count": "n_layer",
+    "feed_forward_length": "d_ff",
+    "vocab_size": "vocab_size",
+    "head_count": "n_head",
+    "head_count_kv": "kv_heads",
+    "key_length": "d_head",
+    "value_length": "d_head",
+    "rope_dimension_count": "d_head",
+    "rope_freq_base": "rope_theta",
+    "layer_norm_eps": "norm_eps",
+    "layer_norm_rms_eps": "norm_eps",
+}
 # llama.cpp's names of pre-tokenizers, whether a word that is a token skips the merges, and patterns.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
@@ -67,13 +89,10 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
             "gguf is not installed", "--to gguf", "pip install megatoken[gguf]"
         ) from None
     model_type = choose_family(model.config).model_type
-    name = ARCHITECTURES.get(model_type)
-    config = model.config
-    is_scaled = config.rope_factor != 1 and config.rope_scaling == "yarn"
-    if name is None or config.mlp in ("gelu-erf", "geglu") or config.window or is_scaled:
-        parts = ", ".join((config.mlp, *config.switched_on))
-        what = f"llama.cpp has no {model_type} with {parts}"
-        raise ConfigError(what, "--to gguf", FIX)
+    name = ARCHITECTURES[model_type]
+    for feature, is_lacking in _list_gaps(name, model.config).items():
+        if is_lacking:
+            raise ConfigError(f"llama.cpp has no {model_type} with {feature}", "--to gguf", FIX)
     kinds = gguf.GGMLQuantizationType
     kind = kinds[DTYPES.get(dtype, dtype.upper())]
     writer = gguf.GGUFWriter(folder / GGUF, name)
@@ -99,20 +118,37 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
         (folder / file).write_text(text, encoding="utf-8")
 
 
+def _list_gaps(name: str, config: ModelConfig) -> dict[str, bool]:
+    """Return features, and whether the model has them while llama.cpp's architecture lacks them."""
+    scaling = config.rope_scaling if config.rope_factor != 1 else ""
+    limits = (config.rope_low, config.rope_high)
+    return {
+        f"mlp={config.mlp}": config.mlp != {"gpt2": "gelu", "gemma3": "geglu"}.get(name, "swiglu"),
+        "biases": config.bias and name not in ("gpt2", "llama", "qwen2"),
+        "tied embeddings": config.tie_embeddings and name == "olmo2",
+        "a window": 0 < config.window < config.seq_len and name != "gemma3",
+        "LLaMA 3's rotary scaling": scaling == "llama3" and name != "llama",
+        "other YaRN limits than 1 and 32": scaling == "yarn" and limits != (1, 32),
+        f"nope_interval={config.nope_interval}": config.nope_interval != 4 * (name == "smollm3"),
+    }
+
+
 def _write_metadata(writer: Any, config: ModelConfig) -> None:
-    writer.add_context_length(config.seq_len)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.d_ff)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.d_head)
-    writer.add_value_length(config.d_head)
-    writer.add_layer_norm_eps(config.norm_eps)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_dimension_count(config.d_head)
-    writer.add_rope_freq_base(config.rope_theta)
+    for key, field in METADATA.items():
+        getattr(writer, f"add_{key}")(getattr(config, field))
+    if config.rope_factor != 1 and config.rope_scaling != "llama3":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", config.rope_scaling)
+        writer.add_rope_scaling_factor(config.rope_factor)
+        writer.add_rope_scaling_orig_ctx_len(config.rope_context)
+        if config.rope_attention:  # llama.cpp multiplies by YaRN's own factor
+            own = 1 + 0.1 * math.log(config.rope_factor)
+            writer.add_rope_scaling_attn_factors(config.rope_attention / own)
+    if config.window:
+        writer.add_sliding_window(config.window)
+        writer.add_sliding_window_pattern([window > 0 for window in config.windows])
+        writer.add_rope_freq_base_swa(config.rope_local_theta or config.rope_theta)
+    if config.logit_softcap:
+        writer.add_final_logit_softcapping(config.logit_softcap)
 
 
 def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -127,10 +163,7 @@ def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, Tensor]]:
             halves = view.reshape(-1, 2, config.d_head // 2, *view.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         yield hf_name, tensor
-    if config.rope_factor != 1:
-        if name != "llama":
-            what = f"llama.cpp has no {name} with the rotary scaling of LLaMA 3"
-            raise ConfigError(what, "--to gguf", FIX)
+    if config.rope_factor != 1 and config.rope_scaling == "llama3":
         cpu = torch.device("cpu")
         unscaled = rope_inv_freq(replace(config, rope_factor=1.0), cpu)
         yield "rope_freqs.weight", unscaled / rope_inv_freq(config, cpu)
@@ -229,7 +262,7 @@ def compare_llama(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> f
     with torch.inference_mode():
         logits = model.eval().logits(ids[None])[0]
     difference = float((found - logits).abs().max()) / (float(logits.abs().max()) or 1.0)
-    tolerance = GELU_TOLERANCE if "gelu" in model.config.mlp else TOLERANCE
+    tolerance = GELU_TOLERANCE if model.config.mlp in ("gelu", "geglu") else TOLERANCE
     is_equal = difference <= tolerance or dtype != "fp32"
     for text in (CHECK_TEXT, PROBE):
         found_ids = llama.tokenize(text.encode(), add_bos=False)
