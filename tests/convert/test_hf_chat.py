@@ -13,7 +13,7 @@ from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.data.chat_template import Message, add_control_tokens, find_stop_ids, find_template
-from megatoken.data.tokenizer import Tokenizer
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.sampling.choose import Sampling
@@ -108,6 +108,32 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
     ids, trained = TEMPLATE.encode(CHAT)
     assert encoded["input_ids"] == ids
     assert encoded["assistant_masks"] == trained
+
+
+OWN = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content | trim + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>' }}{% endif %}"
+)
+
+
+def test_a_models_own_template_is_exported_unchanged(tmp_path: Path):
+    files = {
+        "tokenizer.json": TEMPLATE.tokenizer.to_json(),
+        "tokenizer_config.json": json.dumps({"chat_template": OWN, "eos_token": "<|im_end|>"})
+        + " ",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert find_template(tokenizer).stop_ids == TEMPLATE.stop_ids
+    loaded = LoadedModel(draw_chat_model("llama-untied"), tokenizer, "it")
+    assert export(loaded, "hf", tmp_path / "hf")["verified"]
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert not names & {"special_tokens_map.json", "chat_template_training.jinja"}
+    assert (tmp_path / "hf/tokenizer_config.json").read_text() == files["tokenizer_config.json"]
+    again = load_pretrained(tmp_path / "hf").tokenizer
+    assert find_template(again).name == find_template(tokenizer).name
 
 
 def test_a_template_that_writes_other_ids_is_not_exported(

@@ -156,31 +156,6 @@ def test_messages_to_answer_do_not_end_with_an_answer():
         parse_messages([USER, ANSWER], "body", reply=True)
 
 
-# Templates in the styles of chat models: roles renamed, contents stripped, the system message
-# merged, text around contents, one control token for all turns.
-OWN = {
-    "turns": (
-        ["<start>", "<end>"],
-        "{{ bos_token }}{% for m in messages %}<start>"
-        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end>\n"
-        "{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}",
-    ),
-    "instructions": (
-        ["[INST]", "[/INST]"],
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-        "[INST]{{ m.content }}[/INST]{% elif m.role == 'user' %}"
-        "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
-        "{% endfor %}",
-    ),
-    "plain": (
-        [],
-        "{%- for m in messages %}\n{{ '### ' + m['role'] + ':\\n' + m['content'] }}\n"
-        "{%- if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{%- endfor %}\n"
-        "{%- if add_generation_prompt %}{{ '\\n### assistant:\\n' }}{%- endif %}",
-    ),
-}
-
-
 def write_own(folder: Path, tokens: list[str], jinja: str) -> Tokenizer:
     """Return a tokenizer loaded from a Hugging Face folder that has a chat template."""
     base = load_tokenizer("bpe:400", lambda: iter([PROSE]))
@@ -195,45 +170,14 @@ def write_own(folder: Path, tokens: list[str], jinja: str) -> Tokenizer:
     return load_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path, name: str):
-    transformers = pytest.importorskip("transformers")
-    tokenizer = write_own(tmp_path, *OWN[name])
-    template = find_template(tokenizer)
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    rng = random.Random(2)
-    for _ in range(300):
-        messages = make_conversation(rng)
-        for part, reply in ((messages, False), (messages[:-1], True)):
-            rows = [{"role": message.role, "content": message.content} for message in part]
-            expected = oracle.apply_chat_template(
-                rows, tokenize=True, add_generation_prompt=reply, return_dict=True
-            )
-            ids, trained = template.encode(part, reply=reply)
-            assert ids == expected["input_ids"]
-        ids, trained = template.encode(messages)
-        answers = [m.content.strip() for m in messages if m.role == "assistant"]
-        text = tokenizer.decode([id for id, mark in zip(ids, trained, strict=True) if mark])
-        stop = tokenizer.decode(template.stop_ids[:1])
-        assert [answer.strip() for answer in text.split(stop)] == [*answers, ""]
-    tokenizer.save(tmp_path / "saved")
-    assert find_template(load_tokenizer(f"{tmp_path}/saved")).encode(messages)[0] == ids
-    assert add_control_tokens(tokenizer) is tokenizer
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama3", *OWN])
-def test_no_control_token_comes_from_a_content(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-):
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_no_control_token_comes_from_a_content(name: str, request: pytest.FixtureRequest):
     """5,000 messages made of control tokens, parts of them, placeholders, jinja and text."""
-    if name in OWN:
-        template = find_template(write_own(tmp_path, *OWN[name]))
-    else:
-        template = request.getfixturevalue(name)
+    template: ChatTemplate = request.getfixturevalue(name)
     rng = random.Random(1)
     tokens = (*CHATML, *LLAMA_3, *template.tokenizer.special_ids, "<|begin_of_text|>", "<s>")
     parts = (*tokens, *(token[:-1] for token in tokens), "|>", "<", *WORDS)
-    parts += ("\ue0000\ue001", "\v", "{{ bos_token }}", "{% endfor %}")
+    parts += ("\ue000", "\ue001", "{{ bos_token }}", "{% endfor %}")
     control = set(template.tokenizer.special_ids.values())
     roles = [["user"], ["user", "assistant"]]
 
@@ -249,7 +193,7 @@ def test_no_control_token_comes_from_a_content(
 
 BAD = {
     "no control token after an answer": "{% for m in messages %}{{ m.content }}{% endfor %}",
-    "contents changed": "{% for m in messages %}{{ m.content | upper }}<end>{% endfor %}",
+    "control token of parts": "{% for m in messages %}{{ m.content }}<end>{{ '<' ~ 's>' }}{% endfor %}",
     "contents dropped": "{{ messages[-1].content }}<end>",
     "contents out of order": "{% for m in messages | reverse %}{{ m.content }}<end>{% endfor %}",
     "rejects": "{{ raise_exception('no') }}",
@@ -267,21 +211,9 @@ def test_an_unusable_template_is_refused(tmp_path: Path, name: str):
     assert template_of(tokenizer) is None
 
 
-def test_a_content_that_the_template_changes_is_refused(tmp_path: Path):
-    jinja = "{% for m in messages %}{{ m.content.replace('<think>', '') }}<end>{% endfor %}"
-    template = find_template(write_own(tmp_path, ["<end>"], jinja))
-    assert template.encode([Message("user", "think")])
-    with pytest.raises(DataError):
-        template.encode([Message("user", "<think>2")])
-
-
 def test_tokenizers_without_a_usable_template_are_refused():
     with pytest.raises(ConfigError):
         find_template(load_tokenizer("bytes"))
-    gemma = load_tokenizer("bytes").add_special_tokens(["<start_of_turn>"], "gemma")
-    for function in (find_template, add_control_tokens):
-        with pytest.raises(ConfigError):
-            function(gemma)
     vocabulary = {token: id for id, token in enumerate(["<|im_start|>", "a", "<|endoftext|>"])}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     with pytest.raises(DataError):  # a control token that is ordinary text

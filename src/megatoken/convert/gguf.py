@@ -18,11 +18,11 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.convert.hf.chat_files import GGUF, describe_gguf, drop_marks
+from megatoken.convert.hf.chat_files import GGUF, describe_gguf
 from megatoken.convert.hf.export import CHECK_TEXT, CHECK_TOKENS, TOLERANCE, named_views
 from megatoken.convert.hf.families import choose_family
 from megatoken.data.byte_bpe import EOT, split_merge
-from megatoken.data.chat_template import find_stop_ids, template_of
+from megatoken.data.chat_template import drop_marks, find_stop_ids, template_of
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT

@@ -14,7 +14,8 @@
 | question, answer | prompt; the answer is what follows the last #### | GSM8K (Cobbe et al. 2021) |
 
 Prompts and answers are text or a list of messages. If a row has the keys of several formats, the
-first match in FORMATS wins. Any row can have a `weight` of 0, which drops it, or 1.
+first match in FORMATS wins. Any row can have a `weight` of 0, which drops it, or 1, and `tools`, a
+list of OpenAI's function schemas or its JSON.
 """
 
 import json
@@ -46,7 +47,7 @@ class Example:
     where: file:line. prompt: the messages before the answer or, in a chat, before the first answer.
     answers: complete conversations, each with the prompt; a chat has one, a preference has two
     (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable: the
-    label of a row for KTO. weight: 0 if the row is not trained on.
+    label of a row for KTO. weight: 0 if the row is not trained on. tools: JSON schemas of functions.
     """
 
     where: str
@@ -55,6 +56,7 @@ class Example:
     row: Row = field(default_factory=dict)
     is_desirable: bool = False
     weight: int = 1
+    tools: list[dict[str, Any]] | None = None
 
 
 class Format(NamedTuple):
@@ -111,7 +113,10 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         example = row_format.read(row, where)
         if row_format.kind == "kto":
             example = _rate(example, row)
-        return row_format, replace(example, weight=0) if row.get("weight") == 0 else example
+        tools = row.get("tools")
+        tools = json.loads(tools or "null") if isinstance(tools, str) else tools
+        weight = 0 if row.get("weight") == 0 else 1
+        return row_format, replace(example, tools=tools, weight=weight)
     except MALFORMED as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error

@@ -1,23 +1,26 @@
 """Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
-A template is jinja text: ChatML, Llama-3, nanochat's, or the one saved with the tokenizer. Only the template
-can produce control tokens: it is rendered with a placeholder for each message, and the contents of
-the messages are then encoded as plain text, even where they spell a control token.
+A template is jinja text: the model's own, or else ChatML, Llama-3 or nanochat's. Only the template
+can produce control tokens: in its text, and nowhere else, they are replaced by names that no message
+contains (`Tokenizer.control_names`). Ids and masks equal those of transformers'
+`apply_chat_template`, except that a control token spelled in a message is plain text.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import secrets
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import jinja2
 import xxhash
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatoken.data.tokenizer import Tokenizer
+from megatoken.data.tokenizer import CHAT_TEMPLATE_NAME, Tokenizer, name_control
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import MALFORMED
 
@@ -25,12 +28,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NANOCHAT = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
-# Control tokens of other chat models. A tokenizer with one of them needs the template that it was
-# trained with.
-OTHER_CHATS = {
-    *("[INST]", "<start_of_turn>", "<|header_start|>", "<|start_of_role|>", "<|user|>"),
-    *("<|START_OF_TURN_TOKEN|>", "<|start|>", "<｜User｜>"),
-}
 TRAIN_SFT = "megatoken train sft --init RUN --out OUT data.path=DATA"
 
 _CHATML = (
@@ -58,9 +55,8 @@ BUILT_IN = {  # control tokens, template
     "llama-3": (LLAMA_3, _LLAMA_3),
     "nanochat": (NANOCHAT, _NANOCHAT),
 }
-# A message's placeholder. The vertical tabs around it disappear if the template strips contents.
-_PLACEHOLDER = "\v\ue000{}\ue001\v"
-_FIND_PLACEHOLDER = re.compile("(\v?)\ue000([0-9]+)\ue001(\v?)")
+# Marks of what {% generation %} encloses, and another answer. No message contains them.
+_START, _END, _OTHER = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003\ue004")
 _MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 
 
@@ -78,31 +74,38 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-_PROBE = [Message("user", "Hi?\n"), Message("assistant", "1. yes"), Message("user", "ok 2")]
+_PROBE = [Message("user", "Hi 1"), Message("assistant", "yes 2"), Message("user", "ok 3")]
+_AFTER_ANSWER = re.compile("Hi 1.*yes 2\\s*\ue000\\w+:([0-9]+)\ue001.*ok 3", re.DOTALL)
 
 
 class ChatTemplate:
     """Encodes conversations for one tokenizer.
 
-    name: chatml, llama-3, nanochat, or own-HASH for a template saved with the tokenizer. stop_ids: ids that
-    end an answer; the model is trained to emit the first one. jinja: the text of the template,
-    which can contain transformers' {% generation %} tags.
+    name: chatml, llama-3, nanochat, or own-HASH for the model's own. stop_ids: ids that end an
+    answer; the model is trained to emit the first one. jinja: the text of the template, which can
+    contain transformers' {% generation %} tags.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer, jinja: str) -> None:
-        """Compile and check the template. Raises ConfigError if it cannot be used."""
+    def __init__(self, name: str, tokenizer: Tokenizer, jinja: str, tool_jinja: str = "") -> None:
+        """Compile and check the template. Raises ConfigError if it cannot be used.
+
+        tool_jinja: the template of conversations with tools, if it is another one.
+        """
         self.name, self.tokenizer = name, tokenizer
-        begin = {tokenizer.decode([id]): id for id in tokenizer.bos_ids}
-        is_own = name not in BUILT_IN
-        prefix = "" if is_own else "".join(f"{{{{ {json.dumps(token)} }}}}" for token in begin)
-        self.jinja = prefix + jinja
-        self._control_ids = tokenizer.special_ids | begin
-        by_length = sorted(self._control_ids, key=len, reverse=True)
-        self._control = re.compile(f"({'|'.join(map(re.escape, by_length))})")
-        stop_id = self._find_stop_id()
-        if is_own:
-            self._check_ids()
-        self.stop_ids = tuple(dict.fromkeys((stop_id, tokenizer.eot, *tokenizer.end_ids)))
+        if name in BUILT_IN:
+            begin = [json.dumps(tokenizer.decode([id])) for id in tokenizer.bos_ids]
+            jinja = "".join(f"{{{{ {token} }}}}" for token in begin) + jinja
+        self.jinja = jinja
+        names = tokenizer.control_names
+        longest_first = sorted(names, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        _, tokens = _read_chat_files(tokenizer)
+        self._variables = {key: names.get(token, token) for key, token in tokens.items()}
+        texts = (jinja, tool_jinja or jinja)
+        self._templates = [(text, self._compile(text)) for text in texts]  # without, with tools
+        self.stop_ids = (self._find_stop_id(), tokenizer.eot, *tokenizer.end_ids)
+        self.stop_ids = tuple(dict.fromkeys(self.stop_ids))
+        self._stop = re.compile("|".join(map(name_control, self.stop_ids)))
 
     def encode(
         self,
@@ -114,142 +117,180 @@ class ChatTemplate:
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
-        Answers and their stop tokens are trained on. Some tokenizers join white space at the end of
-        a header with the start of the answer; such a token is trained on too. reply: also append
-        the assistant's header, for the model to continue. where: location of the conversation, for
-        error messages. tools: JSON schemas of the functions that the model can call. Raises
-        DataError if the template rejects the conversation or changes the content of a message.
+        Answers and their stop tokens are trained on: what the template's {% generation %} tags
+        enclose or, without such tags, what follows the header of an answer, up to its stop token. A
+        token that is partly in an answer is trained on too. reply: also append the assistant's
+        header, for the model to continue; nothing is then trained on. where: location of the
+        conversation, for error messages. tools: JSON schemas of the functions that the model can
+        call. Raises DataError if the template rejects the conversation or has no place for tools.
         """
-        ids: list[int] = []
-        trained: list[bool] = []
-        text = ""  # text since the last control token
-        answer = -1  # index at which an answer starts in `text`, or -1
+        text, marks = self._render(messages, reply, tools, where)
+        encoding = self.tokenizer.encode_control(text)
+        if reply:
+            return encoding.ids, [False] * len(encoding.ids)
+        spans = list(zip(marks[::2], marks[1::2], strict=True))
+        if not spans or not all(message.weight for message in messages):
+            answers = self._find_answers(messages, text, tools)
+            spans = [span for span in spans if any(a <= span[0] < b for a, b in answers)] or answers
+        trained = []
+        spans.append((len(text) + 1, len(text) + 1))
+        for first, last in encoding.offsets:
+            while spans[0][1] <= first:
+                del spans[0]
+            trained.append(last > spans[0][0])
+        return encoding.ids, trained
 
-        def flush() -> None:
-            tokens = self.tokenizer.encode(text).tolist()
-            n_header = len(tokens)
-            if answer >= 0:
-                n_header = self.tokenizer.count_tokens_within(text, answer)
-            ids.extend(tokens)
-            trained.extend([False] * n_header + [True] * (len(tokens) - n_header))
+    def _find_answers(
+        self, messages: Sequence[Message], text: str, tools: Any
+    ) -> list[tuple[int, int]]:
+        """Return where in `text`, which holds all messages, each answer to train on is.
 
-        for template_text, content, is_trained in self._list_parts(messages, reply, where, tools):
-            for part in self._control.split(template_text):
-                if part not in self._control_ids:
-                    text += part
-                    continue
-                flush()
-                ids.append(self._control_ids[part])
-                trained.append(answer >= 0)
-                text, answer = "", -1
-            if is_trained:
-                answer = len(text)
-            text += content
-        flush()
-        return ids, trained
-
-    def _list_parts(
-        self, messages: Sequence[Message], reply: bool, where: str, tools: Any = None
-    ) -> Iterator[tuple[str, str, bool]]:
-        """Yield (template text, content after it, whether the content is trained on) per message.
-
-        A last triple holds the template text after all messages, with empty content.
+        An answer is what follows its prompt or, if `text` does not begin with the prompt, what
+        differs from the text with another answer; it ends with a stop token.
         """
-        placeholders = [_PLACEHOLDER.format(number) for number in range(len(messages))]
-        split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where, tools))
-        contents = []
-        for left, number, right in zip(split[1::4], split[2::4], split[3::4], strict=True):
-            content = messages[int(number)].content
-            content = content if left else content.lstrip()
-            contents.append(content if right else content.rstrip())
-        order = list(map(int, split[2::4]))
-        texts = split[::4]
-        rebuilt = "".join(map("".join, zip(texts, [*contents, ""], strict=True)))
-        plain = [message.content for message in messages]
-        expected = self._render(messages, plain, reply, where, tools)
-        if order != list(range(len(messages))) or rebuilt != expected:
-            what = f"chat template {self.name} changes or drops the content of a message"
-            raise DataError(what, where, "leave the conversation out")
-        for message, content, text in zip(messages, contents, texts, strict=False):
-            yield text, content, message.role == "assistant" and message.weight > 0
-        yield texts[-1], "", False
+        spans = []
+        for i, message in enumerate(messages):
+            if message.role != "assistant" or not message.weight:
+                continue
+            prompt = ""
+            with suppress(DataError):  # the template can reject the messages before the answer
+                prompt, _ = self._render(messages[:i], True, tools)
+            start = len(prompt)
+            if i == 0 or not prompt or not text.startswith(prompt):
+                answer = replace(message, content=_OTHER, fields={})
+                other, _ = self._render([*messages[:i], answer, *messages[i + 1 :]], False, tools)
+                pairs = enumerate(zip(other, text, strict=False))
+                start = next((at for at, (a, b) in pairs if a != b), len(text))
+            stop = self._stop.search(text, start)
+            spans.append((start, stop.end() if stop else len(text)))
+        return spans
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        contents: Sequence[str],
-        reply: bool,
-        where: str,
-        tools: Any = None,
-    ) -> str:
-        system = "developer" if "developer" in self.jinja else "system"
+        self, messages: Sequence[Message], reply: bool, tools: Any = None, where: str = ""
+    ) -> tuple[str, list[int]]:
+        """Return the text of a conversation, and where {% generation %} tags start and end in it."""
+        jinja, template = self._templates[bool(tools)]
+        has_calls = any("tool_calls" in message.fields for message in messages)
+        for key, is_used in (("tools", tools), ("tool_calls", has_calls)):
+            if is_used and key not in jinja:
+                fix = "leave them out, or use a model whose template has them"
+                raise DataError(f"chat template {self.name} has no {key}", where, fix)
+        developer = "developer" if "developer" in jinja else "system"
         rows = [
             {
                 **message.fields,
-                "role": system if message.role == "developer" else message.role,
-                "content": content,
+                "role": developer if message.role == "developer" else message.role,
+                "content": message.content,
             }
-            for message, content in zip(messages, contents, strict=True)
+            for message in messages
         ]
         try:
-            return self._compiled.render(messages=rows, tools=tools, add_generation_prompt=reply)
+            marked = template.render(
+                messages=rows,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=reply,
+                **self._variables,
+            )
         except Exception as error:  # a template can fail in any way
             what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
             raise DataError(what, where, "leave the conversation out") from error
+        parts = re.split(f"{_START}|{_END}", marked)
+        return "".join(parts), list(accumulate(map(len, parts)))[:-1]
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def _compile(self, jinja: str) -> jinja2.Template:
+        """Compile a template as transformers does, with names in place of its control tokens."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise_exception
-        plain = _MASK_TAG.sub(
-            lambda tag: f"{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}", self.jinja
+        environment.globals["strftime_now"] = time.strftime
+        environment.filters["tojson"] = _to_json
+        environment.filters["answer"] = lambda text: f"{_START}{text}{_END}"
+        marked = _MASK_TAG.sub(
+            lambda tag: f"{tag[1]} {'endfilter' if tag[2] else 'filter answer'} {tag[3]}", jinja
         )
         try:
-            return environment.from_string(plain)
+            tree = environment.parse(marked)
+            for text in tree.find_all(jinja2.nodes.TemplateData):
+                text.data = self._rename(text.data)
+            for constant in tree.find_all(jinja2.nodes.Const):
+                if isinstance(constant.value, str):
+                    constant.value = self._rename(constant.value)
+            return environment.from_string(tree)
         except jinja2.TemplateError as error:
             what = f"cannot parse the chat template: {error!s:.200}"
             raise ConfigError(what, self.tokenizer.name, "fix chat_template.jinja") from error
 
+    def _rename(self, text: str) -> str:
+        return self._control.sub(lambda token: self.tokenizer.control_names[token[0]], text)
+
     def _find_stop_id(self) -> int:
         """Return the id of the control token that the template puts after an answer."""
         try:
-            text = list(self._list_parts(_PROBE, False, self.tokenizer.name))[2][0]
+            text, _ = self._render(_PROBE, False)
         except DataError as error:
             raise ConfigError(f"unusable chat template: {error}", "", "use another one") from error
-        stop = self._control.match(text)
-        if not stop or not stop[0]:
+        end = _AFTER_ANSWER.search(text)
+        if not end or self._control.search(text):
             what = f"chat template {self.name} does not end an answer with a control token"
+            if end:
+                what = f"chat template {self.name} builds control tokens from parts"
             raise ConfigError(what, self.tokenizer.name, "use another template")
-        return self._control_ids[stop[0]]
-
-    def _check_ids(self) -> None:
-        """Raise ConfigError if `encode` and encoding the whole text give different ids.
-
-        They can differ because `encode` encodes the text between control tokens separately.
-        """
-        text = self._render(_PROBE, [message.content for message in _PROBE], True, "")
-        if self.encode(_PROBE, reply=True)[0] != self.tokenizer.encode_control(text):
-            what = f"chat template {self.name}: text next to control tokens changes their ids"
-            raise ConfigError(what, self.tokenizer.name, "use another tokenizer")
+        return int(end[1])
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Replace jinja's filter, which escapes HTML and sorts keys, as transformers does."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def drop_marks(template: ChatTemplate) -> str:
+    """Return a built-in template without {% generation %} tags, which plain jinja2 rejects.
+
+    The model's own is returned unchanged.
+    """
+    if template.name not in BUILT_IN:
+        return template.jinja
+    return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def _read_chat_files(tokenizer: Tokenizer) -> tuple[Any, dict[str, str]]:
+    """Return the template or templates saved with a tokenizer, and its named special tokens."""
+    config: dict[str, Any] = {}
+    for name, text in tokenizer.chat_files.items():
+        with suppress(*MALFORMED):
+            config |= {"chat_template": text} if name == CHAT_TEMPLATE_NAME else json.loads(text)
+    tokens = {
+        key: token["content"] if isinstance(token, dict) else token
+        for key, token in config.items()
+        if key.endswith("_token")
+    }
+    return config.get("chat_template"), tokens
+
+
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the built-in template for a tokenizer's control tokens, or else the one saved with it.
+    """Return the model's own template, or else the built-in one for the tokenizer's control tokens.
 
     Raises ConfigError if there is neither, or if the template cannot be used.
     """
+    own, _ = _read_chat_files(tokenizer)
     for name, (control_tokens, jinja) in BUILT_IN.items():
         if tokenizer.special_ids.keys() >= set(control_tokens):
-            return ChatTemplate(name, tokenizer, jinja)
-    if tokenizer.chat_template:
-        digest = xxhash.xxh3_64_hexdigest(tokenizer.chat_template.encode())
-        return ChatTemplate(f"own-{digest[:8]}", tokenizer, tokenizer.chat_template)
+            template = ChatTemplate(name, tokenizer, jinja)
+            if own in (None, drop_marks(template)):
+                return template
+    if isinstance(own, list):  # of {"name", "template"}
+        named = {row["name"]: row["template"] for row in own}
+        own = [named.get("default", own[0]["template"]), named.get("tool_use", "")]
+    if own:
+        texts = own if isinstance(own, list) else [own]
+        digest = xxhash.xxh3_64_hexdigest("".join(texts).encode())
+        return ChatTemplate(f"own-{digest[:8]}", tokenizer, *texts)
     fix = f"copy the model's chat_template.jinja next to it, or give it one: {TRAIN_SFT}"
     raise ConfigError(f"tokenizer {tokenizer.name} has no chat template", "", fix)
 
@@ -277,12 +318,11 @@ def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a tokenizer that can encode conversations.
 
-    A chat model's tokenizer is returned unchanged; any other is copied and given ChatML's control
-    tokens. Raises ConfigError if a chat model's template is missing or cannot be used, and
-    DataError if the tokens cannot be added.
+    A tokenizer with a chat template is returned unchanged; any other is copied and given ChatML's
+    control tokens. Raises ConfigError if its template cannot be used, and DataError if the tokens
+    cannot be added.
     """
-    is_chat = tokenizer.chat_template or OTHER_CHATS & tokenizer.special_ids.keys()
-    if is_chat or template_of(tokenizer):
+    if tokenizer.chat_files or template_of(tokenizer):
         find_template(tokenizer)
         return tokenizer
     return tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
@@ -323,6 +363,9 @@ def _parse_message(row: Any, where: str) -> Message:
             fields.pop("weight", 1),
             fields.pop("content", None),
         )
+        for key in ("thinking", "reasoning"):  # other names of the key that templates read
+            if key in fields:
+                fields.setdefault("reasoning_content", fields[key])
         if "tool_calls" in fields:
             fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
             content = content or ""

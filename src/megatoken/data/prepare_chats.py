@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -156,17 +157,15 @@ def _encode_rows(
 
 
 def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
+    encode = partial(template.encode, where=example.where, tools=example.tools)
     if kind == "prompt":
-        encoded = [template.encode(example.prompt, reply=True, where=example.where)]
+        encoded = [encode(example.prompt, reply=True)]
     elif kind == "chat":
-        encoded = [template.encode(messages, where=example.where) for messages in example.answers]
+        encoded = [encode(messages) for messages in example.answers]
     else:  # train only on what follows the prompt, not on earlier answers in it
         context = [replace(message, weight=0) for message in example.prompt]
         n_prompt = len(context)
-        encoded = [
-            template.encode([*context, *messages[n_prompt:]], where=example.where)
-            for messages in example.answers
-        ]
+        encoded = [encode([*context, *messages[n_prompt:]]) for messages in example.answers]
         if kind == "preference" and encoded[0][0] == encoded[1][0]:
             what = "chosen and rejected are the same tokens"
             raise DataError(what, example.where, "leave the pair out")

@@ -8,6 +8,7 @@ document can contain a real end-of-text token.
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -36,10 +37,15 @@ from megatoken.system.atomic_write import (
 
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", BOS)
 TIKTOKEN_NAME = "tokenizer.pkl"
+# A model's files with its chat templates and the names of its special tokens; later ones win.
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_FILES = ("chat_template.json", "special_tokens_map.json", TOKENIZER_CONFIG, CHAT_TEMPLATE_NAME)
 LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
 LARGEST_TRAINED = 1_000_000  # ids; the trainer holds all of them in memory
+
+_SECRET = secrets.token_hex(8)
 
 Ids = NDArray[np.uint32]
 SplitPoints = Literal["anywhere", "words", "nowhere"]
@@ -49,8 +55,9 @@ class Tokenizer:
     """A vocabulary and its encoding rules, identified by `fingerprint`.
 
     vocab_size: highest id + 1. eot: id of the token between documents. end_ids: ids that end a
-    generation, if the model's files name them. chat_template: jinja text, or "" if none was saved
-    with the tokenizer. split_points: where a long text can be split without changing an id.
+    generation, if the model's files name them. chat_files: content of the CHAT_FILES saved with the
+    tokenizer, by name; empty without a chat template. split_points: where a long text can be split
+    without changing an id.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
@@ -67,7 +74,7 @@ class Tokenizer:
         self.name = name
         self.eot = eot
         self.end_ids: tuple[int, ...] = ()
-        self.chat_template = ""
+        self.chat_files: dict[str, str] = {}
         ids = self._inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max(ids, default=-1)
         if not 0 <= eot < self.vocab_size <= LARGEST_VOCABULARY:
@@ -195,11 +202,6 @@ class Tokenizer:
             raise DataError(what, self.name, "use another tokenizer")
         return Tokenizer(inner, name, self.eot)
 
-    def count_tokens_within(self, text: str, characters: int) -> int:
-        """Return how many tokens of `text` end within its first `characters` characters."""
-        offsets = self._inner.encode(text, add_special_tokens=False).offsets
-        return next((n for n, (_, end) in enumerate(offsets) if end > characters), len(offsets))
-
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids (n,) of `text`.
 
@@ -207,13 +209,35 @@ class Tokenizer:
         """
         return self._encode(text).astype(np.int64)  # torch cannot index with unsigned integers
 
-    def encode_control(self, text: str) -> list[int]:
-        """Return the ids of `text`, recognizing special tokens in it. Unsafe for user input."""
-        self._inner.encode_special_tokens = False
-        try:
-            return list(self._inner.encode(text, add_special_tokens=False).ids)
-        finally:
-            self._inner.encode_special_tokens = True
+    @cached_property
+    def control_names(self) -> dict[str, str]:
+        """For each special token, the name that stands for it in `encode_control`."""
+        return {token: name_control(id) for token, id in self.special_ids.items()}
+
+    def encode_control(self, text: str) -> tokenizers.Encoding:
+        """Encode text in which special tokens are given by their `control_names`.
+
+        The ids are those that Hugging Face gives text with special tokens, but special tokens
+        spelled in `text` are plain text. Raises DataError for text that cannot be encoded.
+        """
+        with _data_errors("the tokenizer cannot encode the text", self.name, "use another one"):
+            return self._control_inner.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _control_inner(self) -> tokenizers.Tokenizer:
+        """The tokenizer with its special tokens renamed to `control_names`."""
+        names = self.control_names
+        content = json.loads(self.to_json())
+        model = content["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+        else:  # Unigram's
+            model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        for token in content["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     def start_ids(self, prompt_ids: Sequence[int]) -> list[int]:
         """Return the begin-of-text ids (if any) and the prompt; if both are empty, end-of-text."""
@@ -245,7 +269,7 @@ class Tokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Durably write tokenizer.json, the chat template and, last, megatoken_tokenizer.json.
+        """Durably write tokenizer.json, the CHAT_FILES and, last, megatoken_tokenizer.json.
 
         Raises StorageError if the folder cannot be written.
         """
@@ -254,8 +278,8 @@ class Tokenizer:
         with storage_errors(folder, what="cannot save the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / "tokenizer.json", content, durable=True)
-            if self.chat_template:
-                replace_file(folder / CHAT_TEMPLATE_NAME, self.chat_template, durable=True)
+            for name, text in self.chat_files.items():
+                replace_file(folder / name, text, durable=True)
             replace_file(folder / DESCRIPTION_NAME, json.dumps(row, indent=1) + "\n", durable=True)
 
     def _encode_text(self, text: str) -> Ids:
@@ -264,6 +288,11 @@ class Tokenizer:
             # The batch call keeps no offsets, so it takes half the time and 3/4 of the memory.
             encoding = self._inner.encode_batch_fast([text], add_special_tokens=False)[0]
             return np.array(encoding.ids, dtype=np.uint32)
+
+
+def name_control(id: int) -> str:
+    """Return the name of the special token with this id. No text contains it, as it is random."""
+    return f"\ue000{_SECRET}:{id}\ue001"
 
 
 def _encode_bytes(text: str) -> Ids:
@@ -317,7 +346,7 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer(content.decode(), row["name"], row["eot"])
         if row != tokenizer.describe():
             raise ValueError(f"{DESCRIPTION_NAME} does not describe it")
-        tokenizer.chat_template = _read_chat_template(folder)
+        tokenizer.chat_files = _read_chat_files(folder)
         return tokenizer
 
 
@@ -351,29 +380,19 @@ def _load_file(path: Path, name: str) -> Tokenizer:
         fix = f"add one of {', '.join(EOT_NAMES)}, or eos_token_id in config.json"
         raise DataError("tokenizer has no end-of-text token", path, fix)
     tokenizer = Tokenizer(inner, name, candidates[0])
-    tokenizer.chat_template = _read_chat_template(path.parent)
+    tokenizer.chat_files = _read_chat_files(path.parent)
     return tokenizer
 
 
-def _read_chat_template(folder: Path) -> str:
-    """Return a folder's chat template, or "" if it has none.
-
-    Statements that define bos_token and eos_token are put before it.
-    """
-    config = read_object(folder / "tokenizer_config.json")
-    template = config.get("chat_template")
-    path = folder / CHAT_TEMPLATE_NAME
-    if path.is_file():
+def _read_chat_files(folder: Path) -> dict[str, str]:
+    """Return the content of a folder's CHAT_FILES by name, or {} if none has a chat template."""
+    files = {}
+    for name in CHAT_FILES:
         with suppress(OSError, ValueError):
-            template = read_small_file(path).decode()
-    if not isinstance(template, str):
-        return ""
-    for key in ("eos_token", "bos_token"):
-        token = config.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            template = f"{{% set {key} = {json.dumps(token, ensure_ascii=False)} +%}}{template}"
-    return template
+            files[name] = read_small_file(folder / name).decode()
+    in_json = re.search(r'"chat_template":\s*["\[]', "".join(files.values()))
+    has_template = CHAT_TEMPLATE_NAME in files or in_json
+    return files if has_template else {}
 
 
 def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Describe how to serve an exported chat model: a README, and a Modelfile for ollama."""
 
-from megatoken.data.chat_template import ChatTemplate
+from megatoken.data.chat_template import BUILT_IN, ChatTemplate
 
 # The conversation in Go's template language, for ollama.
 _GO_TEMPLATES = {
@@ -17,15 +17,15 @@ and trl's `assistant_only_loss` need; plain jinja2 rejects them.
 """
 
 
-def drop_marks(template: ChatTemplate) -> str:
-    """Return the template without {% generation %} tags, which plain jinja2 rejects."""
-    return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
 def describe_chat(template: ChatTemplate) -> dict[str, str]:
-    """Return the contents of README.md and TRAINING_TEMPLATE in an hf export, by file name."""
-    readme = _describe(template, "vllm serve .") + _TRAINING
-    return {"README.md": readme, TRAINING_TEMPLATE: template.jinja}
+    """Return the contents of README.md and TRAINING_TEMPLATE in an hf export, by file name.
+
+    The model's own template has no TRAINING_TEMPLATE.
+    """
+    readme = _describe(template, "vllm serve .")
+    if template.name not in BUILT_IN:
+        return {"README.md": readme}
+    return {"README.md": readme + _TRAINING, TRAINING_TEMPLATE: template.jinja}
 
 
 def describe_gguf(template: ChatTemplate) -> dict[str, str]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatoken.convert.hf.chat_files import describe_chat, drop_marks
+from megatoken.convert.hf.chat_files import describe_chat
 from megatoken.convert.hf.families import Family, choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
-from megatoken.data.chat_template import Message, find_stop_ids, template_of
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError
+from megatoken.data.chat_template import Message, drop_marks, find_stop_ids, template_of
+from megatoken.data.tokenizer import CHAT_FILES, TOKENIZER_CONFIG, Tokenizer
+from megatoken.errors import CheckpointError, DataError
 from megatoken.model.gpt import GPT, INIT_STD
 
 TOLERANCE = 2e-5  # as a share of the largest logit; the order of fp32 sums differs
@@ -31,9 +31,10 @@ CHECK_TEXT = "Two tokenizers\nmust agree, même là où il y a 3 accents — and
 def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
-    A chat model also gets its chat template and a README. The weights are written in `dtype` (fp32
-    or bf16) without the rows that pad the vocabulary, and the model's are rounded as in the file.
-    Raises ConfigError for an architecture that transformers lacks.
+    A chat model also gets its chat template and a README. If the template is the model's own, the
+    files that hold it and its special tokens are written unchanged. The weights are written in
+    `dtype` (fp32 or bf16) without the rows that pad the vocabulary, and the model's are rounded as
+    in the file. Raises ConfigError for an architecture that transformers lacks.
     """
     family = choose_family(model.config)
     torch_dtype = DTYPES[dtype]
@@ -74,16 +75,19 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
             "dtype": str(torch_dtype).removeprefix("torch."),
         },
         "generation_config.json": {**special_ids, "pad_token_id": tokenizer.eot},
-        "tokenizer_config.json": {
+        TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special_tokens,
             **tokenizer_config,
         },
         "special_tokens_map.json": special_tokens,
     }
-    for name, content in contents.items():
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    if TOKENIZER_CONFIG in tokenizer.chat_files:
+        contents = {name: row for name, row in contents.items() if name not in CHAT_FILES}
+    files = {name: json.dumps(row, indent=2, ensure_ascii=False) for name, row in contents.items()}
+    files = {name: f"{text}\n" for name, text in files.items()} | tokenizer.chat_files
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode())
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
 
@@ -133,11 +137,15 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     is_equal = difference <= TOLERANCE and hf_ids == tokenizer.encode(CHECK_TEXT).tolist()
     template = template_of(tokenizer)
     if template:
-        chat = [{"role": message.role, "content": message.content} for message in CHECK_CHAT]
+        try:
+            chat, expected = CHECK_CHAT, template.encode(CHECK_CHAT, reply=True)[0]
+        except DataError:  # some templates have no system message
+            chat, expected = CHECK_CHAT[1:], template.encode(CHECK_CHAT[1:], reply=True)[0]
+        rows = [{"role": message.role, "content": message.content} for message in chat]
         hf_ids = hf_tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=False
+            rows, add_generation_prompt=True, return_dict=False
         )
-        is_equal &= hf_ids == template.encode(CHECK_CHAT, reply=True)[0]
+        is_equal &= hf_ids == expected
     if not is_equal:
         what = f"transformers has other token ids, or logits that differ by {difference:.1e}"
         raise CheckpointError(what, folder, "report this bug")

@@ -77,7 +77,7 @@ def find_folder(name_or_folder: str) -> Path:
 
         snapshot = snapshot_download(
             name_or_folder,
-            allow_patterns=["*.json", "*.safetensors", "*.txt"],
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
             cache_dir=huggingface_cache(),
         )
     except Exception as error:  # network and hub errors have many types
