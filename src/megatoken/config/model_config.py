@@ -163,7 +163,10 @@ class ModelConfig:
         low=0,
     )
     lora_alpha: float = config_field(
-        0.0, "adapters are scaled by lora_alpha / lora_rank; 0: 2 x lora_rank", low=0.0
+        0.0,
+        "adapters are scaled by lora_alpha / lora_rank; 0: 2 x lora_rank",
+        low=0.0,
+        only_if="model.lora_rank!=0",
     )
     dropout: float = config_field(
         0.0, "dropout probability in training", low=0.0, high=0.99, compare=False

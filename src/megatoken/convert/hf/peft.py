@@ -1,6 +1,7 @@
 """Read and write LoRA adapters in PEFT's format: adapter_config.json, adapter_model.safetensors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def write_peft(folder: Path, model: GPT, dtype: str) -> None:
     if not rank:
         fix = "export a run trained with model.lora_rank, or use --to hf"
         raise ConfigError("the model has no LoRA adapters", "--to peft", fix)
-    family = choose_family(config)
+    family = choose_family(replace(config, lora_rank=0, lora_alpha=0.0))
     modules = dict(model.named_modules())
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}  # by kind of module
