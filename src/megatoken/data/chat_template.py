@@ -120,16 +120,14 @@ class ChatTemplate:
         Answers and their stop tokens are trained on: what the template's {% generation %} tags
         enclose or, without such tags, what follows the header of an answer, up to its stop token. A
         token that is partly in an answer is trained on too. reply: also append the assistant's
-        header, for the model to continue; nothing is then trained on. where: location of the
+        header, for the model to continue; answers are then not searched for. where: location of the
         conversation, for error messages. tools: JSON schemas of the functions that the model can
         call. Raises DataError if the template rejects the conversation or has no place for tools.
         """
         text, marks = self._render(messages, reply, tools, where)
         encoding = self.tokenizer.encode_control(text)
-        if reply:
-            return encoding.ids, [False] * len(encoding.ids)
         spans = list(zip(marks[::2], marks[1::2], strict=True))
-        if not spans or not all(message.weight for message in messages):
+        if not (reply or (spans and all(message.weight for message in messages))):
             answers = self._find_answers(messages, text, tools)
             spans = [span for span in spans if any(a <= span[0] < b for a, b in answers)] or answers
         trained = []

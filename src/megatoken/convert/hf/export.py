@@ -62,8 +62,6 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
         special_tokens["pad_token"] = eot
         tokenizer_config["chat_template"] = drop_marks(template)
-        for name, text in describe_chat(template).items():
-            (folder / name).write_text(text, encoding="utf-8")
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
             "architectures": [family.architecture],
@@ -82,14 +80,19 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         },
         "special_tokens_map.json": special_tokens,
     }
+    files = _list_files(contents, tokenizer) | (describe_chat(template) if template else {})
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode())
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
+
+
+def _list_files(contents: dict[str, dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the text of files by name: JSON of `contents`, and the tokenizer's own files."""
     if TOKENIZER_CONFIG in tokenizer.chat_files:
         contents = {name: row for name, row in contents.items() if name not in CHAT_FILES}
     files = {name: json.dumps(row, indent=2, ensure_ascii=False) for name, row in contents.items()}
-    files = {name: f"{text}\n" for name, text in files.items()} | tokenizer.chat_files
-    for name, text in files.items():
-        (folder / name).write_bytes(text.encode())
-    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
+    files = {name: f"{text}\n" for name, text in files.items()}
+    return {**files, **tokenizer.chat_files, "tokenizer.json": tokenizer.to_json()}
 
 
 def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:
