@@ -18,7 +18,7 @@ from megatoken.bench.ladder import list_published
 from megatoken.bench.report import format_cell, save_picture, show_rows
 from megatoken.console import Console
 from megatoken.errors import DataError
-from megatoken.plots import save_figure
+from megatoken.plots import load_pyplot, save_figure
 
 NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in a figure's last key
 SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")
@@ -126,7 +126,7 @@ def warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) ->
             console.warn(f"{name}: {key} is {listed}")
 
 
-def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw a panel of bars for each kind of figure, with a color per machine and the ratios."""
     panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -135,6 +135,7 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
     colors = {machine: f"C{index % 10}" for index, machine in enumerate(machines)}
     colors |= {PUBLISHED: "0.8"} if PUBLISHED in machines else {}
     inches = [0.9 + 0.3 * len(panel) for panel in panels.values()]
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, sum(inches)), height_ratios=inches, squeeze=False,
                                    layout="constrained")  # fmt: skip
     for axis, ((record, kind), panel) in zip(axes.flat, panels.items(), strict=True):
@@ -162,4 +163,4 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
         axis.xaxis.set_major_formatter(lambda value, _, key=kind: format_cell(key, value))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     figure.legend(handles, colors, loc="outside upper center", ncols=3, frameon=False)
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)

@@ -31,7 +31,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY
 from megatoken.native.selection import find_library
-from megatoken.plots import save_figure
+from megatoken.plots import load_pyplot, save_figure
 from megatoken.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.system.timing import time_calls
 
@@ -207,7 +207,7 @@ def time_cases(
     return rows
 
 
-def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
+def draw(view: View, rows: Sequence[Row], title: str, path: Path) -> Path:
     """Plot a line per series with a band between the quartiles, in a row of panels per sweep."""
     ys = [key for key in view.y if any(row[key] is not None for row in rows)]
     panels = [
@@ -221,6 +221,7 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
         "figsize": (max(9.0, 5.5 * columns), 5.0 * len(panels) / columns),
         "layout": "constrained",
     }
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(len(panels) // columns, columns, squeeze=False, **size)
     figure.suptitle(title)
     for axis, (own, x_key, y_key, series) in zip(axes.flat, panels, strict=True):
@@ -255,7 +256,7 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
             )
         if y_key != "seconds":
             axis.set_ylim(0)
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)
 
 
 def open_dtypes(name: str) -> Iterator[tuple[str, Device]]:

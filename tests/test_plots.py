@@ -96,7 +96,7 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
 
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures: list[Any] = []
-    monkeypatch.setattr("megatoken.plots.save_figure", lambda *words: figures.append(words[1]))
+    monkeypatch.setattr("megatoken.plots.save_figure", lambda *words: figures.append(words[0]))
     model = draw_model()
     state = model.state_dict()
     write_hf(tmp_path, model, byte_tokenizer(), "fp32")

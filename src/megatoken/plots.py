@@ -65,12 +65,12 @@ def check_picture(target: Path) -> None:
         raise ConfigError(f"unknown picture format {target.suffix}", target, "name a .png file")
 
 
-def open_panels(pyplot: Any, columns: int = 1, size: tuple[float, float] = (5.5, 4.5)) -> Any:
+def open_panels(columns: int = 1, size: tuple[float, float] = (5.5, 4.5)) -> Any:
     """Return a figure, and a list of its panels, each with a grid.
 
     size: width and height of each panel in inches.
     """
-    figure, axes = pyplot.subplots(
+    figure, axes = load_pyplot().subplots(
         1, columns, figsize=(columns * size[0], size[1]), layout="constrained", squeeze=False
     )
     for axis in axes[0]:
@@ -83,7 +83,7 @@ def line_style(index: int) -> dict[str, Any]:
     return {"color": f"C{index % 10}", "ls": ("-", "--", ":", "-.")[index // 10 % 4]}
 
 
-def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
+def save_figure(figure: Any, target: Path) -> Path:
     """Write and close a figure, as PNG if the target has no suffix; return the path.
 
     Raises StorageError or ConfigError.
@@ -93,7 +93,7 @@ def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
     with storage_errors(target, what="cannot write picture", fix="choose --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=120)
-    pyplot.close(figure)
+    load_pyplot().close(figure)
     return target
 
 
@@ -177,7 +177,7 @@ def draw_curves(
         axis.grid(alpha=0.25)
         axis.legend(**LAST_VALUES)
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    return save_figure(pyplot, figure, target)
+    return save_figure(figure, target)
 
 
 def _set_x(rows: Sequence[Row], x: str) -> str:
@@ -260,11 +260,10 @@ def draw_weights(
 
     model = load_pretrained(run, warn=lambda text: None).model
     state = model.state_dict()
-    pyplot = load_pyplot()
     paths = []
     if "positions.weight" in state:
         positions = state["positions.weight"].numpy()
-        figure, (image, columns) = open_panels(pyplot, 2)
+        figure, (image, columns) = open_panels(2)
         image.grid(visible=False)
         figure.colorbar(image.imshow(positions, aspect="auto", cmap="gray"), label="weight")
         image.set(title="position embeddings", xlabel="channel", ylabel="position")
@@ -272,11 +271,11 @@ def draw_weights(
             columns.plot(positions[:, channel], label=f"channel {channel}")
         columns.set(title="columns of the embeddings", xlabel="position", ylabel="weight")
         columns.legend(**LAST_VALUES)
-        paths.append(save_figure(pyplot, figure, folder / "positions.png"))
-    figure, (image,) = open_panels(pyplot, size=(6.5, 5.5))
+        paths.append(save_figure(figure, folder / "positions.png"))
+    figure, (image,) = open_panels(size=(6.5, 5.5))
     name = f"blocks.{min(block, model.config.n_layer - 1)}.attention.qkv"
     image.grid(visible=False)
     corner = state[f"{name}.weight"].numpy()[:300, :300]
     figure.colorbar(image.imshow(corner, cmap="gray"), label="weight")
     image.set(title=f"corner of {name}", xlabel="input channel", ylabel="output channel")
-    return [*paths, save_figure(pyplot, figure, folder / "matrix.png")]
+    return [*paths, save_figure(figure, folder / "matrix.png")]

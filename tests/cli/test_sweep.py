@@ -18,7 +18,6 @@ from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_s
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.plots import load_pyplot
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask
 from tests.ranks import start_process
@@ -142,7 +141,7 @@ def test_choices_are_on_the_axis_in_their_order(recipe: str, tmp_path: Path):
     words = ["optim.lr=4e-3|1e-3|2e-3"]
     draw_trials(recipe, words, tmp_path, 2)
     search = open_sweep(recipe, words, tmp_path, 2)
-    picture = draw(load_pyplot(), tmp_path / "sweep.svg", search.study, search.space)
+    picture = draw(search.study, search.space, tmp_path / "sweep.svg")
     assert re.findall(r"<!-- (\de-\d) -->", picture.read_text()) == ["4e-3", "1e-3", "2e-3"]
 
 

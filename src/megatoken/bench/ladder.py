@@ -31,7 +31,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, PeerError
 from megatoken.native.selection import NO_LIBRARY, find_library
-from megatoken.plots import format_tick, open_panels, save_figure
+from megatoken.plots import format_tick, load_pyplot, open_panels, save_figure
 from megatoken.published import LADDER, SOURCES
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
@@ -346,11 +346,11 @@ def save_table(rows: Sequence[Row], path: Path, console: Console) -> None:
     console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
 
 
-def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
+def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Draw bars of the tokens/s of our own and published rungs, and of our MFU and peak memory."""
     rungs = [row for row in rows if not row.get("skipped")]
     own = [row for row in rungs if "kept" in row]
-    figure = pyplot.figure(layout="constrained", figsize=(17, 3 + 0.3 * len(rungs)))
+    figure = load_pyplot().figure(layout="constrained", figsize=(17, 3 + 0.3 * len(rungs)))
     layout = [["tokens_per_second", "mfu"], ["tokens_per_second", "peak_memory_bytes"]]
     for key, axis in figure.subplot_mosaic(layout, width_ratios=(3, 2)).items():
         is_rate = key == "tokens_per_second"
@@ -366,7 +366,7 @@ def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
         axis.margins(x=0.3)
         axis.set_xlabel(COLUMNS.get(key, "tokens/s"))
         axis.invert_yaxis()
-        axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
+        axis.locator_params(axis="x", nbins=4)
         if len(shown) > len(own):
             axis.set(xscale="log", xlim=(min(widths) / 2, 40 * max(widths)))
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
@@ -374,12 +374,12 @@ def draw_bars(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
     figure.suptitle(f"{title} (pale: left out of the rungs below; gray: published)")
     sources = dict.fromkeys(row["note"] for row in rungs[len(own) :])
     figure.supxlabel("\n".join(sources), fontsize=8)
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)
 
 
-def draw_scaling(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
+def draw_scaling(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Plot the speedup by number of processes next to linear scaling."""
-    figure, (axis,) = open_panels(pyplot)
+    figure, (axis,) = open_panels()
     axis.axline((0, 0), slope=1, ls="--", color="gray", label="linear")
     for scaling, place in SCALINGS.items():
         points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
@@ -398,4 +398,4 @@ def draw_scaling(rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Pa
         ylim=0,
     )
     axis.legend()
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatoken.console import Console, format_quantity
 from megatoken.errors import MegatokenError
-from megatoken.plots import load_pyplot
 from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.machine import cpu_count, find_commit
@@ -117,9 +116,9 @@ def show_rows(
         console.print(line)
 
 
-def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console) -> None:
-    """Call `draw(pyplot, path)` and print where the picture is, or why it could not be drawn."""
+def save_picture(draw: Callable[[Path], Path], path: Path, console: Console) -> None:
+    """Call `draw(path)` and print where the picture is, or why it could not be drawn."""
     try:
-        console.print(f"picture: {draw(load_pyplot(), path)}")
+        console.print(f"picture: {draw(path)}")
     except MegatokenError as error:
         console.print(f"not drawn: {error}")

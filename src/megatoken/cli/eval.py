@@ -276,13 +276,12 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
 
     Without tasks, there are two panels, for loss and bits per byte.
     """
-    from megatoken.plots import LAST_VALUES, load_pyplot, number, open_panels, save_figure
+    from megatoken.plots import LAST_VALUES, number, open_panels, save_figure
 
-    pyplot = load_pyplot()
     tasks = models[0][1].get("tasks", ())
     panels = list(tasks or ("loss", "bits_per_byte"))
     models = sorted(models, key=lambda model: model[1]["parameters"])
-    figure, axes = open_panels(pyplot, len(panels), (9, 1.5 + 0.45 * len(models)))
+    figure, axes = open_panels(len(panels), (9, 1.5 + 0.45 * len(models)))
     for axis, panel in zip(axes, panels, strict=True):
         labels, rows = [], []
         for name, answer in models:
@@ -302,4 +301,4 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
         if tasks:
             axis.xaxis.set_major_formatter("{x:.0%}")
             axis.legend(**LAST_VALUES)
-    return save_figure(pyplot, figure, target)
+    return save_figure(figure, target)

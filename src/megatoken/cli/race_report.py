@@ -4,8 +4,8 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -136,11 +136,8 @@ def report(
         if label != first:
             compare(row, data["contenders"][0])
     show(data, console)
-    save_picture(
-        lambda pyplot, path: draw_race(pyplot, path, curves, targets, metric),
-        options.out / "race.png",
-        console,
-    )
+    picture = partial(draw_race, curves, targets, metric)
+    save_picture(picture, options.out / "race.png", console)
     device = open_device(MachineConfig()).name
     record = write_record(options.out, "race", data, device, ["megatoken", *options.words])
     console.print(f"record: {record}")
@@ -235,17 +232,13 @@ def show(data: Row, console: Console) -> None:
 
 
 def draw_race(
-    pyplot: Any,
-    path: Path,
-    curves: Mapping[str, Sequence[Curve]],
-    targets: Sequence[float],
-    metric: str,
+    curves: Mapping[str, Sequence[Curve]], targets: Sequence[float], metric: str, path: Path
 ) -> Path:
     """Plot validation losses against tokens and against the time of steps, a color per contender.
 
     Returns the path of the picture.
     """
-    figure, panels = open_panels(pyplot, 2)
+    figure, panels = open_panels(2)
     all_curves = [curve for runs in curves.values() for curve in runs]
     divisor, unit = choose_time_unit(max(curve.seconds[-1] for curve in all_curves))
     # The limits ignore the first tenth of a run, whose steep fall would leave no room for the rest.
@@ -264,4 +257,4 @@ def draw_race(
     panels[0].set(xlabel="training tokens", ylabel=f"validation loss ({UNITS[metric]})")
     panels[1].set(xlabel=f"time of steps ({unit})")
     panels[0].legend()
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)

@@ -150,10 +150,9 @@ def draw_overlay(
     run: PublishedRun, steps: Sequence[int], losses: Sequence[float], target: Path
 ) -> Path:
     """Draw our losses over the published ones, and return the path of the picture."""
-    from megatoken.plots import load_pyplot, open_panels, save_figure
+    from megatoken.plots import open_panels, save_figure
 
-    pyplot = load_pyplot()
-    figure, (axis,) = open_panels(pyplot, size=(8, 5))
+    figure, (axis,) = open_panels(size=(8, 5))
     label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
     axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
     axis.plot(steps, losses, label=f"megatoken: {losses[-1]:.4f}")
@@ -163,7 +162,7 @@ def draw_overlay(
         title=f"GPT-2 124M on tiny Shakespeare: {run.title}",
     )
     axis.legend()
-    return save_figure(pyplot, figure, target)
+    return save_figure(figure, target)
 
 
 def compare_scores(model: dict[str, str], options: Namespace, console: Console) -> Result:

@@ -16,7 +16,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError, DataError
 from megatoken.estimate.scaling_law import INTERVAL, Law, choose_terms, fit_law, interval, resample
 from megatoken.model.flops import count_matmul_parameters
-from megatoken.plots import check_picture, load_pyplot, open_panels, save_figure
+from megatoken.plots import check_picture, open_panels, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.metrics_log import STATUS, find_last_rows
 
@@ -243,8 +243,7 @@ def draw_law(
 
     Returns the path of the picture.
     """
-    pyplot = load_pyplot()
-    figure, (axis,) = open_panels(pyplot, size=(8, 5))
+    figure, (axis,) = open_panels(size=(8, 5))
     for index, size in enumerate(sorted({run.parameters for run in runs})):
         same = [run for run in runs if run.parameters == size]
         style = {"color": f"C{index % 10}"}
@@ -263,4 +262,4 @@ def draw_law(
     axis.set(xscale="log", xlabel="training FLOPs (6 N D)")
     axis.set(ylabel="validation loss (nats per token)")
     axis.legend()
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)

@@ -13,6 +13,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -307,20 +308,19 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     recipe = str(out / BEST)
     with storage_errors(out):
         replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))
-    save_picture(
-        lambda pyplot, path: draw(pyplot, path, search.study, search.space), out / PICTURE, console
-    )
+    picture = partial(draw, search.study, search.space)
+    save_picture(picture, out / PICTURE, console)
     console.print(f"best: megatoken train {shlex.quote(recipe)} --out runs/best")
     return {"trials": rows, "best": rows[0], "recipe": recipe}
 
 
-def draw(pyplot: Any, path: Path, study: Any, space: Space) -> Path:
+def draw(study: Any, space: Space, path: Path) -> Path:
     """Plot the loss of finished and early-stopped trials against each setting; return the path."""
     from optuna.trial import TrialState
 
     from megatoken.plots import open_panels, save_figure
 
-    figure, panels = open_panels(pyplot, len(space))
+    figure, panels = open_panels(len(space))
     for axis, (key, distribution) in zip(panels, space.items(), strict=True):
         for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
             trials = study.get_trials(states=[state])
@@ -333,4 +333,4 @@ def draw(pyplot: Any, path: Path, study: Any, space: Space) -> Path:
         if getattr(distribution, "log", False):
             axis.set_xscale("log")
     panels[0].legend()
-    return save_figure(pyplot, figure, path)
+    return save_figure(figure, path)

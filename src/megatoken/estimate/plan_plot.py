@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.estimate.plan import Plan
-from megatoken.plots import load_pyplot, open_panels, save_figure
+from megatoken.plots import open_panels, save_figure
 
 
 def draw_plan(
@@ -23,8 +23,7 @@ def draw_plan(
     scaled: plans of the run that fit, one per number of GPUs. families: such plans for each model.
     length: their training length in words. Raises ConfigError and StorageError as `save_figure` does.
     """
-    pyplot = load_pyplot()
-    figure, (speed, hours) = open_panels(pyplot, 2, size=(6.5, 4.8))
+    figure, (speed, hours) = open_panels(2, size=(6.5, 4.8))
     title = f"{name}: {scaled[0].step.tokens:,} tokens a step"
     speed.set(title=title, ylabel="tokens a second (at each point: MFU)")
     counts = np.array([plan.layout.gpus for plan in scaled])
@@ -47,13 +46,12 @@ def draw_plan(
         axes.set(xlabel="GPUs", yscale="log")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-    return save_figure(pyplot, figure, target)
+    return save_figure(figure, target)
 
 
 def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) -> Path:
     """Draw a bar of the tokens/s of each rung, in front of a pale one if it was published."""
-    pyplot = load_pyplot()
-    figure, (axis,) = open_panels(pyplot, size=(9, 1.5 + 0.4 * len(rungs)))
+    figure, (axis,) = open_panels(size=(9, 1.5 + 0.4 * len(rungs)))
     names = [rung["name"] for rung in rungs]
     rates = [rung["tokens_per_second"] for rung in rungs]
     axis.barh(names, [rung["published"] or math.nan for rung in rungs], color="C1", alpha=0.3)
@@ -61,4 +59,4 @@ def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) ->
     axis.set(title=f"{title}, predicted (pale: published)", xlabel="tokens per second")
     axis.set(xscale="log", xlim=(rates[0] / 5, 4 * max(rates)), axisbelow=True)
     axis.invert_yaxis()
-    return save_figure(pyplot, figure, target)
+    return save_figure(figure, target)
