@@ -82,13 +82,11 @@ def main(arguments: Sequence[str]) -> None:
     """Run one upload and print its report as JSON; on Linux, end when the parent process does."""
     # Terminals and schedulers signal the whole group, but the training process decides.
     for name in FORWARDED:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     set_death_signal = at_parent_death(signal.SIGKILL)
     if set_death_signal:
         set_death_signal()
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
+    os.nice(NICENESS)
     run, address, rules = arguments
     try:
         report = update_mirror(Path(run), address, **json.loads(rules))

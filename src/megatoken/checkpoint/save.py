@@ -117,8 +117,7 @@ class AsyncSave:
             # safetensors writes to a file of another name and of the final size.
             for path in self._draft.rglob("*"):
                 with suppress(OSError):
-                    status = path.stat()
-                    total += status.st_size + getattr(status, "st_blocks", 0)  # not on Windows
+                    total += path.stat().st_size + path.stat().st_blocks
         return total
 
     def is_written(self) -> bool:

@@ -143,8 +143,7 @@ def find_state(run: Path, status: Row) -> str:
 def is_alive(pid: int) -> bool:
     """Return whether a process with this id runs on this machine."""
     try:
-        if os.name != "nt":  # on Windows this kills it
-            os.kill(pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's

@@ -110,8 +110,7 @@ def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
     on_progress: on Linux, the file is synced in parts of SYNC_BYTES, and this is called with the
         size of each part.
     """
-    flags = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs writable files only
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         if on_progress is not None and sys.platform == "linux":
             for start in range(0, os.fstat(descriptor).st_size, SYNC_BYTES):
@@ -134,11 +133,10 @@ def _sync_range(descriptor: int, start: int, size: int) -> None:
 def sync_folder(path: Path) -> None:
     """Fsync a folder, so that new and renamed files survive a power failure.
 
-    Does nothing where that is impossible: on Windows and some network file systems.
+    Does nothing where that is impossible, as on some network file systems.
     """
     try:
-        if os.name != "nt":
-            sync_file(path)
+        sync_file(path)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -99,15 +100,11 @@ def _read_cpu_info(*keys: str) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process in bytes; 0 on Windows."""
+    """Return the peak resident memory of this process in bytes."""
     with suppress(OSError):  # ru_maxrss includes the parent's memory at the fork
         status = Path("/proc/self/status").read_text()
         if peak := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
             return int(peak[1]) * 1024
-    try:
-        import resource  # absent on Windows
-    except ImportError:
-        return 0
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes if platform.system() == "Darwin" else kilobytes * 1024
 
@@ -142,10 +139,9 @@ def read_load() -> list[tuple[str, float, str]]:
 
     A share above 1 means that processes wait for a core. Loads that cannot be read are left out.
     """
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # absent on Windows
     free, total = _read_memory()
     loads = [
-        ("CPU load", load, cpu_count(), "cores"),
+        ("CPU load", os.getloadavg()[0], cpu_count(), "cores"),
         ("memory", (total - free) / 2**30, total / 2**30, "GiB"),
     ]
     for index, line in enumerate(_read_lines(GPU_LOAD)):
@@ -163,9 +159,7 @@ def read_load() -> list[tuple[str, float, str]]:
 
 def allow_open_files(count: int) -> None:
     """Raise this process's limit of open files by `count`, as far as the system permits."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource  # absent on Windows
-
+    with suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = count + 512 if hard == resource.RLIM_INFINITY else min(count + 512, hard)
         if soft != resource.RLIM_INFINITY and soft < wanted:
