@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -42,15 +42,11 @@ PARENT = os.getppid()
 
 
 def not_ignored(names: Sequence[str]) -> list[str]:
-    """Return the signals among `names` that exist on this system and are not ignored here.
+    """Return the signals among `names` that are not ignored here.
 
     For example, a process that nohup starts ignores SIGHUP.
     """
-    return [
-        name
-        for name in names
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
-    ]
+    return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 
 
 @contextmanager
@@ -163,14 +159,14 @@ def launch(
     failures = 0
     with handle_signals(FORWARDED, forward):
         while True:
-            result = run_ranks(command, nproc, machine, children, forwarded)
-            if not result.lost and not (restarts and result.code == ExitCode.PEER):
-                return result.code
-            if -result.code in forwarded:
-                return 128 + signal.SIGINT if -result.code == signal.SIGINT else ExitCode.STOPPED
-            what = result.lost or "a rank lost another"
-            failures = 1 if result.step > furthest_step else failures + 1
-            furthest_step = max(furthest_step, result.step)
+            code, lost, step = run_ranks(command, nproc, machine, children, forwarded)
+            if not lost and not (restarts and code == ExitCode.PEER):
+                return code
+            if -code in forwarded:
+                return 128 + signal.SIGINT if -code == signal.SIGINT else ExitCode.STOPPED
+            what = lost or "a rank lost another"
+            failures = 1 if step > furthest_step else failures + 1
+            furthest_step = max(furthest_step, step)
             if failures > restarts or forwarded:
                 break
             fix = f"restarting from the newest checkpoint ({failures} of {restarts})"
@@ -183,28 +179,17 @@ def launch(
     return ExitCode.PEER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchResult:
-    """How the ranks of a machine ended.
-
-    code: exit code, or -number for a signal.
-    lost: how a rank was killed or hung; "" if none was.
-    step: the latest step that any rank reported.
-    """
-
-    code: int
-    lost: str
-    step: int
-
-
 def run_ranks(
     command: Sequence[str],
     nproc: int,
     machine: DistEnv,
     children: dict[int, Child],
     forwarded: Sequence[int],
-) -> LaunchResult:
+) -> tuple[int, str, int]:
     """Start the ranks of a machine, print their errors, and wait for all of them.
+
+    Returns the exit code, or -number for a signal; how a rank was killed or hung, or ""; and the
+    latest step that any rank reported.
 
     children: filled with the processes by rank. forwarded: signals received so far, which are also
     sent to ranks that start later.
@@ -225,8 +210,7 @@ def run_ranks(
         try:
             for rank, heartbeat in watchdog.files.items():
                 variables = replace(shared, rank=rank, local_rank=rank - first_rank).variables()
-                if hasattr(signal, "SIGQUIT"):  # not on Windows
-                    variables[HEARTBEAT] = str(heartbeat)
+                variables[HEARTBEAT] = str(heartbeat)
                 errors[rank] = []
                 children[rank] = Child(
                     command,
@@ -245,7 +229,7 @@ def run_ranks(
             for child in children.values():
                 child.send(signal.SIGKILL)
         last_step = max(watchdog.read(rank)[1] for rank in children)
-        return LaunchResult(code=code, lost=lost, step=last_step)
+        return code, lost, last_step
 
 
 def relay_line(errors: list[str], line: str) -> None:
