@@ -70,10 +70,10 @@ LAYERS = (
     "redact",  # secrets are hidden in text that leaves the program
     "errors",  # one kind of error, with its exit code
     "console",  # terminal output
-    "published",  # losses, speeds and scores of other people's runs
     "suggest",  # valid names for misspelled ones
     "config",  # every setting of a run, presets, recipes
     "system",  # the machine: environment, device, peak FLOP/s, timing
+    "published",  # losses, speeds and scores of other people's runs
     "native",  # the step's kernels for CPUs, in C++
     "data",  # sources -> tokenizer -> prepare -> shards -> dataset -> dataloader
     "model",  # GPT, loss, kernels, FLOP counts

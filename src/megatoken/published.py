@@ -1,11 +1,11 @@
 """Losses, speeds and scores that other people published, from a table (published.toml)."""
 
 import re
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from megatoken.system.table import read_table
+
+_TABLE = read_table(__file__)
 CONTEXT = 1024  # of every rung
 SOURCES: dict[str, str] = _TABLE["sources"]
 

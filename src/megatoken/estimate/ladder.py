@@ -1,9 +1,7 @@
 """Plan the software ladder: the same model with one more optimization on each rung."""
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatoken.config.model_config import ModelConfig
@@ -13,9 +11,10 @@ from megatoken.estimate.plan import plan_run
 from megatoken.estimate.speed import ARCHITECTURES
 from megatoken.published import CONTEXT, LADDER, PublishedRung
 from megatoken.system.gpus import GPUS, Gpu
+from megatoken.system.table import read_table
 
 # Machine settings by rung; published rungs that are not listed change none.
-SWITCHES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SWITCHES = read_table(__file__)
 LARGE_BATCH = 64  # sequences
 
 

@@ -7,17 +7,16 @@ error on published runs.
 """
 
 import math
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_padded_parameters, count_trained_parameters
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
+from megatoken.system.table import read_table
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__)
 ARCHITECTURES: dict[str, dict[str, Any]] = _TABLE["architectures"]
 HALF_SPEED_CONTEXT = 950  # tokens at which attention reaches half of that share
 HALF_SPEED_DEPTH = 128  # inner dimension at which a matmul reaches half of its share

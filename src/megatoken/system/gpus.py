@@ -1,13 +1,12 @@
 """Find GPUs by name, with their memory, speed, price and power from a table (gpus.toml)."""
 
 import re
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatoken.errors import ConfigError
 from megatoken.suggest import suggest
 from megatoken.system.peak_flops import PEAK_FLOPS
+from megatoken.system.table import read_table
 
 NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|[^a-z0-9]")
 
@@ -58,7 +57,7 @@ class Gpu:
 
 GPUS = {
     name: Gpu(name=name, peaks=PEAK_FLOPS[row["driver"]], **row)
-    for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    for name, row in read_table(__file__).items()
 }
 
 

@@ -6,10 +6,9 @@ that different devices share. It also leaves out laptop GPUs, because their spee
 limit.
 """
 
-import tomllib
-from pathlib import Path
+from megatoken.system.table import read_table
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     name: {precision: float(round(rate * 1e12)) for precision, rate in rates.items()}
-    for name, rates in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    for name, rates in read_table(__file__).items()
 }

@@ -33,7 +33,7 @@ class StepLog:
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # step, batch_values
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
-        self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
+        self.reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
         self.meter = ThroughputMeter(
             run.device,
             run.data.model_config,
@@ -48,10 +48,6 @@ class StepLog:
     def wants_read(self) -> bool:
         """Whether losses are pending and the last read was more than SYNC_SECONDS ago."""
         return bool(self._pending) and self.meter.elapsed_seconds > SYNC_SECONDS
-
-    @property
-    def reads_each_step(self) -> bool:
-        return self._reads_each_step
 
     def begin_step(self) -> None:
         """Start timing a step, unless steps are pending: their timing still runs."""
@@ -81,7 +77,9 @@ class StepLog:
         now = run.log_file.elapsed_seconds
         seconds = speed["seconds"] or 0.0
         run.stop.observe(seconds * len(steps))
-        self._report_stragglers()
+        for slow in self.stragglers.find():
+            run.log.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
+            run.console.warn(str(slow))
         for number, (step, batch_values) in enumerate(zip(metrics, values, strict=False), start=1):
             if step.bad:
                 self._recovery.skip(step)
@@ -89,11 +87,6 @@ class StepLog:
             self._recovery.accept(step)
             ended = now - (len(steps) - number) * seconds
             self._log(step, {**batch_values, **speed}, elapsed_seconds=ended)
-
-    def _report_stragglers(self) -> None:
-        for slow in self.stragglers.find():
-            self._run.log.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
-            self._run.console.warn(str(slow))
 
     def _log(
         self, step: StepMetrics, values: dict[str, float | None], elapsed_seconds: float

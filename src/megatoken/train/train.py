@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -72,15 +71,6 @@ class Summary:
     loss: float | None
     val_loss: float | None
     seconds: float
-    reason: str
-
-
-class Ending(NamedTuple):
-    """How far training got. reason: why it was stopped; "" if it was not."""
-
-    code: ExitCode
-    steps: int
-    tokens: int
     reason: str
 
 
@@ -146,7 +136,7 @@ class Trainer:
         """
         start = time.monotonic()
         if self.nproc > 1:
-            ending = self._fit_in_processes()
+            code, steps, tokens, reason = self._fit_in_processes()
         else:
             env = read_dist_env()
             device = open_device(
@@ -158,22 +148,25 @@ class Trainer:
                 join_process_group(env, device.type) as comm,  # outermost: others notice a failure
                 memory_errors(f"rank {env.rank}", MEMORY_FIX),
             ):
-                ending = self._fit(device, comm)
+                code, steps, tokens, reason = self._fit(device, comm)
         last_rows = find_last_rows(self.out, ("train", "val"))
         losses = {kind: float(row["loss"]) for kind, row in last_rows.items()}  # "nan" in the log
         return Summary(
-            code=ending.code,
+            code=code,
             run=str(self.out),
-            steps=ending.steps,
-            tokens=ending.tokens,
+            steps=steps,
+            tokens=tokens,
             loss=losses.get("train"),
             val_loss=losses.get("val"),
             seconds=time.monotonic() - start,
-            reason=ending.reason,
+            reason=reason,
         )
 
-    def _fit(self, device: Device, comm: Comm) -> Ending:
-        """Set up the run, resume it and train."""
+    def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, int, str]:
+        """Set up the run, resume it and train.
+
+        Returns the exit code, the steps and tokens trained, and why it was stopped, or "".
+        """
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
         resolved = take_architecture(self.resolved, self.out)
@@ -215,14 +208,14 @@ class Trainer:
                 Mirror(log).finish()
                 console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
                 tokens = state.tokens_trained(plan.step_config, state.step)
-                return Ending(ExitCode.DONE, state.step, tokens, "")
+                return ExitCode.DONE, state.step, tokens, ""
             comm.run_on_rank0(lambda: setup.write_run_files(resolved, plan, state.step))
             run = self._build_run(plan, log, restore_newest)
             record_changes(run, changes)
             code = train(run)
             reason = stop.stop_requested if code == ExitCode.STOPPED else ""
             tokens = state.tokens_trained(plan.step_config, state.step)
-            return Ending(code, state.step, tokens, reason)
+            return code, state.step, tokens, reason
 
     def _build_run(
         self, plan: RunPlan, log: RunLog, restore_newest: Callable[[], CheckpointManifest | None]
@@ -256,8 +249,8 @@ class Trainer:
             restore=restore_newest,
         )
 
-    def _fit_in_processes(self) -> Ending:
-        """Train in `nproc` processes of the `megatoken` command."""
+    def _fit_in_processes(self) -> tuple[ExitCode, int, int, str]:
+        """Train in `nproc` processes of the `megatoken` command; return as `_fit` does."""
         resolved = take_architecture(self.resolved, self.out)
         with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
             recipe = Path(folder) / f"{resolved.name}.yaml"
@@ -276,7 +269,7 @@ class Trainer:
             what = f"training in {self.nproc} processes failed, see their output — {self.out}"
             raise error_from_code(code, what)
         last_save = find_last_rows(self.out, ("save",)).get("save", {"step": 0, "tokens": 0})
-        return Ending(ExitCode(code), last_save["step"], last_save["tokens"], "")
+        return ExitCode(code), last_save["step"], last_save["tokens"], ""
 
 
 def train(run: Run) -> ExitCode:
