@@ -15,7 +15,7 @@ def shorten_source(source: str) -> str:
     return re.split("[:,]", SOURCES[source])[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedRung:
     """The speed of GPT-2 124M after one more optimization.
 
@@ -42,7 +42,7 @@ class PublishedRung:
         return self.tokens_per_second or 1000 * self.batch_tokens / self.step_milliseconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedScore:
     """HellaSwag scores by the names in eval.tasks.SCORES, and validation loss in nats."""
 
@@ -60,7 +60,7 @@ class PublishedScore:
         return f"{self.model}, published: {shorten_source(self.source)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 

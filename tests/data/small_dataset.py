@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatoken.data.dataloader import DataLoader
 from megatoken.data.shard_format import (
     Manifest,
     Shard,
@@ -56,3 +57,8 @@ def write_external(path: Path, ids: np.ndarray) -> None:
         np.save(path, ids)
     else:
         path.write_bytes(make_header(len(ids), str(ids.dtype), "") + ids.tobytes())
+
+
+def list_windows(loader: DataLoader, step: int) -> np.ndarray:
+    """Return the window numbers of a step, for all ranks."""
+    return loader._order.windows(*loader._entries(step))

@@ -107,7 +107,7 @@ def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str):
 
 def test_measuring_a_peak_keeps_the_random_state():
     before = torch.get_rng_state()
-    assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
+    assert measure_peak(CPU, seconds=0.0) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
 
 

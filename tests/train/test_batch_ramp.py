@@ -8,6 +8,7 @@ from megatoken.config.batch_ramp import BatchRamp
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ConfigError
+from tests.data.small_dataset import list_windows
 from tests.tiny_run import read_column, read_losses, write_shards
 from tests.train.faulty_run import Job, final_bits, run_jobs
 
@@ -61,9 +62,9 @@ def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path):
     fixed = {"seq_len": 16, "seed": 3}
     flat = DataLoader(tokens, batch_size=12, **fixed)
     ramped = DataLoader(tokens, batch_size=12, ramp=BatchRamp(48, 192, 1000), **fixed)
-    entries = [window for step in range(5) for window in flat.windows(step)]
-    assert [len(ramped.windows(step)) * 16 for step in range(12)] == SIZES
-    assert [window for step in range(10) for window in ramped.windows(step)] == entries[
+    entries = [window for step in range(5) for window in list_windows(flat, step)]
+    assert [len(list_windows(ramped, step)) * 16 for step in range(12)] == SIZES
+    assert [window for step in range(10) for window in list_windows(ramped, step)] == entries[
         : sum(SIZES[:10]) // 16
     ]
     with pytest.raises(ConfigError):

@@ -29,54 +29,34 @@ def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     add: a function (name, doc) that creates the parser of a benchmark.
     """
     parsers = {name: add(name, doc) for name, doc in DOCS.items()}
-    for parser in parsers.values():
+    for name, parser in parsers.items():
         add_common(parser)
-    _add_ladder(parsers["ladder"])
-    _add_knob(parsers["knob"])
-    _add_batch(parsers["batch"])
-    _add_parts(parsers["parts"])
-    _add_batch_tokens(parsers["processes"])
-
-
-def _add_batch_tokens(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
-    doc = "tokens per step and process, in a ladder at its end (default 4096, on cuda 65536)"
-    parser.add_argument("--batch-tokens", type=count, help=doc)
-
-
-def _add_ladder(parser: argparse.ArgumentParser) -> None:
-    _add_batch_tokens(parser)
+        if name != "knob":
+            add_preset(parser)
+    for name in ("ladder", "processes"):
+        doc = "tokens per step and process, in a ladder at its end (default 4096, on cuda 65536)"
+        parsers[name].add_argument("--batch-tokens", type=count, help=doc)
     doc = "run only these rungs, counted from 1 (default all)"
-    parser.add_argument("--rungs", default="", metavar="N,...", help=doc)
-
-
-def _add_knob(parser: argparse.ArgumentParser) -> None:
+    parsers["ladder"].add_argument("--rungs", default="", metavar="N,...", help=doc)
+    arg = parsers["knob"].add_argument
     doc = "a field of `machine`, such as compile or attention"
-    parser.add_argument("setting", metavar="SETTING", help=doc)
+    arg("setting", metavar="SETTING", help=doc)
     doc = "values to compare (default all of a setting with named values)"
-    parser.add_argument("--values", default="", metavar="VALUE,...", help=doc)
-    add_step(parser)
-    doc = "sequences per micro-batch (default the full batch)"
-    parser.add_argument("--micro-batch", type=count, help=doc)
-
-
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
-    parser.add_argument("--seq-len", type=count, help="context (default the preset's)")
+    arg("--values", default="", metavar="VALUE,...", help=doc)
+    add_step(parsers["knob"])
+    arg("--micro-batch", type=count, help="sequences per micro-batch (default the full batch)")
+    arg = parsers["batch"].add_argument
+    arg("--seq-len", type=count, help="context (default the preset's)")
     doc = "largest micro-batch (default what fits on cuda, elsewhere 8192 tokens)"
-    parser.add_argument("--largest", type=count, help=doc)
-
-
-def _add_parts(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
-    doc = "tokens per step (default 1024)"
-    parser.add_argument("--batch-tokens", type=count, default=1024, help=doc)
+    arg("--largest", type=count, help=doc)
+    arg = parsers["parts"].add_argument
+    arg("--batch-tokens", type=count, default=1024, help="tokens per step (default 1024)")
     doc = "context (default the preset's, at most --batch-tokens)"
-    parser.add_argument("--seq-len", type=count, help=doc)
+    arg("--seq-len", type=count, help=doc)
     choices = ("auto", "fp32", "bf16", "fp16")
-    parser.add_argument("--precision", choices=choices, default="auto", help="machine.precision")
+    arg("--precision", choices=choices, default="auto", help="machine.precision")
     doc = "write the last profiled step to OUT/trace.json, for Perfetto"
-    parser.add_argument("--trace", action="store_true", help=doc)
+    arg("--trace", action="store_true", help=doc)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

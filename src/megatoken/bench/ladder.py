@@ -73,7 +73,7 @@ SCALINGS = {  # names, and places of the labels in the picture
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rung:
     """One switch of the ladder.
 

@@ -34,7 +34,7 @@ STOP_SECONDS = 10.0  # for a worker to end once its connection is closed
 SPAWN = multiprocessing.get_context("spawn")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Worker:
     """A worker process and its measurements. If it fails, `skipped` holds the reason.
 

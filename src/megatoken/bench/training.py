@@ -20,7 +20,7 @@ from megatoken.train.micro_batch import pick_micro_batch, tune_micro_batch
 from megatoken.train.step import train_step
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
     """A model being trained.
 

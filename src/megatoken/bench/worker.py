@@ -16,7 +16,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.system.environment import prepare_process, replace_environment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
     """The training step that a worker process runs.
 

@@ -40,7 +40,7 @@ SHARE = 0.8  # share of the free memory that a benchmark may use
 ONE_PROCESS = DistEnv()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model being trained on random ids."""
 

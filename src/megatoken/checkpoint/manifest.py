@@ -34,7 +34,7 @@ class DamagedError(CheckpointError):
     """A checkpoint is missing or damaged, so it may be replaced and an older one used instead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileEntry:
     """A file listed in a manifest.
 
@@ -46,7 +46,7 @@ class FileEntry:
     mtime_ns: int = field(default=-1, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointManifest:
     """The content of a manifest. File names are relative to the checkpoint, separated by `/`."""
 

@@ -1,6 +1,8 @@
 """`megatoken launch ENGINE RECIPE`: write a script that trains on many machines."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+from operator import methodcaller
 from pathlib import Path
 
 from megatoken.cli import Result, done
@@ -32,7 +34,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--partition", default="", help="slurm: partition")
     arg("--account", default="", help="slurm: account")
     doc = "slurm: sbatch option, such as qos=high or exclusive; repeatable"
-    arg("--sbatch", action="append", default=[], metavar="NAME=VALUE", help=doc)
+    remove_dashes = methodcaller("removeprefix", "--")
+    arg("--sbatch", action="append", type=remove_dashes, default=[], metavar="NAME=VALUE", help=doc)
     doc = "slurm, torchrun, skypilot: shell line before the run, such as 'module load cuda'; "
     arg("--setup", action="append", default=[], metavar="LINE", help=f"{doc}repeatable")
     doc = "k8s, skypilot: container image with megatoken (k8s: default megatoken)"
@@ -46,20 +49,10 @@ def run(options: Namespace, console: Console) -> Result:
     check_init(options.recipe, resolved.config, out)
     translated = {name: getattr(options, name) for name in TRANSLATED}
     recipe = [f"--{name}={value}" for name, value in translated.items() if value]
-    job = Job(
-        name=name_job(resolved.name),
-        train_args=[*(recipe or [options.recipe]), "--out", str(out), *options.overrides],
-        nodes=options.nodes,
-        nproc=options.nproc,
-        setup=options.setup,
-        sbatch=[word.removeprefix("--") for word in options.sbatch],
-        image=options.image,
-        partition=options.partition,
-        account=options.account,
-        namespace=options.namespace,
-        gpus=options.gpus,
-        time=options.time,
-    )
+    given = {field.name: getattr(options, field.name, None) for field in fields(Job)}
+    given["name"] = name_job(resolved.name)
+    given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *options.overrides]
+    job = Job(**given)
     check_job(job, resolved.config)
     script = redact(write_script(options.engine, job))
     if options.write:

@@ -40,7 +40,7 @@ CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 REWARDS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunData:
     """The data of a run, read from its folder."""
 
@@ -61,7 +61,7 @@ class RunData:
         return find_driver(self.provenance.get("device"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """A table on the page. A float in a row is drawn as a bar, with full length for 1.0.
 

@@ -26,7 +26,7 @@ DEFAULT_BUDGETS = (10, 100)  # multiples of the largest run's FLOPs
 CURVE_POINTS = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FinishedRun:
     """A run's size, tokens and loss, to which the law is fitted.
 

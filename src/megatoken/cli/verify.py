@@ -18,7 +18,7 @@ HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """The result of verification.
 

@@ -60,7 +60,7 @@ PRESET_FIELDS = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """A setting as written: its dotted key, the text of its value, and where it is (file:line)."""
 
@@ -69,7 +69,7 @@ class Assignment:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResolvedConfig:
     """A checked config, with the name of its recipe.
 
@@ -372,7 +372,7 @@ def render(config: Config, origins: dict[str, str], *, given_only: bool = False)
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
     """A setting that a resume would change: old and new value, and whether that is allowed."""
 

@@ -32,7 +32,7 @@ from megatoken.data.window_order import (
 from megatoken.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """A rank's share of a global batch, with one sequence per row.
 
@@ -139,15 +139,6 @@ class DataLoader:
             fix = f"use a multiple of {self.dp_size * self.seq_len:,} tokens"
             raise ConfigError(what, key, fix)
 
-    @property
-    def has_marks(self) -> bool:
-        """Whether the windows are rows of conversations."""
-        return self.marks is not None
-
-    def windows(self, step: int) -> NDArray[np.int64]:
-        """Return the window numbers (batch_size,) of a step, for all ranks."""
-        return self._order.windows(*self._entries(step))
-
     def rows(self, step: int) -> Ids:
         """Return this rank's windows of a step, (windows, seq_len + 1), in the shards' dtype.
 
@@ -165,20 +156,13 @@ class DataLoader:
         if self.marks is not None:
             marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
             return make_batch(self.rows(step), marks)
-        batch = Batch(*self.batch(step))
+        rows = self.rows(step)
+        # Convert with NumPy: in this thread, torch would start a second thread pool.
+        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
         if self.document_start is None:
             return batch
         return separate_documents(batch, self.document_start)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's (inputs, targets) of a step, both int64 (windows, seq_len).
-
-        Raises DataError as `rows` does.
-        """
-        rows = self.rows(step)
-        # Convert with NumPy: in this thread, torch would start a second thread pool.
-        inputs = rows[:, :-1].astype(np.int64)
-        return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
     def _find_tokens(self, step: int) -> NDArray[np.int64]:
         """Return the token index at which each of this rank's windows of a step starts."""
@@ -237,7 +221,7 @@ def batch_of_step(step: int, skipped: Sequence[int]) -> int:
     return batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvaluationWindows:
     """`count` windows spread evenly over a split; the same for every rank, batch size and run."""
 
@@ -263,7 +247,7 @@ class EvaluationWindows:
         return _spread(first, count, self.count, n_windows) * self.seq_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvaluationRows:
     """`count` rows of conversations, spread evenly like `EvaluationWindows`."""
 
@@ -348,7 +332,7 @@ class Prefetcher:
         loader = self._loader
         if self._device.type != "cuda":
             return loader.full_batch(number)
-        if loader.has_marks or loader.document_start is not None:
+        if loader.marks is not None or loader.document_start is not None:
             return loader.full_batch(number).pin()
         rows = loader.rows(number)
         return torch.from_numpy(

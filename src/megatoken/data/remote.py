@@ -62,7 +62,7 @@ def no_report(line: str) -> None:
     """Discard a progress line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RemoteDataset:
     """A dataset at an address.
 

@@ -76,7 +76,7 @@ _TABLE_LINE = re.compile(rb"""^[ \t([{+-]*(?:[bru]{0,2}(?:'(?!'')|"(?!""))|\d).*
 _TABLE_SHARE = 0.3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class File:
     """An input file.
 
@@ -96,7 +96,7 @@ class File:
         return bool(self.compression) or self.format == "parquet"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """The files of a corpus, in reading order.
 

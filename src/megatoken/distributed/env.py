@@ -21,7 +21,7 @@ WHERE = "environment"
 FIX = "let torchrun, srun, mpirun or --nproc set the ranks"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DistEnv:
     """This process's rank among all processes and on its machine, and the address of rank 0."""
 

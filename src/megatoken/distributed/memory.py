@@ -29,7 +29,7 @@ STATE_SHARE = 0.7  # share of memory for weights, gradients and moments if micro
 USABLE = 0.9  # share of a GPU's memory; the rest is CUDA's context, NCCL buffers and fragmentation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one process at the peak of a step.
 

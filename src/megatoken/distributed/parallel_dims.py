@@ -23,7 +23,7 @@ from megatoken.model.memory import FP32
 SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelDims:
     """The sizes of the mesh's three axes, and this process's rank.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedParams:
     """The slices of a model's parameters that this process holds, by parameter name.
 

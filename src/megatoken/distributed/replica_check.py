@@ -15,7 +15,7 @@ from megatoken.console import format_count
 from megatoken.distributed.comm import Comm
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Divergence:
     """A difference between replicas.
 

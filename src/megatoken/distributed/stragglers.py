@@ -22,7 +22,7 @@ RATIO = 1.5
 MIN_SECONDS = 0.005  # per step; smaller differences are noise
 
 
-@dataclass(slots=True)
+@dataclass
 class PhaseTimer:
     """Context manager that times one phase in each of the last WINDOW steps.
 
@@ -62,7 +62,7 @@ class PhaseTimer:
         return len(self._steps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Straggler:
     """A rank that takes `ratio` times as long for a phase as the others do.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Range = tuple[int, int]  # start, end (exclusive)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSlice:
     """A slice of a full tensor.
 

@@ -9,7 +9,7 @@ from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Measured times and memory of steps, one value for each number of layers in `layers`.
 

@@ -16,7 +16,7 @@ from megatoken.model.flops import count_parameters
 from megatoken.system.gpus import Gpu
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Optimum:
     """The model size and number of tokens with the lowest loss for some FLOPs.
 

@@ -28,7 +28,7 @@ IN_STEP = 0.98  # correlation of log N and log D above which only a law of C can
 Array = np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """The variables of a law: N and D, or only one of N, D and C."""
 
@@ -44,7 +44,7 @@ class Terms:
         return 1 + 2 * len(self.names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Law:
     """L = floor + sum of factor / variable^exponent over the terms, in nats."""
 

@@ -69,7 +69,7 @@ class ScriptTemplate(Template):
     delimiter = "%"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to launch, and where.
 

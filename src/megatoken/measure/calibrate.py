@@ -7,7 +7,7 @@ backward.
 """
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 
@@ -43,28 +43,19 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
     start = time.perf_counter()
     timer = StepTimer(config, model, device)
-    while time.perf_counter() - start < seconds or timer.rounds < FEWEST_ROUNDS:
+    while time.perf_counter() - start < seconds or len(timer.rounds) < FEWEST_ROUNDS:
         timer.run_interleaved()
     calibration = timer.result(base_bytes)
     save_measurement(CALIBRATIONS, calibration_key(config, model, device), asdict(calibration))
     return device, calibration
 
 
-@dataclass(slots=True)
-class TimedModel:
-    """A model with its optimizer and measurements.
-
-    seconds: for each round, the time of a micro-batch's forward and backward, and of an update.
-    """
-
-    state: TrainState
-    step_config: StepConfig
-    peak_bytes: int
-    seconds: list[tuple[float, float]] = field(default_factory=list)
-
-
 class StepTimer:
-    """Times training steps of several models in turn; they have the run's width but few layers."""
+    """Times training steps of several models in turn; they have the run's width but few layers.
+
+    rounds: for each round and model, the seconds of a micro-batch's forward and backward, and of an
+    update.
+    """
 
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
         machine = config.machine
@@ -78,35 +69,34 @@ class StepTimer:
         if device.type == "cpu":
             self.timed_seqs = min(self.micro_batch, count_timed_seqs(model))
         accumulates = config.batch_seqs > self.micro_batch
-        self._models = []
+        self.rounds: list[list[tuple[float, float]]] = []
+        self._runs = []
+        self._step_bytes = []
         for small_model in models:
             with MemoryTracker() as tracker:
                 run = build_run(config, small_model, device, choice, self.timed_seqs)
                 take_largest_step(*run, device, self.micro_batch, accumulates=accumulates)
             time_step(*run, device)  # warm up
-            self._models.append(TimedModel(*run, tracker.peak_bytes))
-
-    @property
-    def rounds(self) -> int:
-        return len(self._models[-1].seconds)
+            self._runs.append(run)
+            self._step_bytes.append(tracker.peak_bytes)
 
     def run_interleaved(self) -> None:
         """Time one step of each model."""
-        for model in self._models:
-            model.seconds.append(time_step(model.state, model.step_config, self.device))
+        self.rounds.append([time_step(*run, self.device) for run in self._runs])
 
     def result(self, base_bytes: int) -> Calibration:
         """Return the median measurements.
 
         base_bytes: memory that the process used before the models were built.
         """
+        by_model = list(zip(*self.rounds, strict=True))
         return Calibration(
             layers=self.layers,
             micro_batch=self.micro_batch,
             timed_seqs=self.timed_seqs,
-            backward_seconds=[median(s[0] for s in model.seconds) for model in self._models],
-            update_seconds=[median(s[1] for s in model.seconds) for model in self._models],
-            step_bytes=[model.peak_bytes for model in self._models],
+            backward_seconds=[median(s[0] for s in model) for model in by_model],
+            update_seconds=[median(s[1] for s in model) for model in by_model],
+            step_bytes=self._step_bytes,
             base_bytes=base_bytes,
         )
 

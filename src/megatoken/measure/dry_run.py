@@ -40,7 +40,7 @@ TRACED = 3  # micro-batches: the first, one in the middle, the last
 EPOCH_TOKENS = 10**9  # for runs whose length is in epochs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory of the first process, which has the largest share, and the layout of the step.
 

@@ -38,13 +38,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
     peak, or when live_bytes was within 0.1% of it; sent_bytes, by collective.
     """
 
-    def __init__(self, count_gradients: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradients_at_peak = 0
         self.sent_bytes: Counter[str] = Counter()
-        self.count_gradients = count_gradients
+        self.count_gradients: Callable[[], int] = lambda: 0
         self._storages: dict[int, tuple[object, int]] = {}  # id -> (weak reference, bytes)
         self._counted_at = 0.0
 

@@ -43,7 +43,7 @@ PEAK_SECONDS = 3.0  # time to measure a peak on a machine without a cached one
 AGAIN_SECONDS = 1.0  # time to measure it again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """The device of a run, and the precision of its matmuls."""
 
@@ -184,9 +184,7 @@ def with_peak(device: Device) -> Device:
         return device
     seconds = AGAIN_SECONDS if _peak_key(device) in read_measurements(PEAKS) else PEAK_SECONDS
     return replace(
-        device,
-        peak_flops=cache_peak(device, measure_peak(device, seconds=seconds)),
-        peak_source=MEASURED,
+        device, peak_flops=cache_peak(device, measure_peak(device, seconds)), peak_source=MEASURED
     )
 
 
@@ -220,9 +218,7 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
     return calls
 
 
-def measure_peak(
-    device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS
-) -> float:
+def measure_peak(device: Device, seconds: float) -> float:
     """Return the highest FLOP/s of square matmuls, over several sizes and all libraries.
 
     It stops at a size that does not fit in memory. It also stops before a matmul after which it
@@ -231,7 +227,7 @@ def measure_peak(
     best = 0.0
     deadline = time.perf_counter() + seconds
     with suppress(torch.OutOfMemoryError):
-        for size in sizes or PEAK_SIZES[device.type]:
+        for size in PEAK_SIZES[device.type]:
             flops = 2.0 * size**3
             square = _random_square(device, size)
             for call in [*product_calls(square, square).values()] * 5:

@@ -11,7 +11,7 @@ from megatoken.system.table import read_table
 NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|[^a-z0-9]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU model. Rates are in bytes per second per direction; prices in US dollars per hour.
 

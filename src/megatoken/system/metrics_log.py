@@ -264,7 +264,7 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, Row]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogPosition:
     """A position in a run's metrics.jsonl.
 

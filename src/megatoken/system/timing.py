@@ -12,7 +12,7 @@ MIN_SECONDS = 0.01  # of a measurement; the clock's error dominates shorter ones
 WARM_SECONDS = 1.0  # a slower first call needs no second warm-up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timing:
     """The seconds of each repeat of a function, in the order of measurement."""
 

@@ -32,7 +32,7 @@ RULE = "\n" + "-" * 40 + "\n"  # between samples
 DEFAULT_QUESTION = "Hello."  # for chat samples if sample.prompt is empty
 
 
-@dataclass(slots=True)
+@dataclass
 class Action:
     """A function to call before every step whose number is a multiple of `every`; 0 disables it.
 
@@ -158,7 +158,7 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
     loader = run.data.loader
     assert loader is not None
     limit_tokens = run.config.evaluate.tokens
-    if loader.has_marks:
+    if loader.marks is not None:
         windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
     else:
         windows = evaluation_windows(dataset.val, seq_len=loader.seq_len, limit_tokens=limit_tokens)

@@ -36,27 +36,25 @@ class CheckpointSaver:
 
         The pending checkpoint, if any, is committed first. Raises StorageError.
         """
-        step = self._run.state.step
-        if ("save", step) in self._run.progress.logged:
+        run = self._run
+        step = run.state.step
+        if ("save", step) in run.progress.logged:
             return
         self.try_commit()  # if that fails, this save still starts
-        with self._run.log.during("save", step):
-            self._start_save(step)
-
-    def _start_save(self, step: int) -> None:
-        run = self._run
-        meta = {
-            "dataset": run.data.dataset.fingerprint,
-            "tokenizer": run.data.tokenizer.fingerprint,
-            "skipped_batches": list(run.state.skipped_batches),
-            "recent_steps": list(run.state.recent.values),
-            "elapsed_seconds": run.log_file.elapsed_seconds,
-        }
-        run.log_file.sync()  # a checkpoint relies on the rows before it
-        self._pending = AsyncSave(
-            self._root, run.state, config=run.out / CONFIG, tokenizer=run.out / TOKENIZER, meta=meta
-        )
-        run.progress.logged.add(("save", step))
+        with run.log.during("save", step):
+            meta = {
+                "dataset": run.data.dataset.fingerprint,
+                "tokenizer": run.data.tokenizer.fingerprint,
+                "skipped_batches": list(run.state.skipped_batches),
+                "recent_steps": list(run.state.recent.values),
+                "elapsed_seconds": run.log_file.elapsed_seconds,
+            }
+            run.log_file.sync()  # a checkpoint relies on the rows before it
+            config, tokenizer = run.out / CONFIG, run.out / TOKENIZER
+            self._pending = AsyncSave(
+                self._root, run.state, config=config, tokenizer=tokenizer, meta=meta
+            )
+            run.progress.logged.add(("save", step))
 
     def commit_pending(self) -> None:
         """Wait for the pending checkpoint, if any, commit it, and prune old ones.

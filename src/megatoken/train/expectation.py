@@ -19,7 +19,7 @@ CALIBRATIONS = "calibration.json"  # file in the measurement cache
 EXACT_SHARE = 0.005  # smaller relative deviations are reported as exact
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Expectation:
     """The expected seconds per full-batch step and peak bytes per process.
 

@@ -43,22 +43,23 @@ Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds 
 Errors = dict[str, str]  # "operation implementation" -> why it does not run here
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelChoice:
     """The chosen implementation of each operation, and the timings on which the choice is based.
 
+    masters: whether weights are held in low precision, with fp32 master weights.
     seconds: empty if the config left no choice. errors: messages of implementations that failed
     when timed. library: name of the native library; "" if no native kernel is chosen.
     """
 
     kernels: Kernels
-    master_weights: bool
+    masters: bool
     seconds: Timings = field(default_factory=dict)
     errors: Errors = field(default_factory=dict)
     library: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
+        text = f"{self.kernels}{', weights held in low precision' if self.masters else ''}"
         return f"{text} ({self.library})" if self.library else text
 
     def sums_in_same_order(self, other: "KernelChoice") -> bool:
@@ -67,33 +68,12 @@ class KernelChoice:
 
     def explain(self) -> list[tuple[str, str]]:
         """Return pairs to print: the operation, then its chosen implementation and all timings."""
-        chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
+        chosen = asdict(self.kernels) | {"mixed": "masters" if self.masters else "autocast"}
         rows = []
         for op, seconds in self.seconds.items():
             times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in seconds.items())
             rows.append((op, f"{chosen[op]} ({times})"))
         return rows + [("failed", f"{form}: {reason}") for form, reason in self.errors.items()]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the choice as JSON for machine.json."""
-        return {
-            "kernels": asdict(self.kernels),
-            "masters": self.master_weights,
-            "seconds": self.seconds,
-            "errors": self.errors,
-            "library": self.library,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "KernelChoice":
-        """Return the choice that `to_json` saved."""
-        return cls(
-            kernels=Kernels(**values["kernels"]),
-            master_weights=values["masters"],
-            seconds=values["seconds"],
-            errors=values.get("errors", {}),  # runs of earlier versions have none
-            library=values["library"],
-        )
 
 
 def autotune(
@@ -136,13 +116,13 @@ def autotune(
     for name, timings in seconds.items():
         chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
     # Other matmuls need low-precision weights, which autocast would have to cast at every use.
-    master_weights = chosen.pop("mixed") == "masters" or (
+    masters = chosen.pop("mixed") == "masters" or (
         chosen["block"] != "torch" and device.precision == "bf16"
     )
     is_native = any("native" in form for form in chosen.values())
     return KernelChoice(
         kernels=Kernels(**chosen),
-        master_weights=master_weights,
+        masters=masters,
         seconds=seconds,
         errors=errors,
         library=library.name if library and is_native else "",
@@ -159,7 +139,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
         for part in state.model.modules():
             if isinstance(part, MLP):
                 set_block_kernels(part, "fp8")
-    if choice.master_weights:
+    if choice.masters:
         state.enable_master_weights(device.dtype)
     if choice.kernels.block == "native":
         leave_threads_to_kernels()

@@ -27,7 +27,7 @@ from megatoken.train.state import StepConfig, TrainState
 Callback = Callable[[dict[str, Any]], bool | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunContext:
     """Where a run trains: its folder, this process and its device.
 
@@ -45,7 +45,7 @@ class RunContext:
         return self.comm.dist_env.is_main_process
 
 
-@dataclass(slots=True)
+@dataclass
 class Progress:
     """What a run has logged and saved so far. Weights, step and skipped batches are in TrainState.
 
@@ -77,7 +77,7 @@ class Progress:
         return 0 < patience <= n_worse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunData:
     """The dataset, tasks and model shape of a run.
 
@@ -96,7 +96,7 @@ class RunData:
         return self.dataset.tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunPlan(RunContext):
     """All that is known about a run before its model is built.
 
@@ -113,7 +113,7 @@ class RunPlan(RunContext):
     stop: PreemptionHandler
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunLog:
     """Sends rows to the metrics log and the callbacks, and phases to status.json and the watchdog.
 
@@ -170,7 +170,7 @@ class RunLog:
                 self.plan.log_file.begin(outer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(RunPlan):
     """A run that is ready to train. Only the contents of `state` and `progress` change.
 

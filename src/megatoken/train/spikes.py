@@ -23,7 +23,7 @@ MAD_TO_STD = 1.4826
 SMALLEST = 1e-30  # in place of a loss of 0
 
 
-@dataclass(slots=True)
+@dataclass
 class RecentSteps:
     """A window of the last accepted steps: a (loss, gradient norm) pair for each, oldest first."""
 

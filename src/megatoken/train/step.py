@@ -38,7 +38,7 @@ MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it would overflo
 FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip, or use bf16 for fp16"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """The numbers of one step, read from the device.
 
@@ -58,7 +58,7 @@ class StepMetrics:
     values: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PendingStep:
     """A step whose numbers have not been read from the device.
 

@@ -9,7 +9,7 @@ from megatoken.system.device import Device
 from megatoken.train.state import StepConfig
 
 
-@dataclass(slots=True)
+@dataclass
 class ThroughputMeter:
     """Times steps. To exclude an evaluation, sample or save, call `start` after it.
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +56,7 @@ MEMORY_FIX = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """How a run ended.
 
@@ -229,17 +229,7 @@ class Trainer:
         state.objective = build_objective(plan.config.objective, step_config.loss_chunk)
         batches, validation = open_batches(plan, state, log, self.reward)
         return Run(
-            out=plan.out,
-            console=plan.console,
-            device=plan.device,
-            comm=plan.comm,
-            heartbeat=plan.heartbeat,
-            config=plan.config,
-            data=plan.data,
-            step_config=step_config,
-            dims=plan.dims,
-            log_file=plan.log_file,
-            stop=plan.stop,
+            **{field.name: getattr(plan, field.name) for field in fields(plan)},
             state=state,
             progress=log.progress,
             log=log,

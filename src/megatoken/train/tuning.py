@@ -6,11 +6,12 @@ adds numbers in the same order as before. Rank 0 chooses for all ranks.
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatoken.console import format_duration
 from megatoken.errors import ConfigError
+from megatoken.model.kernels import Kernels
 from megatoken.model.kernels.attention import BUILT_IN, WITHOUT_MASK
 from megatoken.native.selection import NO_LIBRARY, find_amx_fault, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
@@ -93,9 +94,12 @@ def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
         **list_requests(machine),
     }
     saved: dict[str, Any] = read_object(plan.out / MACHINE).get("forms", {})
-    saved_choice = KernelChoice.from_json(saved) if saved else None
-    if saved_choice and saved["circumstances"] == circumstances:
-        return saved_choice
+    saved_choice = None
+    if saved:
+        is_same = saved.pop("circumstances") == circumstances
+        saved_choice = KernelChoice(**saved | {"kernels": Kernels(**saved["kernels"])})
+        if is_same:
+            return saved_choice
     choice = autotune(
         state.model.config,
         machine,
@@ -108,7 +112,7 @@ def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
         old = saved_choice or f"unknown, {MACHINE} is missing"
         what = f"other kernels than before step {state.step}: {old} -> {choice}"
         plan.console.warn(f"{what}; the resume is not bit-identical")
-    _save(plan, forms={"circumstances": circumstances, **choice.to_json()})
+    _save(plan, forms={"circumstances": circumstances, **asdict(choice)})
     return choice
 
 

@@ -23,7 +23,7 @@ STEPS = "{}steps".format  # optimizer steps as a duration
 Functions = Mapping[str, Callable[[Any], Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """How to translate one setting.
 
