@@ -25,7 +25,7 @@ LOSSES = E + A / PARAMETERS**ALPHA + B / TOKENS**BETA
 
 def test_chinchillas_law_is_found_again():
     law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
-    assert law.terms.names == ("N", "D")
+    assert law.terms == ("N", "D")
     assert law.floor == pytest.approx(E, abs=1e-3)
     assert law.exponents == pytest.approx((ALPHA, BETA), abs=1e-3)
     assert law.factors == pytest.approx((A, B), rel=0.01)

@@ -131,7 +131,11 @@ def run(options: argparse.Namespace, console: Console) -> Row:
     shown = rows
     if (options.bench, options.preset) == ("ladder", "gpt2-124m"):
         shown = rows + list_published()
-    save_table(shown, options.out / f"{options.name}.md", console)
+    table = "\n".join(format_rows(COLUMNS, shown))
+    path = options.out / f"{options.name}.md"
+    with storage_errors(options.out, fix="choose --out"):
+        path.write_text(f"{table}\n\n{FOOTNOTE}\n")
+    console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
     picture = partial(draw, shown, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
     return {
@@ -336,14 +340,6 @@ def list_published() -> list[Row]:
         }
         for rung in LADDER
     ]
-
-
-def save_table(rows: Sequence[Row], path: Path, console: Console) -> None:
-    """Print the table and write it to a Markdown file. Raises StorageError."""
-    table = "\n".join(format_rows(COLUMNS, rows))
-    with storage_errors(path.parent, fix="choose --out"):
-        path.write_text(f"{table}\n\n{FOOTNOTE}\n")
-    console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
 
 
 def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:

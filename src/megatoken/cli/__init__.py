@@ -4,14 +4,11 @@ A command module defines HELP (one line), EXAMPLE (a command line), `add_argumen
 `run(options, console)`. Importing it loads neither torch nor numpy; `run` imports what it needs.
 """
 
-from argparse import ArgumentParser, Namespace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from megatoken.errors import ExitCode
-
-if TYPE_CHECKING:
-    from megatoken.console import Console
 
 GROUPS = {  # in the order of `megatoken --help`
     "start": ("quickstart", "doctor", "completion"),
@@ -35,17 +32,6 @@ def done(data: dict[str, Any] | None) -> Result:
     return Result(ExitCode.DONE, data)
 
 
-class Command(Protocol):
-    """The names that a command module must define."""
-
-    HELP: str
-    EXAMPLE: str
-
-    def add_arguments(self, parser: ArgumentParser) -> None: ...
-
-    def run(self, options: Namespace, console: "Console") -> Result: ...
-
-
-def load_command(name: str) -> Command:
+def load_command(name: str) -> ModuleType:
     """Import the module of a command in COMMANDS."""
-    return cast(Command, import_module(f"megatoken.cli.{name}"))
+    return import_module(f"megatoken.cli.{name}")

@@ -7,7 +7,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatoken.cli import Result
 from megatoken.config.schema import MachineConfig
@@ -17,9 +17,6 @@ from megatoken.system.atomic_write import local_path
 from megatoken.system.environment import python_command
 from megatoken.system.machine import cpu_count, find_compiler, free_memory_bytes
 from megatoken.system.process import run_child
-
-if TYPE_CHECKING:
-    from megatoken.system.device import Device
 
 HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
@@ -88,14 +85,10 @@ def check_versions(_: Path) -> Finding:
     return Finding("good", f"Python {platform.python_version()}, torch {torch.__version__}")
 
 
-def _choose_device() -> "Device":
+def check_device(_: Path) -> Finding:
     from megatoken.system.device import choose_device
 
-    return choose_device(MachineConfig())
-
-
-def check_device(_: Path) -> Finding:
-    device = _choose_device()
+    device = choose_device(MachineConfig())
     memory = f"{format_quantity(free_memory_bytes(), 'B')} of memory free"
     text = (
         f"{device.name} ({device.torch_device}), {device.precision}, {cpu_count()} cores, {memory}"
@@ -107,9 +100,9 @@ def check_device(_: Path) -> Finding:
 
 
 def check_compiler(_: Path) -> Finding:
-    from megatoken.system.device import misses_triton
+    from megatoken.system.device import choose_device, misses_triton
 
-    device = _choose_device()
+    device = choose_device(MachineConfig())
     reason = misses_triton(device) if device.type == "cuda" else ""
     if reason:
         return Finding("lacking", f"no compiled kernels: {reason}", "pip install triton")

@@ -98,8 +98,9 @@ def run_step(words: list[str], parent: Namespace, console: Console, answers: dic
     console.print(f"\n$ megatoken {shlex.join(words)}")
     options = parse(words)
     options.json = parent.json
-    code, answers[words[0]] = load_command(words[0]).run(options, console)
-    return code
+    result: Result = load_command(words[0]).run(options, console)
+    answers[words[0]] = result.data
+    return result.exit_code
 
 
 def find_prompt(dataset: "Dataset") -> str:

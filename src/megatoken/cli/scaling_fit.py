@@ -154,7 +154,7 @@ def show_law(law: Law, laws: Sequence[Law], console: Console) -> Row:
 
     laws: laws fitted to bootstrap resamples.
     """
-    names = law.terms.names
+    names = law.terms
     fits = {"E": describe(law.floor, [other.floor for other in laws])}
     formula = f"loss = {law.floor:.4f}"
     for index, name in enumerate(names):
@@ -208,10 +208,10 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
     one of them, the other stays as in the largest run. If it depends only on their product, they
     keep the ratio of the largest run.
     """
-    if law.terms.names == ("N", "D"):
+    if law.terms == ("N", "D"):
         return law.best_split(flops)
     growth = flops / largest.flops
-    n_power = {"N": 1.0, "D": 0.0, "C": 0.5}[law.terms.names[0]]
+    n_power = {"N": 1.0, "D": 0.0, "C": 0.5}[law.terms[0]]
     return largest.parameters * growth**n_power, largest.tokens * growth ** (1 - n_power)
 
 
@@ -251,7 +251,7 @@ def draw_law(
         axis.plot(
             [run.flops for run in same], [run.loss for run in same], "o", label=label, **style
         )
-        if law.terms.names == ("N", "D"):
+        if law.terms == ("N", "D"):
             tokens = np.geomspace(same[0].tokens / 2, same[-1].tokens * 10, CURVE_POINTS)
             axis.plot(6 * size * tokens, law.loss(size, tokens), lw=1, **style)
     x = np.geomspace(runs[0].flops, flops, CURVE_POINTS)

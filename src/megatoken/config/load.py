@@ -114,19 +114,15 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
     if folder := find_run(recipe):
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
     if match := depth.NAME.fullmatch(recipe):
-        return _resolve_depth(recipe, int(match[1]), overrides)
+        derived = list(depth.derive_run(int(match[1])))
+        assignments = read_recipe(SHIPPED / f"{depth.RECIPE}.yaml")
+        assignments += [Assignment(key, text, f"{recipe}: {rule}") for key, text, rule in derived]
+        resolved = resolve_assignments(recipe, assignments, overrides)
+        return replace(
+            resolved, notes=tuple(f"{key}={text}: {rule}" for key, text, rule in derived)
+        )
     path = _find_recipe(recipe)
     return resolve_assignments(path.stem, read_recipe(path), overrides)
-
-
-def _resolve_depth(recipe: str, n_layer: int, overrides: Sequence[str]) -> ResolvedConfig:
-    assignments = read_recipe(SHIPPED / f"{depth.RECIPE}.yaml")
-    notes = []
-    for key, value, rule in depth.derive_run(n_layer):
-        assignments.append(Assignment(key, value, f"{recipe}: {rule}"))
-        notes.append(f"{key}={value}: {rule}")
-    resolved = resolve_assignments(recipe, assignments, overrides)
-    return replace(resolved, notes=tuple(notes))
 
 
 def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:

@@ -235,13 +235,9 @@ def _describe(name: str, path: Path) -> File:
         status = path.stat()
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", path, "check the path") from error
-    return File(name, str(path), status.st_size, status.st_mtime_ns, *classify(path.name))
-
-
-def classify(name: str) -> tuple[Format, Compression]:
-    """Return a file's format and compression, judged by its name; unknown suffixes mean text."""
-    suffix, compression = _split_suffix(name)
-    return FORMATS.get(suffix, "whole"), compression
+    suffix, compression = _split_suffix(path.name)
+    file_format = FORMATS.get(suffix, "whole")
+    return File(name, str(path), status.st_size, status.st_mtime_ns, file_format, compression)
 
 
 def _split_suffix(name: str) -> tuple[str, Compression]:

@@ -28,20 +28,7 @@ IN_STEP = 0.98  # correlation of log N and log D above which only a law of C can
 Array = np.ndarray
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The variables of a law: N and D, or only one of N, D and C."""
-
-    names: tuple[str, ...]
-
-    def values(self, parameters: Array, tokens: Array) -> list[Array]:
-        variables = {"N": parameters, "D": tokens, "C": 6.0 * parameters * tokens}
-        return [np.asarray(variables[name], dtype=float) for name in self.names]
-
-    @property
-    def unknowns(self) -> int:
-        """Number of coefficients to fit: E, and a factor and an exponent per term."""
-        return 1 + 2 * len(self.names)
+Terms = tuple[str, ...]  # the variables of a law: N and D, or only one of N, D and C
 
 
 @dataclass(frozen=True)
@@ -54,9 +41,7 @@ class Law:
     exponents: tuple[float, ...]
 
     def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
-        values = self.terms.values(
-            np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float)
-        )
+        values = list_variables(self.terms, parameters, tokens)
         parts = (f / x**e for f, x, e in zip(self.factors, values, self.exponents, strict=True))
         return np.asarray(self.floor + sum(parts))
 
@@ -73,6 +58,18 @@ class Law:
         return parameters, flops / 6 / parameters
 
 
+def list_variables(terms: Terms, parameters: Array | float, tokens: Array | float) -> list[Array]:
+    """Return the values of the terms' variables."""
+    n, d = np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float)
+    variables = {"N": n, "D": d, "C": 6.0 * n * d}
+    return [variables[name] for name in terms]
+
+
+def count_unknowns(terms: Terms) -> int:
+    """Return the number of coefficients to fit: E, and a factor and an exponent per term."""
+    return 1 + 2 * len(terms)
+
+
 def choose_terms(parameters: Array, tokens: Array) -> Terms:
     """Return the terms that can be fitted to these runs.
 
@@ -82,19 +79,19 @@ def choose_terms(parameters: Array, tokens: Array) -> Terms:
     varied = [name for name, x in logs.items() if len(np.unique(x.round(6))) >= FEWEST_VALUES]
     if len(varied) == 2 and abs(np.corrcoef(logs["N"], logs["D"])[0, 1]) > IN_STEP:
         varied = ["C"]
-    terms = Terms(tuple(varied))
-    if not varied or len(parameters) <= terms.unknowns:
+    unknowns = count_unknowns(tuple(varied))
+    if not varied or len(parameters) <= unknowns:
         what = (
             f"{len(parameters)} runs do not determine a law in {' and '.join(varied) or 'N or D'}"
         )
-        fix = f"give more than {terms.unknowns} runs, of {FEWEST_VALUES} sizes or lengths"
+        fix = f"give more than {unknowns} runs, of {FEWEST_VALUES} sizes or lengths"
         raise DataError(what, fix=fix)
-    return terms
+    return tuple(varied)
 
 
 def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> Law:
     """Fit a law by least squares of relative errors. All arrays have one value per run."""
-    values = terms.values(parameters, tokens)
+    values = list_variables(terms, parameters, tokens)
     scales = [np.exp(np.log(x).mean()) for x in values]  # for well-conditioned factors
     ratios = [np.log(x / scale) for x, scale in zip(values, scales, strict=True)]
     centers = [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values)
@@ -142,7 +139,7 @@ def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: in
     The relative noise is normal, with the standard deviation of the law's relative errors.
     """
     fitted = law.loss(parameters, tokens)
-    freedom = max(len(losses) - law.terms.unknowns, 1)
+    freedom = max(len(losses) - count_unknowns(law.terms), 1)
     noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
     draws = np.random.default_rng(seed).normal(0.0, noise, (RESAMPLES, len(losses)))
     return [fit_law(law.terms, parameters, tokens, fitted * (1 + draw)) for draw in draws]
