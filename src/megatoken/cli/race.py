@@ -72,7 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--out", type=local_path, metavar="DIR", help=doc)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contender:
     """A recipe with its settings, and its data.
 
@@ -112,7 +112,7 @@ class Contender:
         return self.config.budget.tokens_before(self.config.total_steps(epoch_tokens=epoch_tokens))
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """The run of a contender with one seed.
 

@@ -40,7 +40,7 @@ COLUMNS = {  # heading and format of a row's values
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Curve:
     """The validations of a run, as three sequences with an entry per validation.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchRamp:
     """Batch sizes in tokens that grow from `start` to `full`, through the multiples of `start`.
 

@@ -16,7 +16,7 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Duration:
     """A length of training, such as `20000steps`, `10e9tok`, `3ep` or `0.01dur`.
 
@@ -50,7 +50,7 @@ class Duration:
         return max(round(self.value * units[self.unit]), 1) if self.value > 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConfigField:
     """The definition of a setting: its default, help line, unit, and range of values.
 

@@ -36,7 +36,7 @@ BIASED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of a model.
 

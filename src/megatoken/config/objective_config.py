@@ -10,7 +10,7 @@ IF_PPO = "objective.name=ppo"
 IF_KTO = "objective.name=kto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """The training objective and its settings."""
 

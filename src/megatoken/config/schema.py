@@ -25,7 +25,7 @@ IF_MUON = "optim.name=muon"
 IF_DECAYING = "optim.schedule!=constant"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The dataset."""
 
@@ -47,7 +47,7 @@ class DataConfig:
     tokenizer: str = config_field("gpt2", "tokenizer of external .bin/.npy shards")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
@@ -114,7 +114,7 @@ class OptimConfig:
         return Duration(0.2, "dur") if self.schedule in END_DECAYS else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
     """Length of the run, set by exactly one of steps, tokens and epochs, and the batch size."""
 
@@ -146,7 +146,7 @@ class BudgetConfig:
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """How the run is computed. Apart from rounding, no setting changes the loss curve."""
 
@@ -210,7 +210,7 @@ class MachineConfig:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveConfig:
     """When to save checkpoints, and which to keep.
 
@@ -238,7 +238,7 @@ class SaveConfig:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """How often to measure the validation loss and multiple-choice scores, and on what."""
 
@@ -269,7 +269,7 @@ class EvalConfig:
     tasks_limit: int = config_field(0, "examples per task, from the first; 0: all", low=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """Text generated during training."""
 
@@ -282,7 +282,7 @@ class SampleConfig:
     num_samples: int = config_field(1, "samples each time", low=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What to log, and how often."""
 
@@ -294,7 +294,7 @@ class LogConfig:
     sinks: str = config_field("", "also log to tensorboard, wandb, trackio (comma-separated)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Every setting of a run."""
 

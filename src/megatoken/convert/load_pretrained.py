@@ -33,7 +33,7 @@ from megatoken.system.object_store import is_address
 READ_CONTENT = {"nanogpt": nanogpt.read_content, "nanochat": nanochat.read_content}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
     """A model on the CPU in fp32, its tokenizer, and the name to use for it in messages."""
 

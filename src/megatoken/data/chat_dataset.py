@@ -53,7 +53,7 @@ ROW_OBJECTIVES = ("dpo", "kto", "reward", "grpo", "ppo")
 Marks = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatRows:
     """The rows of one split.
 

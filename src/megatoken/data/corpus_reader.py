@@ -35,7 +35,7 @@ class ReadPosition(NamedTuple):
     split: str = ""  # split of a long document that continues here; "" between documents
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
     """Segments to encode together."""
 

@@ -31,7 +31,7 @@ FIX_ROW = "fix it, or skip bad rows and documents with --invalid skip"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrepareOptions:
     """How to turn bytes into documents, and how to divide documents into train and val."""
 
@@ -41,7 +41,7 @@ class PrepareOptions:
     split_points: SplitPoints = "nowhere"  # the tokenizer's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """Consecutive documents of a file, or a part of one long document."""
 
@@ -53,7 +53,7 @@ class Segment:
     data: bytes
 
 
-@dataclass(slots=True)
+@dataclass
 class Encoded:
     """Token ids of a chunk, with <|endoftext|> before each document that begins in it.
 

@@ -27,7 +27,7 @@ TALK_EVERY = 8  # one conversation in this many begins with small talk
 LONGEST = 3  # most problems in a conversation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exercise:
     """A question, its answer, and a key that is the same for all wordings."""
 

@@ -16,7 +16,7 @@ _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d
 _SMALLEST_SHARE = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A dataset in a mixture, and its share of the training sequences, 0 to 1."""
 
@@ -29,7 +29,7 @@ class Part:
         return str(self.dataset.path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mixture:
     """Datasets with the same tokenizer. train: the training tokens of all parts, end to end."""
 

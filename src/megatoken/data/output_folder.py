@@ -33,7 +33,7 @@ from megatoken.system.file_lock import LOCK, OWNER, lock_folder
 _ANOTHER_OUT = "choose another --out or delete the folder"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrepareResult:
     """Summary of a prepared dataset."""
 

@@ -42,7 +42,7 @@ MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
     """Progress of a preparation.
 

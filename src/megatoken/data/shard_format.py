@@ -39,7 +39,7 @@ _FINGERPRINT = slice(32, 64)
 RESTORE = "restore it from a copy or prepare the dataset again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Shard:
     """A row of the manifest: a file and the hashes of its content."""
 
@@ -50,7 +50,7 @@ class Shard:
     header: str  # xxh3_64 hex of the 1,024 header bytes; "" if external
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The tokenizer, token type, documents and shards of a dataset, and how they were made."""
 
@@ -70,7 +70,7 @@ class Manifest:
         return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """The fields of a shard's header."""
 

@@ -40,7 +40,7 @@ FOREACH_BYTES = 67  # per parameter, for AdamW on lists of tensors instead of in
 FOREACH_LAUNCHES = 900
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """Cost coefficients of a training step that is eager, compiled, or eager with fused kernels.
 
@@ -63,7 +63,7 @@ class Program:
 PROGRAMS = {name: Program(**row) for name, row in _TABLE["programs"].items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a training step is computed.
 
@@ -98,7 +98,7 @@ class Layout:
         return 4 / 3 if self.checkpointing == "block" else 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The seconds of one step, by kind of work.
 

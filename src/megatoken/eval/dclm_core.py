@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[Row], Example]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CoreTask:
     """A task of CORE. baseline: accuracy of random answers in percent."""
 

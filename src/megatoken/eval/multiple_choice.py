@@ -27,7 +27,7 @@ from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EncodedExample:
     """An `Example` as token ids.
 
@@ -43,7 +43,7 @@ class EncodedExample:
     cut: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExampleResult:
     """The choice predicted under each score, or None for a score that the task does not have.
 

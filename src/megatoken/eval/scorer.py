@@ -39,7 +39,7 @@ class ScoredSequence(NamedTuple):
     n_targets: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Tree:
     """The prefix tree of S sequences.
 

@@ -26,7 +26,7 @@ CORE = "core"  # as in --tasks core: the tasks of a bundle (eval/dclm_core.py)
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Example:
     """One prompt per choice, and the index of the correct choice. A single choice is a cloze.
 

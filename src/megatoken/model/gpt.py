@@ -63,7 +63,7 @@ from megatoken.system.torch_compat import mark_dynamic
 INIT_STD = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TreeMask:
     """Positions and attention mask of rows that are not just one sequence.
 

@@ -17,7 +17,7 @@ FP32 = 4  # bytes
 LOSS_CHUNK = {"cpu": 1024, "mps": 4096, "cuda": 4096}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
     """Memory of a micro-batch in bytes, when its loss is computed and at the end of its backward.
 

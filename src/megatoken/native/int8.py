@@ -18,7 +18,7 @@ MOST_ROWS = 16  # of x; with more, as in a prompt, the weights are converted to 
 LARGEST = 127
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Int8Matrix:
     """A weight (O, I) as integers from -127 to 127 and an fp32 scale for each row (O,)."""
 

@@ -59,7 +59,7 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
     return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswerScorer:
     """Computes scores of rows with a full model, in micro-batches, without gradients or dropout.
 

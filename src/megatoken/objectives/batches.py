@@ -20,7 +20,7 @@ from megatoken.system.device import Device
 Poll = Callable[[], None]  # called between batches; raises StopRequested on all ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
     """Sampled answers, whose tokens are the targets.
 
@@ -36,7 +36,7 @@ class RolloutBatch(Batch):
     returns_BT: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(Batch):
     """Pairs of answers: ids and targets are (B, 2, T), with the chosen answer first.
 
@@ -78,7 +78,7 @@ class Policy(Protocol):
         """Yield (name, tensor) of the unsharded fp32 weights on rank 0; nothing on other ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Learner:
     """What a batch source needs from a training run.
 

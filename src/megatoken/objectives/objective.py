@@ -39,7 +39,7 @@ def build_objective(config: ObjectiveConfig, loss_chunk: int) -> Objective | Non
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PolicyObjective:
     """GRPO and PPO: the clipped policy loss, with a KL penalty (GRPO) or a value loss (PPO)."""
 
@@ -87,7 +87,7 @@ class PolicyObjective:
         return {"loss": (losses * mask).sum(), **sums}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreferenceObjective:
     """DPO and reward models: the pairwise loss of two answers. KTO: the loss of rated answers."""
 

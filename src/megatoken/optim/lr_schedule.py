@@ -7,7 +7,7 @@ from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.schema import END_DECAYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """Linear warm-up to `peak_lr`, then a decay to `min_lr_ratio * peak_lr`.
 

@@ -53,7 +53,7 @@ class Matrices(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WholeMatrices:
     """`Matrices` of a single process, without communication.
 

@@ -23,7 +23,7 @@ from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matr
 ParamGroup = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """How to build an optimizer, and what the rest of the system must know about it.
 

@@ -35,7 +35,7 @@ SPARE_TOKENS = 256  # most tokens by which a row of the cache grows at once
 UNBOUNDED = 2**62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """A prompt to continue. It must not be empty: to start a document, pass the end-of-text id.
 
@@ -81,7 +81,7 @@ class Token(NamedTuple):
     cached: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class Completion:
     """The result of a request. `ids` excludes the stop id; `logprobs` has an entry for it."""
 
@@ -91,7 +91,7 @@ class Completion:
     stop_id: int | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Row:
     key: int
     request: Request

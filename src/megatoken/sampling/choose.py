@@ -14,7 +14,7 @@ from torch import Tensor
 from megatoken.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
     """How to continue a prompt. Raises ConfigError for a value out of range.
 

@@ -15,7 +15,7 @@ from megatoken.system.device import Device
 ANSWER_SHARE = 4  # reserve at most 1/4 of the context for the answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """An answer of the model. ids: its tokens, without the stop token."""
 
@@ -25,7 +25,7 @@ class Answer:
     finish_reason: Literal["stop", "length", "interrupted"]
 
 
-@dataclass(slots=True)
+@dataclass
 class Conversation:
     """A conversation. Answer number n is sampled with seed `sampling.seed` + n.
 

@@ -128,7 +128,7 @@ def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckKey:
     """Middleware that refuses requests without the API key."""
 
@@ -142,7 +142,7 @@ class CheckKey:
         await self.app(scope, receive, send)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CountRequests:
     """Middleware that counts the API's requests by status."""
 

@@ -55,7 +55,7 @@ class Job:
         return token
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Sequence:
     job: Job
     number: int  # of the request

@@ -142,7 +142,7 @@ class CompletionRequest(CommonRequest):
     echo: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """The model as clients see it.
 
@@ -169,7 +169,7 @@ class ServedModel:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParsedRequest:
     """A validated and encoded body.
 

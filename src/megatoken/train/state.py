@@ -37,7 +37,7 @@ from megatoken.train.spikes import RecentSteps
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainState:
     """Weights, optimizer state and step number of a run.
 
@@ -182,7 +182,7 @@ class TrainState:
         return [(self.sharded.trained[name], local) for name, local in self.sharded.updated.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """The settings of a run's steps, with all durations converted to steps.
 

@@ -47,7 +47,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 FIX = "use GPT-2, LLaMA, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 or Gemma 3 (text)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model type of transformers, and how its names map to megatoken's.
 

@@ -16,7 +16,7 @@ from megatoken.native.block import FusedBlock
 from megatoken.native.products import linear as native_linear
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockKernels:
     """An implementation of each operation of a block.
 
