@@ -155,21 +155,14 @@ class Console:
 
         left: how many columns, counted from the first, to align on the left; others on the right.
         """
-        for line in self.align(rows, left):
-            self.print(line)
-
-    def align(self, rows: Sequence[Sequence[str]], left: int) -> list[str]:
-        """Return the lines of a table with aligned columns. left: as in `table`."""
         cells = [[spell_controls(cell).replace("\n", " ") for cell in row] for row in rows]
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-        lines = []
         for row in cells:
             padded = []
             for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
                 padding = " " * (width - cell_len(cell))
                 padded.append(cell + padding if index < left else padding + cell)
-            lines.append("  ".join(padded).rstrip())
-        return lines
+            self.print("  ".join(padded).rstrip())
 
     def rule(self, title: str = "") -> None:
         """Print a horizontal line that begins with a title."""

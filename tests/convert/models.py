@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, processors
 
-from megatoken.checkpoint.save import save_state
+from megatoken.checkpoint.save import AsyncSave
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.llmc import write_llmc
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
@@ -156,13 +156,13 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
     (tokenizer or byte_tokenizer()).save(folder / "tokenizer")
     (folder / "config.yaml").touch()
     state = build_state(model, tiny_config(), CPU)
-    return save_state(
+    return AsyncSave(
         folder / "checkpoints",
         state,
         config=folder / "config.yaml",
         tokenizer=folder / "tokenizer",
         meta={},
-    )
+    ).finish()
 
 
 def read_fields(table: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ All of it runs in four processes that are started once and write their results t
 """
 
 import gc
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,8 @@ from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, TensorReader, co
 from megatoken.config.model_config import ModelConfig
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import ParallelDims, build_dims, count_state_bytes
+from megatoken.distributed.memory import count_state_bytes
+from megatoken.distributed.parallel_dims import ParallelDims, build_dims
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import set_attention
@@ -191,8 +191,7 @@ def measure_memory(dims: ParallelDims, comm: Comm) -> dict[str, int]:
     state.forward = record
     forward_backward(state, two_micro_batches(dims), CPU, local_batch(0, dims))
     gc.unfreeze()
-    parameters = sum(math.prod(size) for size in state.sharded.full_shapes.values())
-    expected = count_state_bytes(dims, parameters, parameters, 8 * parameters, "fp32")
+    expected = count_state_bytes(dims, state.model.config, "adamw", "fp32")
     return {"measured": live[1], "expected": expected}
 
 

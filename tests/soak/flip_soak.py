@@ -20,7 +20,7 @@ from pathlib import Path
 from megatoken.checkpoint.commit import commit, find_newest, step_folder
 from megatoken.checkpoint.load import load_checkpoint_model
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import copy_tensors, save_state
+from megatoken.checkpoint.save import AsyncSave, copy_tensors
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
@@ -42,9 +42,9 @@ def write_runs(folder: Path) -> dict[str, Path]:
     files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
     roots = {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
     for steps in STEPS:
-        saved = save_state(
+        saved = AsyncSave(
             roots["whole"], trained(steps), **files, meta={"tokenizer": tokenizer.fingerprint}
-        )
+        ).finish()
         ranks = [shard(trained(steps, "adamw"), "adamw", rank, RANKS) for rank in range(RANKS)]
         for rank in ranks:  # an optimizer of its own: one step gives it its state
             for parameter in rank.sharded.local_params.values():

@@ -74,10 +74,10 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path, ke
     resume = "free" if by_content else resume_class(key)
     for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
         if not refused:
-            check_changes([change], tmp_path, allow_changes=allow, allowed=())
+            check_changes([change], tmp_path, allow_changes=allow, extends=False)
             continue
         with pytest.raises(ConfigError) as error:
-            check_changes([change], tmp_path, allow_changes=allow, allowed=())
+            check_changes([change], tmp_path, allow_changes=allow, extends=False)
         assert str(change) in str(error.value)
         assert ("--allow-changes" in str(error.value)) == (resume == "guarded")
 

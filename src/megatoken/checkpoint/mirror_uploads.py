@@ -26,10 +26,11 @@ class MirrorUploads:
     step: the checkpoint being uploaded, or None.
     """
 
-    def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
+    def __init__(self, run: Path, address: str, **rules: int) -> None:
+        """Upload to `address`. rules: keep_last and keep_every, as in `update_mirror`."""
         self._run = run
         self._address = address
-        self._rules = {"keep_last": keep_last, "keep_every": keep_every}
+        self._rules = rules
         self._child: Child | None = None
         self._lines: list[str] = []
         self._is_waiting = False

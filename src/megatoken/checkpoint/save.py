@@ -161,13 +161,6 @@ class AsyncSave:
             discard(draft)
 
 
-def save_state(
-    root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
-) -> Path:
-    """Save the state as a committed checkpoint under `root`, and return its folder."""
-    return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
-
-
 def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
     """Copy the tensors that this rank has to write, and return writers of its files by name.
 

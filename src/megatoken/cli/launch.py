@@ -10,7 +10,7 @@ from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.console import Console
 from megatoken.errors import ConfigError
-from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_job, name_job, write_script
+from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_batch, name_job, write_script
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, storage_errors
 from megatoken.system.object_store import run_folder
@@ -53,7 +53,9 @@ def run(options: Namespace, console: Console) -> Result:
     given["name"] = name_job(resolved.name)
     given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *options.overrides]
     job = Job(**given)
-    check_job(job, resolved.config)
+    if min(job.nodes, job.nproc) < 1:
+        raise ConfigError("a job needs processes", "--nodes, --nproc", "give at least 1")
+    check_batch(resolved.config, job.nodes, job.nproc, "--nodes, --nproc")
     script = redact(write_script(options.engine, job))
     if options.write:
         write_file(options.write, script)

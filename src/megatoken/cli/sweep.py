@@ -30,7 +30,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.machine import cpu_count
-from megatoken.system.metrics_log import METRICS, STATUS, LogPosition, read_new_rows
+from megatoken.system.metrics_log import METRICS, START, STATUS, read_new_rows
 
 HELP = "search settings by short runs"
 EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
@@ -247,7 +247,7 @@ class TrialLosses:
         self.is_pruned = False
         self._trial = trial
         self._folder = folder
-        self._position = LogPosition()
+        self._position = START
         self._step = 0
 
     def update(self) -> bool:

@@ -27,7 +27,7 @@ from megatoken.errors import ConfigError, MegatokenError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file
 from megatoken.system.file_lock import LockedError, lock_folder
-from megatoken.system.metrics_log import METRICS, STATUS, LogPosition, Row, read_new_rows
+from megatoken.system.metrics_log import METRICS, START, STATUS, Row, read_new_rows
 
 HELP = "send the metrics of a run to tensorboard, wandb or trackio"
 EXAMPLE = "megatoken sync runs/mine --to tensorboard"
@@ -181,7 +181,7 @@ def send_rows(run: Path, name: str, *, follow: bool) -> int:
     path = run / "sync" / f"{name}.json"
     state = {"sent": {}, **read_object(path)}
     sink = OPENERS[name](run, state)
-    position = LogPosition()
+    position = START
     count = 0
     try:
         while True:

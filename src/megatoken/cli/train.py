@@ -27,7 +27,7 @@ from megatoken.system.atomic_write import local_path
 from megatoken.system.environment import heartbeat_file
 from megatoken.system.object_store import run_folder
 from megatoken.system.process import at_parent_death
-from megatoken.train.run_folder import BUDGET_KEYS, find_changes
+from megatoken.train.run_folder import find_changes
 
 HELP = "train a recipe, or resume a run"
 EXAMPLE = "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3"
@@ -74,8 +74,8 @@ def run(options: Namespace, console: Console) -> Result:
         check_init(options.recipe, resolved.config, out)
         dist_env = read_dist_env()
         if dist_env.world_size == 1:  # before torch is loaded and ranks are started
-            allowed = BUDGET_KEYS if options.extend else ()
-            find_changes(out, resolved.config, allow_changes=options.allow_changes, allowed=allowed)
+            extends = options.extend is not None
+            find_changes(out, resolved.config, allow_changes=options.allow_changes, extends=extends)
         code = launch_ranks(options, options.restarts, resolved.config)
         if code is not None:
             return Result(convert_stop(code, options.ending), None)

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ExitCode, MegatokenError, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
@@ -109,8 +110,11 @@ class Comm:
 
 
 @contextmanager
-def peer_errors(dist_env: DistEnv) -> Iterator[None]:
-    """Convert torch's errors about a lost process to PeerError; let other errors through."""
+def peer_errors(dist_env: DistEnv | ParallelDims) -> Iterator[None]:
+    """Convert torch's errors about a lost process to PeerError; let other errors through.
+
+    dist_env: whose rank and world size the error names.
+    """
     try:
         yield
     except RuntimeError as error:

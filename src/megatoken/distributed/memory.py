@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import (
-    SIMPLEST_FIRST,
-    ParallelDims,
-    build_dims,
-    check_dims,
-    count_state_bytes,
-)
+from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
 from megatoken.model.flops import (
     count_block_parameters,
     count_padded_parameters,
@@ -115,6 +109,27 @@ def estimate_memory(
     )
 
 
+def count_state_bytes(
+    dims: ParallelDims, model: ModelConfig, optimizer: str, precision: str
+) -> int:
+    """Return the bytes of weights, gradients and optimizer state in one process.
+
+    The result is approximate if tensors do not divide evenly among ranks.
+
+    precision: of gathered copies of sharded weights; the weights themselves and gradients are fp32.
+    """
+    tp_params = count_padded_parameters(model) // dims.tp_size
+    local_params = tp_params // dims.dp_shard
+    weights = FP32 * local_params
+    if dims.sharding in ("zero1", "zero2"):
+        weights += (FP32 if precision == "fp32" else 2) * tp_params
+    gradients = FP32 * count_trained_parameters(model) // dims.tp_size
+    if dims.sharding not in ("none", "zero1"):
+        gradients //= dims.dp_shard
+    optimizer_bytes = count_optimizer_bytes(optimizer, model)
+    return weights + gradients + optimizer_bytes // dims.tp_size // dims.dp_shard
+
+
 def choose_dims(
     machine: MachineConfig,
     model: ModelConfig,
@@ -135,34 +150,25 @@ def choose_dims(
     """
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, machine.tensor_parallel, dist_env)
-        if not memory_bytes or _fits(machine, model, dims, precision, memory_bytes, optimizer):
+        if not memory_bytes:
+            break
+        if machine.micro_batch == "auto":
+            needed = count_state_bytes(dims, model, optimizer, precision) / STATE_SHARE
+        else:
+            memory = estimate_memory(
+                model,
+                dims,
+                precision=precision,
+                micro_batch=machine.micro_batch,
+                accumulates=True,
+                checkpointing=machine.activation_checkpointing,
+                loss_chunk=LOSS_CHUNK["cuda"]
+                if machine.loss_chunk == "auto"
+                else machine.loss_chunk,
+                optimizer=optimizer,
+            )
+            needed = memory.total_bytes / USABLE
+        if needed <= memory_bytes:
             break
     check_dims(dims, model)
     return dims
-
-
-def _fits(
-    machine: MachineConfig,
-    model: ModelConfig,
-    dims: ParallelDims,
-    precision: str,
-    memory_bytes: int,
-    optimizer: str,
-) -> bool:
-    if machine.micro_batch == "auto":
-        n_params = count_padded_parameters(model)
-        optimizer_bytes = count_optimizer_bytes(optimizer, model)
-        n_trained = count_trained_parameters(model)
-        state_bytes = count_state_bytes(dims, n_params, n_trained, optimizer_bytes, precision)
-        return state_bytes <= STATE_SHARE * memory_bytes
-    memory = estimate_memory(
-        model,
-        dims,
-        precision=precision,
-        micro_batch=machine.micro_batch,
-        accumulates=True,
-        checkpointing=machine.activation_checkpointing,
-        loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
-        optimizer=optimizer,
-    )
-    return memory.total_bytes <= USABLE * memory_bytes

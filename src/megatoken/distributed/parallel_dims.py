@@ -18,7 +18,6 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
-from megatoken.model.memory import FP32
 
 SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
 
@@ -91,27 +90,6 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
         tp_size=tp_size,
         rank=dist_env.rank,
     )
-
-
-def count_state_bytes(
-    dims: ParallelDims, n_params: int, n_trained: int, optimizer_bytes: int, precision: str
-) -> int:
-    """Return the bytes of weights, gradients and optimizer state in one process.
-
-    The result is approximate if tensors do not divide evenly among ranks.
-
-    n_params, n_trained, optimizer_bytes: totals of the unsharded model.
-    precision: of gathered copies of sharded weights; the weights themselves and gradients are fp32.
-    """
-    tp_params = n_params // dims.tp_size
-    local_params = tp_params // dims.dp_shard
-    weights = FP32 * local_params
-    if dims.sharding in ("zero1", "zero2"):
-        weights += (FP32 if precision == "fp32" else 2) * tp_params
-    gradients = FP32 * n_trained // dims.tp_size
-    if dims.sharding not in ("none", "zero1"):
-        gradients //= dims.dp_shard
-    return weights + gradients + optimizer_bytes // dims.tp_size // dims.dp_shard
 
 
 def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.distributed.comm import peer_errors
-from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, local_slice
 from megatoken.distributed.tensor_slice import Range, TensorSlice
@@ -137,7 +136,7 @@ class ReplicatedMatrices:
         ):
             target.copy_(result)
         received = sent.new_empty(len(sizes), len(sent))
-        with peer_errors(_dist_env(self._dims)):
+        with peer_errors(self._dims):
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
         for flat, indices in zip(received, self._by_rank, strict=True):
             for index, result in zip(indices, self._split(flat, indices, matrices), strict=True):
@@ -235,7 +234,7 @@ class ShardedMatrices:
         flat_sources = [tensor.reshape(-1) for tensors in sources for tensor in tensors]
         sent = torch.cat([empty, *flat_sources])
         received = self._empty((sum(received_bytes) // empty.element_size(),))
-        with peer_errors(_dist_env(self._dims)):
+        with peer_errors(self._dims):
             dist.all_to_all_single(
                 received.view(torch.uint8), sent.view(torch.uint8), received_bytes, sent_bytes
             )
@@ -254,8 +253,3 @@ def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> lis
     sender = matrix.owner if slices[matrix.owner] == local else slices.index(local)
     full = TensorSlice((matrix.rows,), (0, matrix.columns))
     return [Part(matrix, *overlap, sender) for overlap in full.overlaps(local)]
-
-
-def _dist_env(dims: ParallelDims) -> DistEnv:
-    """Return an environment with rank and world size, for error messages."""
-    return DistEnv(rank=dims.rank, world_size=dims.world_size)

@@ -95,14 +95,7 @@ class Job:
     namespace: str = ""
 
 
-def check_job(job: Job, config: Config) -> None:
-    """Raise ConfigError for a job that would fail once the scheduler starts it."""
-    if min(job.nodes, job.nproc) < 1:
-        raise ConfigError("a job needs processes", "--nodes, --nproc", "give at least 1")
-    check_batch(config, job.nodes, job.nproc)
-
-
-def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, --nproc") -> None:
+def check_batch(config: Config, nodes: int, nproc: int, where: str) -> None:
     """Raise ConfigError if the batch does not divide among the data-parallel processes.
 
     nproc: number of processes per node. where: option to name in the error.

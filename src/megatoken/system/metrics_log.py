@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -264,15 +263,9 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, Row]:
     return rows
 
 
-@dataclass(frozen=True)
-class LogPosition:
-    """A position in a run's metrics.jsonl.
-
-    inode: identifies the file, because a resume may replace it.
-    """
-
-    inode: int = 0
-    offset: int = 0
+# A position in a metrics.jsonl: the inode, because a resume may replace the file, and the offset.
+LogPosition = tuple[int, int]
+START: LogPosition = (0, 0)
 
 
 def read_new_rows(run: Path, position: LogPosition) -> tuple[list[Row], LogPosition]:
@@ -283,12 +276,12 @@ def read_new_rows(run: Path, position: LogPosition) -> tuple[list[Row], LogPosit
     """
     with (run / METRICS).open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino
-        start = position.offset if inode == position.inode else 0
+        start = position[1] if inode == position[0] else 0
         file.seek(start)
         complete = file.read().rpartition(b"\n")[0]
     end = start + len(complete) + 1 if complete else start
     rows = [parse_row(line) for line in complete.splitlines()]
-    return [row for row in rows if row is not None], LogPosition(inode, end)
+    return [row for row in rows if row is not None], (inode, end)
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -59,11 +59,6 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def declare_found_inf(optimizer: torch.optim.Optimizer) -> None:
-    """Make `supports_found_inf` return True for an optimizer."""
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-
 def follow_found_inf(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Make `supports_found_inf` return the same for an optimizer as for its `inner` optimizer."""
     optimizer._step_supports_amp_scaling = supports_found_inf(inner)  # type: ignore[attr-defined]

@@ -109,7 +109,12 @@ def validate(run: Run, poll: Poll) -> None:
         text = f"held out: {', '.join(values)}"
     else:
         row = _validate_text(run, poll)
-        text = _describe_text_loss(row)
+        text = f"validation loss {row['loss']:.4f}"
+        if math.isfinite(row["bits_per_byte"]):
+            text += f", {row['bits_per_byte']:.4f} bits per byte"
+        text += f" over {row['target_tokens']:,} tokens"
+        for name, values in row.get("sources", {}).items():
+            text += f", {name} {values['loss']:.4f}"
     run.progress.val_losses[step] = row["loss"]
     run.log.write("val", **row)
     run.console.print(f"step {step}: {text}")
@@ -137,16 +142,6 @@ def _validate_text(run: Run, poll: Poll) -> dict[str, Any]:
         "target_tokens": sum(values["target_tokens"] for values in sources.values()),
         "sources": sources,
     }
-
-
-def _describe_text_loss(row: dict[str, Any]) -> str:
-    text = f"validation loss {row['loss']:.4f}"
-    if math.isfinite(row["bits_per_byte"]):
-        text += f", {row['bits_per_byte']:.4f} bits per byte"
-    text += f" over {row['target_tokens']:,} tokens"
-    for name, values in row.get("sources", {}).items():
-        text += f", {name} {values['loss']:.4f}"
-    return text
 
 
 def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:

@@ -227,7 +227,15 @@ def pick(seconds: Mapping[str, float], margin: float) -> str:
 def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device) -> None:
     """Raise ConfigError if kernels that the config asks for cannot run on this device."""
     if machine.attention in CUDA_ONLY:
-        _check_attention(config, machine.attention, device)
+        shape = 1, config.n_head, 16, config.d_head
+        q = torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
+        k = q[:, : config.kv_heads]
+        attention = ATTENTION[machine.attention]
+        compute = partial(attention, q, k, k, mask=None, causal=True, dropout=None)
+        if device.type != "cuda" or _find_error(compute):
+            heads = f"heads of {config.d_head} in {device.precision}"
+            what = f"no {machine.attention} attention for {heads} on {device.name}"
+            raise ConfigError(what, "machine.attention", "use auto")
     for key in ("attention", "gemm_backend", "adamw"):
         if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
@@ -238,19 +246,6 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
     ):
         what = f"FP8 needs bf16, an NVIDIA GPU since Ada, and widths divisible by {MULTIPLE}"
         raise ConfigError(what, "machine.fp8", "set it to off")
-
-
-def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
-    """Raise ConfigError if the attention `form` cannot run with these heads on this device."""
-    heads = torch.zeros(
-        1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device
-    )
-    q, k = heads, heads[:, : config.kv_heads]
-    compute = partial(ATTENTION[form], q, k, k, mask=None, causal=True, dropout=None)
-    if device.type != "cuda" or _find_error(compute):
-        heads_text = f"heads of {config.d_head} in {device.precision}"
-        what = f"no {form} attention for {heads_text} on {device.name}"
-        raise ConfigError(what, "machine.attention", "use auto")
 
 
 def _time_in_memory(

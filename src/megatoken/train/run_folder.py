@@ -1,6 +1,5 @@
 """Name the files in a run folder, and check whether a run may use a folder. No torch."""
 
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,7 @@ LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # files of a failed start
 
 
 def find_changes(
-    out: Path, config: Config, *, allow_changes: bool = False, allowed: Collection[str] = ()
+    out: Path, config: Config, *, allow_changes: bool = False, extends: bool = False
 ) -> list[Change]:
     """Return the settings in which `config` differs from the newest valid checkpoint in `out`.
 
@@ -28,8 +27,7 @@ def find_changes(
     folder holds something that is not a run, or if a setting differs that a resume must not change.
     Raises StorageError if the folder cannot be read.
 
-    allow_changes: whether guarded settings may change. allowed: keys of guarded settings that may
-    change even if allow_changes is False.
+    allow_changes: whether guarded settings may change. extends: whether the budget may change.
     """
     with storage_errors(out, what=UNUSABLE, fix=OTHER_FOLDER):
         root = out / CHECKPOINTS
@@ -48,16 +46,15 @@ def find_changes(
         with suppress(DamagedError):
             verify(folder, hashes=lambda name: name == CONFIG)  # RUN's may be edited or lost
             changes = list_changes(resolve(str(folder / CONFIG)).config, config)
-            check_changes(changes, out, allow_changes=allow_changes, allowed=allowed)
+            check_changes(changes, out, allow_changes=allow_changes, extends=extends)
             return changes
     return []
 
 
-def check_changes(
-    changes: list[Change], out: Path, *, allow_changes: bool, allowed: Collection[str]
-) -> None:
+def check_changes(changes: list[Change], out: Path, *, allow_changes: bool, extends: bool) -> None:
     """Raise ConfigError if a change is of the class `fatal`, or is `guarded` and not allowed."""
     refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
+    allowed = BUDGET_KEYS if extends else ()
     differences = [str(c) for c in changes if c.resume in refused and c.key not in allowed]
     if not differences:
         return

@@ -8,8 +8,8 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from megatoken import __version__
 from megatoken.checkpoint.commit import count_needed_bytes, list_steps, list_surplus
 from megatoken.config.load import Change, ResolvedConfig, render
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, MachineConfig
-from megatoken.console import Console, format_quantity
+from megatoken.config.schema import Config
+from megatoken.console import format_quantity
 from megatoken.data.chat_dataset import (
     OBJECTIVE_DATA,
     ROW_OBJECTIVES,
@@ -32,18 +32,16 @@ from megatoken.data.chat_dataset import (
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture, count_rows, load_mixture
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.memory import choose_dims
+from megatoken.distributed.memory import choose_dims, count_state_bytes
 from megatoken.distributed.parallel_dims import (
     ParallelDims,
     build_dims,
     check_dims,
-    count_state_bytes,
     disable_unsupported,
 )
 from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import read_tasks
-from megatoken.model.flops import count_padded_parameters, count_trained_parameters
-from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
+from megatoken.optim.costs import count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.device import with_peak
@@ -60,20 +58,19 @@ MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may en
 
 
 def check_folder(
-    context: RunContext, config: Config, *, allow_changes: bool, allowed: Sequence[str]
+    context: RunContext, config: Config, *, allow_changes: bool, extends: bool
 ) -> list[Change]:
     """Check that the run folder can be used, and fetch a checkpoint if only the mirror has one.
 
     Returns the settings that changed since the last start. Raises what `find_changes` and
     `fetch_from_mirror` raise.
 
-    allow_changes, allowed: as in `find_changes`.
+    allow_changes, extends: as in `find_changes`.
     """
     out = context.out
-    changes = find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
-    if not fetch_from_mirror(config.save.mirror, context):
-        return changes
-    return find_changes(out, config, allow_changes=allow_changes, allowed=allowed)
+    find = partial(find_changes, out, config, allow_changes=allow_changes, extends=extends)
+    changes = find()
+    return find() if fetch_from_mirror(config.save.mirror, context) else changes
 
 
 def open_log(out: Path, comm: Comm) -> MetricsLogger:
@@ -138,7 +135,10 @@ def _open_loader(config: Config, dataset: Mixture, comm: Comm) -> DataLoader:
         raise ConfigError("a mixture must be shuffled", "data.order", fix)
     dims = build_dims("none", config.machine.tensor_parallel, comm.dist_env)
     check_dims(dims, config.model)
-    marks = _open_marks(config, dataset)
+    marks: Marks | None = None
+    if OBJECTIVE_DATA[config.objective.name] != "text":
+        rows = [open_rows(part.dataset, "train") for part in dataset.parts]
+        marks = np.concatenate([part_rows.marks for part_rows in rows])
     masks_documents = config.data.document_mask and marks is None
     return DataLoader(
         dataset.train,
@@ -167,13 +167,6 @@ def _check_data_kind(config: Config, dataset: Mixture) -> None:
             what = f"its rows have {row_tokens:,} tokens, model.seq_len is {seq_len:,}"
             fix = f"prepare it with --context {seq_len}, or set model.seq_len={row_tokens}"
             raise DataError(what, part.name, fix)
-
-
-def _open_marks(config: Config, dataset: Mixture) -> Marks | None:
-    """Return the per-token marks of conversations in the training split, or None for plain text."""
-    if OBJECTIVE_DATA[config.objective.name] == "text":
-        return None
-    return np.concatenate([open_rows(part.dataset, "train").marks for part in dataset.parts])
 
 
 def _find_document_start(dataset: Mixture) -> int:
@@ -240,25 +233,19 @@ def choose_layout(
     memory_bytes = context.comm.broadcast_from_rank0(device.memory_bytes(env.local_world_size))
     optimizer = config.optim.name
     dims = choose_dims(config.machine, model_config, device.precision, memory_bytes, env, optimizer)
-    n_params = count_padded_parameters(model_config)
-    optimizer_bytes = count_optimizer_bytes(optimizer, model_config)
-    n_trained = count_trained_parameters(model_config)
-    needed = count_state_bytes(dims, n_params, n_trained, optimizer_bytes, device.precision)
+    needed = count_state_bytes(dims, model_config, optimizer, device.precision)
     if 0 < MEMORY_MARGIN * memory_bytes < needed:
         what = (
             f"weights, gradients and moments need {format_quantity(needed, 'B')} per process, "
             f"available: {format_quantity(memory_bytes, 'B')}"
         )
         raise ConfigError(what, "model", "choose a smaller model, or split it: docs/scaling-up.md")
-    return replace(config, machine=_disable_unsupported(config, dims, context.console)), dims
-
-
-def _disable_unsupported(config: Config, dims: ParallelDims, console: Console) -> MachineConfig:
-    machine = disable_unsupported(config.machine, dims)
-    if machine.deterministic and not dims.is_unsharded:
+    if config.machine.deterministic and not dims.is_unsharded:
         what = "machine.deterministic: a split model sums gradients in an order that depends on"
-        console.warn(f"{what} the ranks; machine.sharding=none and tensor_parallel=1 do not")
-    return machine
+        context.console.warn(
+            f"{what} the ranks; machine.sharding=none and tensor_parallel=1 do not"
+        )
+    return replace(config, machine=disable_unsupported(config.machine, dims)), dims
 
 
 def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:

@@ -44,7 +44,6 @@ from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Callback, Progress, Run, RunContext, RunLog, RunPlan
-from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, call_actions, report_early_stop, report_end
@@ -175,7 +174,7 @@ class Trainer:
                 context,
                 resolved.config,
                 allow_changes=self.allow_changes,
-                allowed=BUDGET_KEYS if self.extend else (),
+                extends=self.extend is not None,
             )
         )
         check_sinks(resolved.config.log.sinks)
