@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
@@ -49,7 +50,9 @@ def run(options: Namespace, console: Console) -> Result:
     check_init(options.recipe, resolved.config, out)
     translated = {name: getattr(options, name) for name in TRANSLATED}
     recipe = [f"--{name}={value}" for name, value in translated.items() if value]
-    given = {field.name: getattr(options, field.name, None) for field in fields(Job)}
+    given: dict[str, Any] = {
+        field.name: getattr(options, field.name, None) for field in fields(Job)
+    }
     given["name"] = name_job(resolved.name)
     given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *options.overrides]
     job = Job(**given)
