@@ -2,7 +2,7 @@
 
     python -m benchmarks.hash_cost --rounds 15
 
-A GPT of 42 million parameters with its AdamW state, about 500 MB, is saved by `save_state` and
+A GPT of 42 million parameters with its AdamW state, about 500 MB, is saved by `AsyncSave` and
 loaded by `verify` and `restore_state`, from the page cache (warm) and from the disk (cold). The
 same calls without hashing are interleaved. Prints one JSON line: median seconds with hashes, and
 the median over rounds of 1 - without / with. Writes vary by more than that, so `waits` is the
@@ -28,7 +28,7 @@ from megatoken.checkpoint import commit, manifest
 from megatoken.checkpoint.commit import discard
 from megatoken.checkpoint.load import restore_state
 from megatoken.checkpoint.manifest import read_manifest, verify
-from megatoken.checkpoint.save import save_state
+from megatoken.checkpoint.save import AsyncSave
 from megatoken.config.model_config import ModelConfig
 from tests.tiny_model import tiny_state
 
@@ -119,9 +119,9 @@ def main() -> None:
                 if not is_hashing:
                     patch.setattr(commit, "hash_file", lambda *_: "")
                 start = time.perf_counter()
-                folder = save_state(
+                folder = AsyncSave(
                     root / "checkpoints", state, config=config, tokenizer=tokenizer, meta={}
-                )
+                ).finish()
                 seconds = time.perf_counter() - start
             late = [
                 max(0.0, end - ends["sync_file"][path]) for path, end in ends["hash_file"].items()

@@ -18,7 +18,7 @@ from megatoken.checkpoint import save as checkpoint_save
 from megatoken.checkpoint.commit import commit, prune
 from megatoken.checkpoint.load import describe_optimizer, load_checkpoint_model, restore_state
 from megatoken.checkpoint.manifest import CheckpointManifest, VerifiedFile, verify
-from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
+from megatoken.checkpoint.save import AsyncSave, copy_tensors
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
@@ -81,7 +81,8 @@ def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
     (folder / "tokenizer").mkdir(exist_ok=True, parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     (folder / "config.yaml").write_text("version: 2\n")
-    saved = save_state(folder / "checkpoints", state, **files_of(folder), meta={"dataset": "d"})
+    copies = files_of(folder)
+    saved = AsyncSave(folder / "checkpoints", state, **copies, meta={"dataset": "d"}).finish()
     return saved, verify(saved)
 
 
@@ -98,7 +99,7 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
 
     def write(step: int) -> None:
         states[step].step = step
-        save_state(root, states[step], **files_of(tmp_path), meta={})
+        AsyncSave(root, states[step], **files_of(tmp_path), meta={}).finish()
 
     def remove_first(folder: Path, manifest: CheckpointManifest) -> GPT:
         read.append(folder.name)

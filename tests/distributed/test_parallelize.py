@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatoken.checkpoint.load import load_checkpoint_model, restore_state
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import AsyncSave, save_state
+from megatoken.checkpoint.save import AsyncSave
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, TensorReader, consolidate
 from megatoken.config.model_config import ModelConfig
 from megatoken.distributed.comm import Comm, join_process_group
@@ -242,7 +242,7 @@ def resume(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str,
     state = build(dims, comm)
     saved = folder / "zero3" / f"step-{STEPS:08d}"
     restore_state(saved, verify(saved), state)
-    save_state(folder / name, state, **files_of(folder), meta={})
+    AsyncSave(folder / name, state, **files_of(folder), meta={}).finish()
     found: dict[str, Any] = {name: train(state, 3)}
     if dims.is_unsharded:
         train_deterministic(dims, comm, folder)

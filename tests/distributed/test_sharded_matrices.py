@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatoken.checkpoint.load import restore_state
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import save_state
+from megatoken.checkpoint.save import AsyncSave
 from megatoken.config.schema import OptimConfig
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
@@ -75,7 +75,7 @@ def train_layouts(env: DistEnv, folder: Path) -> dict[str, Any]:
                 torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
             if name == "zero3 on 4":
                 files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
-                save_state(folder / name, state, **files, meta={})
+                AsyncSave(folder / name, state, **files, meta={}).finish()
     return found
 
 

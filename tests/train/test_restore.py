@@ -14,7 +14,7 @@ import torch
 
 from megatoken.checkpoint.commit import list_steps
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import save_state
+from megatoken.checkpoint.save import AsyncSave
 from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.distributed.comm import Comm
@@ -153,7 +153,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     for step in (1, 2):
         state = tiny_state(seed=step)
         state.step, state.comm = step, Comm(DistEnv())
-        save_state(tmp_path / "0" / "checkpoints", state, **copies)
+        AsyncSave(tmp_path / "0" / "checkpoints", state, **copies).finish()
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     values, barrier, runs = [None, None], threading.Barrier(2), []
     for rank in (0, 1):
