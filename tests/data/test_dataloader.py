@@ -185,8 +185,7 @@ def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: s
 
 def test_a_batch_is_the_rows_of_its_step(corpus: tuple[Tokens, np.ndarray]):
     loader = DataLoader(corpus[0], seq_len=32, batch_size=4, seed=0)
-    batch = loader.full_batch(7)
-    inputs, targets = batch.inputs_BT, batch.targets_BT
+    inputs, targets = loader.batch(7)
     rows = torch.from_numpy(loader.rows(7).astype(np.int64))
     assert torch.equal(torch.cat([inputs, targets[:, -1:]], dim=1), rows)
     assert torch.equal(targets, rows[:, 1:])

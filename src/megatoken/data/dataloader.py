@@ -156,13 +156,20 @@ class DataLoader:
         if self.marks is not None:
             marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
             return make_batch(self.rows(step), marks)
-        rows = self.rows(step)
-        # Convert with NumPy: in this thread, torch would start a second thread pool.
-        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-        batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+        batch = Batch(*self.batch(step))
         if self.document_start is None:
             return batch
         return separate_documents(batch, self.document_start)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's (inputs, targets) of a step, both int64 (windows, seq_len).
+
+        Raises DataError as `rows` does.
+        """
+        rows = self.rows(step)
+        # Convert with NumPy: in this thread, torch would start a second thread pool.
+        inputs = rows[:, :-1].astype(np.int64)
+        return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
     def _find_tokens(self, step: int) -> NDArray[np.int64]:
         """Return the token index at which each of this rank's windows of a step starts."""
