@@ -254,7 +254,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
         "MFU": _cell(mfu, ".1%"),
         "time": _join(
             _format_time(seconds) + (f" x {processes:.0f}" if processes > 1 else ""),
-            "" if math.isnan(planned) else _format_time(planned),
+            _format_time(planned, ""),
             ", planned ",
         ),
         "FLOPs": _cell(flops, ".2e"),
@@ -280,8 +280,8 @@ def _cell(value: Any, form: str, missing: str = "-") -> str:
     return format(value, form) if math.isfinite(number(value)) else missing
 
 
-def _format_time(seconds: float) -> str:
-    return format_duration(seconds) if math.isfinite(seconds) else "-"
+def _format_time(seconds: float, missing: str = "-") -> str:
+    return format_duration(seconds) if math.isfinite(seconds) else missing
 
 
 def _format_cost(process_seconds: float, price: float) -> str:

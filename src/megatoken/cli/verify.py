@@ -2,9 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatoken.checkpoint.commit import is_checkpoint, is_copy, list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
@@ -18,8 +17,7 @@ HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """The result of verification.
 
     kind: dataset, run or checkpoint. checked: number of shards or checkpoints checked.

@@ -133,7 +133,7 @@ def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
     return best, least
 
 
-def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: int = 0) -> list[Law]:
+def resample(law: Law, parameters: Array, tokens: Array, losses: Array) -> list[Law]:
     """Fit RESAMPLES laws to noisy copies of the losses that `law` predicts.
 
     The relative noise is normal, with the standard deviation of the law's relative errors.
@@ -141,7 +141,7 @@ def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: in
     fitted = law.loss(parameters, tokens)
     freedom = max(len(losses) - count_unknowns(law.terms), 1)
     noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
-    draws = np.random.default_rng(seed).normal(0.0, noise, (RESAMPLES, len(losses)))
+    draws = np.random.default_rng(0).normal(0.0, noise, (RESAMPLES, len(losses)))
     return [fit_law(law.terms, parameters, tokens, fitted * (1 + draw)) for draw in draws]
 
 

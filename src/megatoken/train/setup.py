@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -257,9 +256,23 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
     out = plan.out
     check_space(plan.config, plan.data.model_config, plan.step_config, step, out)
     config_text = redact(render(resolved.config, resolved.origins))
-    provenance = json.dumps(_describe_program(plan), indent=1)
+    provenance = {
+        "megatoken": __version__,
+        "commit": find_commit(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": plan.device.name,
+        "precision": plan.device.precision,
+        "processes": plan.comm.dist_env.world_size,
+        "peak_flops": plan.device.peak_flops,
+        "peak_source": plan.device.peak_source,
+        "command": [redact(word) for word in sys.argv],
+    }
     with storage_errors(out):
-        replace_file(out / PROVENANCE, provenance + "\n", durable=True)  # marks it as a run
+        content = json.dumps(provenance, indent=1) + "\n"
+        replace_file(out / PROVENANCE, content, durable=True)  # marks it as a run
         replace_file(out / CONFIG, config_text, durable=True)
         plan.data.tokenizer.save(out / TOKENIZER)  # replaces one from a failed start
     total_steps = plan.step_config.total_steps
@@ -290,21 +303,3 @@ def check_space(
             f"{format_quantity(free, 'B')} free"
         )
         raise StorageError(what, out, "free some space, lower save.keep_last, or change --out")
-
-
-def _describe_program(context: RunContext) -> dict[str, Any]:
-    """Return software versions, hardware and command line of this start, for provenance.json."""
-    return {
-        "megatoken": __version__,
-        "commit": find_commit(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "device": context.device.name,
-        "precision": context.device.precision,
-        "processes": context.comm.dist_env.world_size,
-        "peak_flops": context.device.peak_flops,
-        "peak_source": context.device.peak_source,
-        "command": [redact(word) for word in sys.argv],
-    }
