@@ -11,7 +11,7 @@ import pytest
 from megatoken.checkpoint.manifest import CheckpointManifest, encode_manifest, encode_model_config
 from megatoken.cli.main import main
 from megatoken.errors import DataError, ExitCode
-from megatoken.estimate.scaling_law import choose_terms, fit_law, interval, resample
+from megatoken.estimate.scaling_law import choose_terms, fit_law, interval, list_variables, resample
 from megatoken.model.flops import count_matmul_parameters
 from tests.tiny_model import TINY_GPT
 
@@ -56,8 +56,8 @@ def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that():
     n, d = np.full(6, 1e8), np.geomspace(1e8, 1e10, 6)
     for parameters, tokens, name in ((n, d, "D"), (d, n, "N"), (d, 20 * d, "C")):
         terms = choose_terms(parameters, tokens)
-        assert terms.names == (name,)
-        (x,) = terms.values(parameters, tokens)
+        assert terms == (name,)
+        (x,) = list_variables(terms, parameters, tokens)
         law = fit_law(terms, parameters, tokens, 2.0 + 30 / x**0.2)
         assert (law.floor, *law.exponents) == pytest.approx((2.0, 0.2), abs=2e-3)
 
