@@ -379,7 +379,9 @@ def test_the_manifest_has_these_field_names(tmp_path: Path):
         "rope_low": 1.0, "rope_high": 4.0, "rope_context": 8192, "mlp": "swiglu", "bias": False, "tied": True,
         "vocab_multiple": 128, "qk_norm": False, "embedding_norm": False, "residual_scales": False,
         "value_embeddings": False, "logit_softcap": 0.0, "window": 0, "window_pattern": "SSSL",
-        "value_head": False,
+        "value_head": False, "head_dim": 0, "norm_position": "pre", "rope_scaling": "llama3",
+        "rope_attention": 0.0, "rope_local_theta": 0.0, "nope_interval": 0, "bias_in": "all",
+        "qk_norm_over": "head", "embedding_scale": False, "lora_rank": 0, "lora_alpha": 0.0,
     }  # fmt: skip
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
 
