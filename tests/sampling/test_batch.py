@@ -78,7 +78,7 @@ def test_sequences_join_and_leave_at_any_time(
                 ids[token.row].append(token.id)
 
         for number, (request, pause) in enumerate(zip(requests, pauses, strict=False)):
-            while not decoder.free_rows:
+            while not decoder.fits(request):
                 step()
             decoder.add(number, request)
             for _ in range(pause):
@@ -88,7 +88,7 @@ def test_sequences_join_and_leave_at_any_time(
                 assert number not in decoder.rows
         while decoder.rows:
             step()
-        assert decoder.free_rows == 4
+        assert decoder.rows == []
         assert decoder.step() == []
     for number, request in enumerate(requests):
         alone = complete_alone(model, request)
@@ -134,7 +134,7 @@ def test_wrong_requests_are_refused_and_the_others_continue(model: GPT):
         for ids in ([1, 50], [-1]):
             with pytest.raises(DataError):
                 decoder.add(1, Request(ids, Sampling(3)))
-        assert decoder.free_rows == 1
+        assert decoder.rows == [0]
         assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]
 
 

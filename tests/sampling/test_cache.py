@@ -1,4 +1,4 @@
-"""The growing cache: bounded memory, pauses, and prompts that begin with an earlier sequence."""
+"""The growing cache: bounded memory, and prompts that begin with an earlier sequence."""
 
 import math
 from dataclasses import replace
@@ -15,24 +15,36 @@ from tests.sampling.test_generate import TINY_LLAMA, build
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def step(decoder: BatchDecoder, tokens: dict[int, list[Token]]) -> None:
+    """Append each sequence's next token; check the bound."""
+    for token in decoder.step():
+        tokens.setdefault(token.row, []).append(token)
+    assert decoder.cached_tokens <= decoder._bound
+
+
 def finish(decoder: BatchDecoder) -> dict[int, list[Token]]:
-    """Return each sequence's tokens; check the bound after every step."""
+    """Return each sequence's tokens."""
     tokens: dict[int, list[Token]] = {}
     while decoder.rows:
-        for token in decoder.step():
-            tokens.setdefault(token.row, []).append(token)
-        assert decoder.cached_tokens <= decoder._bound
+        step(decoder, tokens)
     return tokens
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sequences_beyond_the_bound_pause_and_end_as_alone(name: str):
+def test_sequences_within_the_bound_end_as_alone(name: str):
     model = build(MODELS[name])
     requests = [Request([3, 1, 4 + i], Sampling(12 + i, temperature=i / 4)) for i in range(7)]
+    tokens: dict[int, list[Token]] = {}
+    n_at_once = []
     with BatchDecoder(model, rows=7, cache_tokens=48) as decoder:
         for key, request in enumerate(requests):
+            while not decoder.fits(request):
+                step(decoder, tokens)
             decoder.add(key, request)
-        tokens = finish(decoder)
+            n_at_once.append(len(decoder.rows))
+        while decoder.rows:
+            step(decoder, tokens)
+    assert n_at_once == [1, 2, 3, 2, 2, 2, 2]
     for key, request in enumerate(requests):
         ids = [token.id for token in tokens[key]]
         assert ids == complete_alone(model, request).ids

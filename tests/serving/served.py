@@ -12,7 +12,7 @@ import httpx2
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.data.chat_template import add_control_tokens, template_of
+from megatoken.data.chat_template import ChatTemplate, add_control_tokens, template_of
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.model.gpt import GPT
 from megatoken.serving.app import build_app, build_server, listen
@@ -84,9 +84,11 @@ def serve(
     api_key: str = "",
     hosts: Sequence[str] = LOCAL,
     cache_tokens: int = 20 * SIZES.seq_len,
+    template: ChatTemplate | None = None,
 ) -> Iterator[Served]:
     model, tokenizer = build_model(chat=chat)
-    served = ServedModel("tiny", SIZES.seq_len, tokenizer, template_of(tokenizer), "no template")
+    template = template or template_of(tokenizer)
+    served = ServedModel("tiny", SIZES.seq_len, tokenizer, template, "no template")
     with (
         listen("127.0.0.1", 0) as listener,
         Engine(model, rows=rows, waiting=waiting, cache_tokens=cache_tokens) as engine,

@@ -99,13 +99,13 @@ def test_stream_is_the_same_text_in_pieces(served: Served):
     messages = [{"role": "user", "content": "x"}]
     usage_options = {"include_usage": True}
     events = served.stream(CHAT, messages=messages, stream_options=usage_options, **options)
-    first, *pieces, last, usage = events
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    text = "".join(event["choices"][0]["delta"]["content"] for event in pieces)
+    *pieces, usage = events
+    choices = [event["choices"][0] for event in pieces]
+    assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * 29
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert text == plain["message"]["content"]
-    assert {event["choices"][0]["finish_reason"] for event in (first, *pieces)} == {None}
-    assert last["choices"][0]["delta"] == {}
-    assert last["choices"][0]["finish_reason"] == plain["finish_reason"]
+    assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
+    assert choices[-1]["finish_reason"] == plain["finish_reason"]
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 30)
     assert len({event["id"] for event in events}) == 1
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
@@ -239,8 +239,10 @@ max_tokens {"prompt": "a", "max_tokens": 0}
 temperature {"prompt": "a", "temperature": -1}
 stop {"prompt": "a", "stop": [""]}
 n {"prompt": "a", "n": 0}
-echo {"prompt": "a", "echo": true, "logprobs": 1}
-- {"prompt": "a", "logit_bias": {"9999": 1}}
+echo {"prompt": "a", "echo": true}
+frequency_penalty {"prompt": "a", "frequency_penalty": 0.5}
+presence_penalty {"prompt": "a", "presence_penalty": -1}
+logit_bias {"prompt": "a", "logit_bias": {"9": 1}}
 min_p {"prompt": "a", "min_p": 0.1}
 """
 

@@ -4,10 +4,10 @@ Shapes: N sequences, K heads of keys and values, T new tokens, S cached tokens, 
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
@@ -132,48 +132,45 @@ NO_PREFIX: Prefix = 0, torch.empty(0)
 
 
 class PrefixStore:
-    """Keys and values of finished sequences, for prompts that begin with the same tokens.
-
-    tokens: number of tokens stored.
-    """
+    """Keys and values of finished sequences, for prompts that begin with the same tokens."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self._entries: list[tuple[NDArray[np.int64], Tensor]] = []  # least recently used first
+        self._sequences: dict[tuple[int, ...], Tensor] = {}  # by ids, least recently used first
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens stored."""
+        return sum(map(len, self._sequences))
 
     def add(self, ids: Sequence[int], pairs: Tensor) -> None:
         """Store a sequence from `KeyValueCache.copy_row`, instead of those that it begins with."""
-        new = np.array(ids)
-        self._entries = [
-            each for each in self._entries if _count_equal(each[0], new) < len(each[0])
-        ]
-        self._entries.append((new, pairs))
-        self.tokens = sum(len(entry_ids) for entry_ids, _ in self._entries)
+        new = tuple(ids)
+        for prefix in [old for old in self._sequences if old == new[: len(old)]]:
+            del self._sequences[prefix]
+        self._sequences[new] = pairs
 
     def find(self, ids: Sequence[int]) -> Prefix:
         """Return the longest stored beginning of `ids`.
 
         The last of `ids` is never included, because its logits are needed.
         """
-        prompt = np.array(ids[:-1])
-        lengths = [_count_equal(entry_ids, prompt) for entry_ids, _ in self._entries]
-        if not any(lengths):
+        prompt = tuple(ids[:-1])
+        lengths = {old: _count_equal(old, prompt) for old in self._sequences}
+        best = max(lengths, key=lengths.__getitem__, default=())
+        if not lengths.get(best):
             return NO_PREFIX
-        index = int(np.argmax(lengths))
-        self._entries.append(self._entries.pop(index))
-        return lengths[index], self._entries[-1][1]
+        pairs = self._sequences[best] = self._sequences.pop(best)
+        return lengths[best], pairs
 
-    def shrink(self, tokens: int) -> None:
+    def shrink(self, tokens: float) -> None:
         """Drop the least recently used sequences until at most `tokens` tokens are stored."""
-        while self.tokens > max(tokens, 0):
-            self.tokens -= len(self._entries.pop(0)[0])
+        while self.tokens > tokens:
+            del self._sequences[next(iter(self._sequences))]
 
 
-def _count_equal(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the number of equal elements before the first difference."""
-    size = min(len(a), len(b))
-    differs = np.append(a[:size] != b[:size], True)
-    return int(differs.argmax())
+def _count_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of equal ids before the first difference."""
+    return len(list(takewhile(bool, map(eq, a, b))))
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

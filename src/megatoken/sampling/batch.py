@@ -25,14 +25,13 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.model.gpt import GPT
 from megatoken.model.kv_cache import NO_PREFIX, KeyValueCache, Prefix, PrefixStore
-from megatoken.sampling.choose import Sampling, bias_logits, choose_ids, rank_ids
+from megatoken.sampling.choose import Sampling, choose_ids, rank_ids
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
 
 FinishReason = Literal["stop", "length"]
 PREFILL_TOKENS = 4096  # most prompt tokens to compute at once
 SPARE_TOKENS = 256  # most tokens by which a row of the cache grows at once
-UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Request:
         """Raise ConfigError if the prompt is empty, DataError for ids outside the vocabulary."""
         if not self.prompt_ids:
             raise ConfigError("the prompt is empty", fix="start with the end-of-text token")
-        for id in (*self.prompt_ids, *self.sampling.logit_bias):
+        for id in self.prompt_ids:
             if not 0 <= id < config.vocab_size:
                 what = f"token id {id} is outside the model's vocabulary of {config.vocab_size}"
                 raise DataError(what, "prompt", "use the tokenizer the model was trained with")
@@ -70,7 +69,8 @@ class Token(NamedTuple):
     row: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
     else "length"; None for the other ids. logprob: natural log of the id's probability, before
     top_k and top_p apply. top: (id, logprob) of the new id and of `top_logprobs` most likely ids,
-    from the model's logits alone. cached: number of prompt tokens found in the cache.
+    from the model's logits alone. cached: for the first id, number of prompt tokens found in the
+    cache.
     """
 
     row: int
@@ -97,9 +97,8 @@ class _Row:
     request: Request
     draws: list[float]  # uniform numbers from [0, 1), one per new token
     input_ids: list[int]  # prompt or window, computed when the row joins the batch
+    prefix: Prefix = NO_PREFIX  # of input_ids, until the row joins
     ids: list[int] = field(default_factory=list)
-    cached: int = 0  # number of prompt tokens found in the cache
-    prefix: Prefix = NO_PREFIX  # when the row joins
 
     @property
     def all_ids(self) -> list[int]:
@@ -112,10 +111,9 @@ class BatchDecoder:
     Use it in a `with` block, in which the model is in evaluation mode and computes in the device's
     precision or, if the device is None, in that of the weights.
 
-    capacity: the largest `Request.capacity` to expect, for which the cache is allocated at once;
-    0: it grows with the sequences. cache_tokens: bound of a growing cache. Finished sequences stay
-    in it for prompts that begin with them, until running ones need the space. If these need more,
-    the ones with the highest keys pause, and are computed again later. None: nothing stays.
+    The cache grows with the sequences. cache_tokens: bound of the cache; finished sequences stay in
+    it for prompts that begin with them, until running ones need the space. None: no bound, and
+    nothing stays.
     """
 
     def __init__(
@@ -123,7 +121,6 @@ class BatchDecoder:
         model: GPT,
         *,
         rows: int,
-        capacity: int = 0,
         cache_tokens: int | None = None,
         device: Device | None = None,
     ) -> None:
@@ -132,13 +129,11 @@ class BatchDecoder:
         self._max_rows = rows
         self._torch_device = model.tokens.weight.device
         self._context = model.config.seq_len
-        self._bound = cache_tokens or UNBOUNDED
-        self._is_growing = not capacity
-        self._cache = self._build_cache(rows, min(capacity, self._context))
-        self._cache.lengths = []
+        self._bound = cache_tokens or math.inf
+        self._cache = self._build_cache(0, 0)
         self._prefixes = PrefixStore() if cache_tokens else None
         self._rows: list[_Row] = []  # in the cache's order
-        self._waiting: list[_Row] = []  # rows that join in the next step, or when there is space
+        self._waiting: list[_Row] = []  # rows that join in the next step
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
         dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
@@ -165,24 +160,30 @@ class BatchDecoder:
         return [row.key for row in self._rows + self._waiting]
 
     @property
-    def free_rows(self) -> int:
-        """Number of sequences that can be added."""
-        return self._max_rows - len(self._rows) - len(self._waiting)
-
-    @property
     def cached_tokens(self) -> int:
         """Number of tokens that the cache has memory for."""
         stored = self._prefixes.tokens if self._prefixes else 0
         return math.prod(self._cache.sizes) + stored
 
+    def fits(self, request: Request) -> bool:
+        """Return whether there is a row for a request, and space until all sequences end."""
+        requests = [request, *(row.request for row in self._rows + self._waiting)]
+        longest = min(max(each.capacity for each in requests), self._context)
+        return len(requests) <= self._max_rows and len(requests) * longest <= self._bound
+
     def add(self, key: int, request: Request) -> None:
-        """Add a sequence, to be started in the next step. Raises as `Request.check` does."""
+        """Add a sequence that fits, to be started in the next step.
+
+        Raises as `Request.check` does.
+        """
         request.check(self._model.config)
-        assert self.free_rows > 0
+        assert self.fits(request)
         # Every device uses the CPU's generator, so that the ids are the same everywhere.
         generator = torch.Generator().manual_seed(request.sampling.seed % 2**63)
         draws = torch.rand(request.sampling.max_new_tokens, generator=generator).tolist()
-        self._waiting.append(_Row(key, request, draws, list(request.prompt_ids)[-self._context :]))
+        input_ids = list(request.prompt_ids)[-self._context :]
+        prefix = self._prefixes.find(input_ids) if self._prefixes else NO_PREFIX
+        self._waiting.append(_Row(key, request, draws, input_ids, prefix))
 
     def remove(self, key: int) -> None:
         """Remove an unfinished sequence."""
@@ -202,77 +203,52 @@ class BatchDecoder:
         self._rows.pop()
         self._reserve(len(self._rows), self._cache.length)
 
-    def _wait(self, row: _Row, n_ids: int) -> None:
-        """Move a row from the batch to the waiting ones, with its last `n_ids` ids as input."""
-        row.input_ids = row.all_ids[-n_ids:]
-        self._leave(row)
-        self._waiting.insert(0, row)
-
     def step(self) -> list[Token]:
         """Decode one token of each sequence; return the tokens and remove finished sequences.
 
         Raises NumericsError for logits that are not finite.
         """
         self._slide_windows()
-        joining = self._schedule()
+        longest = max((len(row.input_ids) for row in self._waiting), default=0)
+        self._reserve(len(self._rows) + len(self._waiting), max(self._cache.length + 1, longest))
         logits = []
         if self._rows:
             ids_N1 = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._torch_device)
             logits.append(self._model.lm_head(self._model(ids_N1, self._cache)[:, -1]))
-        joining.sort(key=lambda row: (len(row.input_ids), row.prefix[0], row.input_ids))
-        for size, rows in groupby(joining, key=lambda row: (len(row.input_ids), row.prefix[0])):
+        self._waiting.sort(key=lambda row: (len(row.input_ids), row.prefix[0], row.input_ids))
+        sizes = groupby(self._waiting, key=lambda row: (len(row.input_ids), row.prefix[0]))
+        for (length, _), rows in sizes:
             prompts = [list(equal) for _, equal in groupby(rows, key=lambda row: row.input_ids)]
-            n_at_once = max(1, PREFILL_TOKENS // size[0])
+            n_at_once = max(1, PREFILL_TOKENS // length)
             for first in range(0, len(prompts), n_at_once):
                 logits.append(self._prefill(prompts[first : first + n_at_once]))
+        self._waiting = []
         if not logits:
             return []
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         for row, token in zip(list(self._rows), tokens, strict=True):
             row.ids.append(token.id)
+            row.prefix = NO_PREFIX
             if token.finish_reason:
                 self._leave(row)
         return tokens
 
     def _slide_windows(self) -> None:
         """Remove the rows whose context is full; queue them again without the oldest quarter."""
-        lengths = list(self._cache.lengths)
-        for row, length in zip(list(self._rows), lengths, strict=True):
+        for row, length in list(zip(self._rows, self._cache.lengths, strict=True)):
             if length == self._context:
-                self._wait(row, max(3 * self._context // 4, 1))
-
-    def _schedule(self) -> list[_Row]:
-        """Make room for the next step; return the waiting rows that join the batch in it."""
-        length = self._cache.length + 1
-        while len(self._rows) > 1 and len(self._rows) * length > self._bound:
-            row = max(self._rows, key=lambda row: row.key)
-            self._wait(row, self._cache.lengths[self._rows.index(row)] + 1)
-            length = self._cache.length + 1
-        count = len(self._rows)
-        length = length if count else 0
-        n_joining = 0
-        for row in self._waiting:
-            longest = max(length, len(row.input_ids))
-            if count and (count + 1) * longest > self._bound:
-                break
-            count, length, n_joining = count + 1, longest, n_joining + 1
-        joining, self._waiting = self._waiting[:n_joining], self._waiting[n_joining:]
-        for row in joining:
-            row.prefix = self._prefixes.find(row.input_ids) if self._prefixes else NO_PREFIX
-            row.cached = row.cached if row.ids else row.prefix[0]
-        self._reserve(count, length)
-        return joining
+                row.input_ids = row.all_ids[-max(3 * self._context // 4, 1) :]
+                self._leave(row)
+                self._waiting.append(row)
 
     def _reserve(self, count: int, length: int) -> None:
         """Fit the cache to `count` rows of `length` tokens, with space to grow within the bound."""
-        if not self._is_growing:
-            return
         rows, capacity = self._cache.sizes
         if count > rows or length > capacity or rows * capacity > 4 * count * length:
             rows = min(count + count // 2, self._max_rows)
             capacity = min(length + min(length, SPARE_TOKENS), self._context)
             if rows * capacity > self._bound:
-                rows, capacity = count, min(capacity, self._bound // count)
+                rows, capacity = count, min(capacity, int(self._bound // count))
             self._cache.resize(rows, capacity)
         if self._prefixes:
             self._prefixes.shrink(self._bound - rows * capacity)
@@ -293,16 +269,13 @@ class BatchDecoder:
         logits = self._model.lm_head(self._model(ids, cache)[:, -1])
         self._cache.join(cache, copies)
         self._rows += [row for rows in prompts for row in rows]
-        for row in firsts:
-            row.prefix = NO_PREFIX
         return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """Choose a token for each row, in the cache's order."""
         logits_NV = logits_NV.float()
         draws = [row.draws[len(row.ids)] for row in self._rows]
-        biased_NV = bias_logits(logits_NV, [(row.request.sampling, row.ids) for row in self._rows])
-        ids_N = self._choose(biased_NV, torch.tensor(draws, device=logits_NV.device))
+        ids_N = self._choose(logits_NV, torch.tensor(draws, device=logits_NV.device))
         if (~logits_NV.gather(1, ids_N[:, None]).isfinite()).any():
             fix = "use an earlier checkpoint"
             raise NumericsError("the model's logits are not finite", "sampling", fix)
@@ -318,7 +291,7 @@ class BatchDecoder:
             top: list[tuple[int, float]] = []
             if row.request.top_logprobs is not None:
                 top = rank_ids(logits_NV[len(tokens)], id, row.request.top_logprobs)
-            tokens.append(Token(row.key, id, reason, logprob, top, row.cached))
+            tokens.append(Token(row.key, id, reason, logprob, top, row.prefix[0]))
         return tokens
 
     def _measure_logprobs(self, logits_NV: Tensor, ids_N: Tensor) -> Sequence[float | None]:
@@ -349,7 +322,7 @@ def decode(model: GPT, request: Request, device: Device | None = None) -> Iterat
 
     Raises as `Request.check` and `BatchDecoder.step` do.
     """
-    with BatchDecoder(model, rows=1, capacity=request.capacity, device=device) as decoder:
+    with BatchDecoder(model, rows=1, device=device) as decoder:
         decoder.add(0, request)
         while decoder.rows:
             yield from decoder.step()
@@ -369,16 +342,11 @@ def generate_batch(
     except stop tokens. Raises as `Request.check` and `BatchDecoder.step` do.
     """
     completions = [Completion() for _ in requests]
-    if not requests:
-        return []
-    rows = min(rows, len(requests))
-    capacity = max(request.capacity for request in requests)
-    n_added = 0
-    with BatchDecoder(model, rows=rows, capacity=capacity, device=device) as decoder:
-        while n_added < len(requests) or decoder.rows:
-            for number in range(n_added, min(n_added + decoder.free_rows, len(requests))):
-                decoder.add(number, requests[number])
-                n_added += 1
+    waiting = list(enumerate(requests))
+    with BatchDecoder(model, rows=rows, device=device) as decoder:
+        while waiting or decoder.rows:
+            while waiting and decoder.fits(waiting[0][1]):
+                decoder.add(*waiting.pop(0))
             for token in decoder.step():
                 completion = completions[token.row]
                 if token.logprob is not None:

@@ -4,9 +4,8 @@ Shapes: N sequences, V vocabulary without padding, K most likely ids.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ class Sampling:
 
     temperature: 0 means greedy. top_k: sample from the k most likely ids only; 0 for all. top_p:
     sample from the smallest set of most likely ids whose probabilities sum to p (Holtzman et al.
-    2020). stop_ids: ids that end the sequence. frequency_penalty, presence_penalty: subtracted from
-    the logit of each new id, per time it was chosen, and once. logit_bias: added to the logits of
-    ids.
+    2020). stop_ids: ids that end the sequence.
     """
 
     max_new_tokens: int = 128
@@ -31,9 +28,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop_ids: Sequence[int] = ()
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, is_valid, valid in (
@@ -44,24 +38,6 @@ class Sampling:
         ):
             if not is_valid:
                 raise ConfigError(f"{name} is {getattr(self, name)}", fix=f"use {valid}")
-
-
-def bias_logits(logits_NV: Tensor, rows: Sequence[tuple[Sampling, Sequence[int]]]) -> Tensor:
-    """Apply the penalties and `logit_bias` of each row's settings, given the ids chosen so far."""
-    changes = []
-    for index, (sampling, ids) in enumerate(rows):
-        bias = dict(sampling.logit_bias)
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            for id, count in Counter(ids).items():
-                penalty = sampling.frequency_penalty * count + sampling.presence_penalty
-                bias[id] = bias.get(id, 0.0) - penalty
-        changes += [(index, id, value) for id, value in bias.items()]
-    if not changes:
-        return logits_NV
-    rows_M, ids_M, values_M = (
-        torch.tensor(column, device=logits_NV.device) for column in zip(*changes, strict=True)
-    )
-    return logits_NV.index_put((rows_M, ids_M), values_M, accumulate=True)
 
 
 def rank_ids(logits_V: Tensor, id: int, count: int) -> list[tuple[int, float]]:

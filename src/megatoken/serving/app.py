@@ -15,8 +15,9 @@ import hmac
 import json
 import re
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.serving.engine import Engine, Job
@@ -46,13 +47,9 @@ from megatoken.serving.protocol import (
     ApiError,
     ChatRequest,
     Choice,
-    CommonRequest,
     CompletionRequest,
-    ParsedRequest,
     ResponseBuilder,
     ServedModel,
-    parse_chat,
-    parse_completion,
 )
 
 MAX_BODY_BYTES = 4 << 20
@@ -88,11 +85,8 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
             Route("/metrics", endpoints.get_metrics),
             Mount("/v1", routes=routes, middleware=check_key),
         ],
-        middleware=[
-            Middleware(CountRequests, counts=endpoints.counts),
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
-        ],
-        exception_handlers=dict.fromkeys(errors, handle_error),
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        exception_handlers=dict.fromkeys(errors, endpoints.handle_error),
         max_body_size=MAX_BODY_BYTES,
     )
 
@@ -142,33 +136,6 @@ class CheckKey:
         await self.app(scope, receive, send)
 
 
-@dataclass(frozen=True)
-class CountRequests:
-    """Middleware that counts the API's requests by status."""
-
-    app: ASGIApp
-    counts: Counter[str]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 500
-
-        async def send_counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_counted)
-        finally:
-            if scope["path"].startswith("/v1/"):
-                self.counts[f'requests_total{{status="{status}"}}'] += 1
-
-
-def handle_error(request: Request, error: Exception) -> Response:
-    """Turn an exception raised by an endpoint into OpenAI's error response."""
-    return build_error(error)
-
-
 def build_error(error: Exception) -> JSONResponse:
     """Build OpenAI's error response for an exception.
 
@@ -197,8 +164,17 @@ class Endpoints:
         self._model = model
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = {"Content-Security-Policy": build_policy(self._page)}
-        self.counts = Counter[str]()
+        self._totals = defaultdict[str, float](float)  # metrics that only grow
         self._watchers: set[asyncio.Task[None]] = set()
+
+    def handle_error(self, request: Request, error: Exception) -> Response:
+        """Turn an exception raised by an endpoint into OpenAI's error response."""
+        response = build_error(error)
+        self._count_request(response.status_code)
+        return response
+
+    def _count_request(self, status: int) -> None:
+        self._totals[f'requests_total{{status="{status}"}}'] += 1
 
     async def get_page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=self._policy)
@@ -208,7 +184,16 @@ class Endpoints:
         return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
 
     async def get_metrics(self, request: Request) -> Response:
-        return PlainTextResponse(format_metrics({**self.counts, **self._engine.read_metrics()}))
+        running, waiting = self._engine.counts
+        gauges = {
+            "requests_running": running,
+            "requests_waiting": waiting,
+            "cache_tokens": self._engine.cached_tokens,
+            "cache_tokens_bound": self._engine.cache_tokens or 0,
+        }
+        return PlainTextResponse(
+            format_metrics("counter", self._totals) + format_metrics("gauge", gauges)
+        )
 
     async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.to_json()]})
@@ -218,10 +203,10 @@ class Endpoints:
         return JSONResponse(self._model.to_json())
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, parse_chat)
+        return await self._generate(request, ChatRequest)
 
     async def complete(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, parse_completion)
+        return await self._generate(request, CompletionRequest)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -229,31 +214,52 @@ class Endpoints:
             raise ApiError(404, message, "model_not_found", "model")
 
     async def _generate(
-        self,
-        request: Request,
-        schema: type[CommonRequest],
-        parse: Callable[[Any, ServedModel], ParsedRequest],
+        self, request: Request, schema: type[ChatRequest | CompletionRequest]
     ) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise ApiError(415, "Content-Type must be application/json")
         body = schema.model_validate_json(await request.body())
         self._check_model(body.model)
         try:
-            parsed = await run_in_threadpool(parse, body, self._model)
-            job = self._engine.submit(parsed.requests)
+            requests, dropped = await run_in_threadpool(body.encode, self._model)
+            job = self._engine.submit(requests)
         except (ConfigError, DataError) as error:
             raise ApiError(400, str(error)) from None
         watcher = asyncio.create_task(cancel_after_response(request, job))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        builder = ResponseBuilder(parsed, self._model)
-        headers = {"Dropped-Messages": str(parsed.dropped)}
+        builder = ResponseBuilder(body, requests, self._model)
+        updates = self._read(builder.choices, job)
+        headers = {"Dropped-Messages": str(dropped)}
+        response: Response
         if body.stream:
-            events = stream_events(parsed, builder, job)
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        async for _ in read_deltas(builder, job):
-            pass
-        return JSONResponse(builder.build_full(), headers=headers)
+            events = stream_events(builder, updates)
+            response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        else:
+            async for _ in updates:
+                pass
+            response = JSONResponse(builder.build_full(), headers=headers)
+        self._count_request(200)
+        return response
+
+    async def _read(self, choices: Sequence[Choice], job: Job) -> AsyncIterator[Choice]:
+        """Push each token to its choice, and yield the choice."""
+        start = time.perf_counter()
+        running = dict(enumerate(choices))
+        while running:
+            token = await job.read()
+            if choice := running.get(token.row):  # not ended by a stop text
+                if not choice.n_tokens:
+                    self._totals["time_to_first_token_seconds_sum"] += time.perf_counter() - start
+                    self._totals["time_to_first_token_seconds_count"] += 1
+                    self._totals["prompt_tokens_total"] += len(job.requests[token.row].prompt_ids)
+                    self._totals["cached_prompt_tokens_total"] += token.cached
+                self._totals["generation_tokens_total"] += 1
+                choice.push(token)
+                if choice.finish_reason:
+                    job.cancelled.add(token.row)
+                    del running[token.row]
+                yield choice
 
 
 async def cancel_after_response(request: Request, job: Job) -> None:
@@ -263,43 +269,21 @@ async def cancel_after_response(request: Request, job: Job) -> None:
     job.cancel()
 
 
-async def read_deltas(
-    builder: ResponseBuilder, job: Job
-) -> AsyncIterator[tuple[Choice, dict[str, Any]]]:
-    """Yield each choice's additions, as they are decoded."""
-    running = dict(enumerate(builder.choices))
-    while running:
-        token = await job.read()
-        if choice := running.get(token.row):  # not ended by a stop text
-            delta = choice.push(token)
-            if choice.finish_reason:
-                job.cancelled.add(choice.index)
-                del running[choice.index]
-            yield choice, delta
-
-
 async def stream_events(
-    parsed: ParsedRequest, builder: ResponseBuilder, job: Job
+    builder: ResponseBuilder, updates: AsyncIterator[Choice]
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: one per addition, a last one per choice, then [DONE].
+    """Yield server-sent events: one per token, then [DONE].
 
     If decoding fails, the last event is the error instead.
     """
     try:
-        for choice in builder.choices:
-            if parsed.is_chat or choice.message["content"]:
-                start = {"role": "assistant", **choice.message}
-                yield format_event(builder.build_event(choice, start))
-        async for choice, delta in read_deltas(builder, job):
-            if delta:
-                yield format_event(builder.build_event(choice, delta))
-            if choice.finish_reason:
-                yield format_event(builder.build_event(choice, {}, is_last=True))
+        async for choice in updates:
+            yield format_event(builder.build_event(choice))
     except (MegatokenError, ApiError) as error:
         yield b"data: " + bytes(build_error(error).body) + b"\n\n"
         return
-    if parsed.body.stream_options.include_usage:
-        yield format_event(builder.build_usage())
+    if builder.body.stream_options.get("include_usage"):
+        yield format_event(builder.build_event() | {"usage": builder.count_tokens()})
     yield b"data: [DONE]\n\n"
 
 
@@ -308,18 +292,13 @@ def format_event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-def format_metrics(values: Mapping[str, float]) -> str:
-    """Format values in Prometheus' text format; the type follows from the end of the name."""
-    types = {"total": "counter", "sum": "summary", "count": ""}
+def format_metrics(kind: str, values: Mapping[str, float]) -> str:
+    """Format values in Prometheus' text format; `kind` is their type."""
     lines = []
-    for name, value in values.items():
-        base, _, end = name.partition("{")[0].rpartition("_")
-        kind = types.get(end, "gauge")
-        if kind:
-            metric = base if kind == "summary" else name.partition("{")[0]
-            lines.append(f"# TYPE megatoken_{metric} {kind}")
-        lines.append(f"megatoken_{name} {value}")
-    return "\n".join([*dict.fromkeys(lines), ""])
+    for name, value in sorted(values.items()):
+        lines.append(f"# TYPE megatoken_{name.partition('{')[0]} {kind}\n")
+        lines.append(f"megatoken_{name} {value}\n")
+    return "".join(dict.fromkeys(lines))
 
 
 def build_policy(page: str) -> str:

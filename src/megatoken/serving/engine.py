@@ -2,22 +2,16 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request, Token
 from megatoken.serving.protocol import ApiError
 from megatoken.system.device import Device
-
-TOTALS = (
-    *("prompt_tokens_total", "cached_prompt_tokens_total", "generation_tokens_total"),
-    *("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
-    *("time_per_output_token_seconds_sum", "time_per_output_token_seconds_count"),
-)
 
 
 class Stopped(ApiError):
@@ -55,12 +49,14 @@ class Job:
         return token
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Sequence:
     job: Job
     number: int  # of the request
-    time: float = field(default_factory=time.perf_counter)  # of submission or the last token
-    n_tokens: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.job.requests[self.number]
 
     @property
     def is_cancelled(self) -> bool:
@@ -86,13 +82,13 @@ class Engine:
         self.model = model
         self.max_jobs = rows + waiting
         self.cache_tokens = cache_tokens
-        self._cached_tokens = 0
-        self._device = device
-        self._decoder_options: dict[str, Any] = {"rows": rows, "cache_tokens": cache_tokens}
+        self.cached_tokens = 0  # number of tokens that the cache has memory for
+        self._build_decoder = partial(
+            BatchDecoder, model, rows=rows, cache_tokens=cache_tokens, device=device
+        )
         self._changed = threading.Condition()
         self._waiting: list[_Sequence] = []
         self._running: dict[int, _Sequence] = {}
-        self._totals = dict.fromkeys(TOTALS, 0.0)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -112,15 +108,6 @@ class Engine:
         """The number of running jobs, and of waiting jobs."""
         with self._changed:
             return len(self._running), len(self._waiting)
-
-    def read_metrics(self) -> dict[str, float]:
-        """Return the values of metrics by name."""
-        running, waiting = self.counts
-        gauges = {
-            **{"requests_running": running, "requests_waiting": waiting},
-            "cache_tokens": self._cached_tokens,
-        }
-        return gauges | {"cache_tokens_bound": self.cache_tokens or 0} | self._totals
 
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests that end together.
@@ -151,9 +138,7 @@ class Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_stopping)
             try:
-                with BatchDecoder(
-                    self.model, device=self._device, **self._decoder_options
-                ) as decoder:
+                with self._build_decoder() as decoder:
                     for tokens in self._decode(decoder):
                         self._dispatch(tokens)
             except Exception as error:  # the next job gets a new decoder
@@ -171,37 +156,22 @@ class Engine:
                 for key in [key for key, each in self._running.items() if each.is_cancelled]:
                     decoder.remove(key)
                     del self._running[key]
-                while decoder.free_rows and self._waiting:
-                    sequence = self._waiting.pop(0)
-                    self._running[number] = sequence
-                    decoder.add(number, sequence.job.requests[sequence.number])
+                while self._waiting and decoder.fits(self._waiting[0].request):
+                    self._running[number] = self._waiting.pop(0)
+                    decoder.add(number, self._running[number].request)
                     number += 1
             yield decoder.step()
-            self._cached_tokens = decoder.cached_tokens
+            self.cached_tokens = decoder.cached_tokens
 
     def _dispatch(self, tokens: list[Token]) -> None:
         with self._changed:
             messages: list[tuple[Job, Token]] = []
             for token in tokens:
                 sequence = self._running[token.row]
-                self._count(sequence, token)
                 messages.append((sequence.job, token._replace(row=sequence.number)))
                 if token.finish_reason:
                     del self._running[token.row]
             self._send(messages)
-
-    def _count(self, sequence: _Sequence, token: Token) -> None:
-        name = "time_per_output_token" if sequence.n_tokens else "time_to_first_token"
-        now = time.perf_counter()
-        changes = {f"{name}_seconds_sum": now - sequence.time, f"{name}_seconds_count": 1}
-        changes["generation_tokens_total"] = 1
-        if not sequence.n_tokens:
-            prompt_ids = sequence.job.requests[sequence.number].prompt_ids
-            changes |= {"prompt_tokens_total": len(prompt_ids)}
-            changes |= {"cached_prompt_tokens_total": token.cached}
-        for name, value in changes.items():
-            self._totals[name] += value
-        sequence.time, sequence.n_tokens = now, sequence.n_tokens + 1
 
     def _end_jobs(self, error: Exception) -> None:
         """End the running jobs with `error`.
