@@ -247,6 +247,11 @@ def test_published_sizes_have_the_parameters_of_transformers(name: str):
     assert model.num_parameters() == count_parameters(PRESETS[name])
 
 
+def test_fields_without_effect_do_not_matter():
+    config = replace(TINY_GPT, rope_context=99, rope_low=0.5, window_pattern="SL")
+    assert choose_family(config).model_type == "gpt2"
+
+
 @pytest.mark.parametrize(
     "change",
     [

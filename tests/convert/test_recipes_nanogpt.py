@@ -4,7 +4,6 @@ import importlib
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from megatoken.config.schema import flatten
-from megatoken.convert.hf.families import GPT2
+from megatoken.convert.hf.families import OTHERS
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
@@ -177,7 +176,7 @@ def test_resume_continues_our_run(tmp_path: Path):
 
 def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return a state dict of nanoGPT's model, with `rows` in the tied embedding."""
-    views = replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config)
+    views = OTHERS["nanogpt"].view_params(dict(model.named_parameters()), model.config)
     tensors = {}
     for name, view in views.items():
         tensor = view.clone()

@@ -27,6 +27,7 @@ SWITCHES = (
 GATED = ("swiglu", "geglu")  # MLPs with a gate
 ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
 IF_ROTARY = "model.pos_emb=rotary"
+IF_SCALED = "model.rope_factor!=1.0"
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
     "all": ("qkv", "out", "mlp", "norm"),
@@ -84,9 +85,7 @@ class ModelConfig:
         0, "every n-th layer has no rotary embedding; 0: none", "layers", low=0, only_if=IF_ROTARY
     )
     rope_scaling: Literal["llama3", "linear", "yarn"] = config_field(
-        "llama3",
-        "rotary scaling: LLaMA 3.1's, all wavelengths alike, or YaRN",
-        only_if="model.rope_factor!=1.0",
+        "llama3", "rotary scaling: LLaMA 3.1's, all wavelengths alike, or YaRN", only_if=IF_SCALED
     )
     rope_factor: float = config_field(
         1.0,
@@ -95,13 +94,21 @@ class ModelConfig:
         only_if=IF_ROTARY,
     )
     rope_low: float = config_field(
-        1.0, "rotary scaling: full below this many turns in rope_context", "turns", low=0.0
+        1.0,
+        "rotary scaling: full below this many turns in rope_context",
+        "turns",
+        low=0.0,
+        only_if=IF_SCALED,
     )
     rope_high: float = config_field(
-        4.0, "rotary scaling: none above this many turns in rope_context", "turns", low=0.0
+        4.0,
+        "rotary scaling: none above this many turns in rope_context",
+        "turns",
+        low=0.0,
+        only_if=IF_SCALED,
     )
     rope_context: int = config_field(
-        8192, "rotary scaling: context length before scaling", "tokens", low=1
+        8192, "rotary scaling: context length before scaling", "tokens", low=1, only_if=IF_SCALED
     )
     rope_attention: float = config_field(
         0.0,

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 import torch
+import yaml
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from torch import Tensor
@@ -29,48 +30,13 @@ from megatoken.model.gpt import GPT
 from megatoken.model.rope import rope_inv_freq
 
 GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
-# llama.cpp's architectures by transformers' model_type.
-ARCHITECTURES = {
-    **{name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "olmo2")},
-    "mistral": "llama",
-    "gemma3_text": "gemma3",
-}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ROTATE_NEIGHBORS = ("llama", "smollm3")  # whose rotary pairs are channels 2i and 2i + 1
 DTYPES = {"fp32": "F32", "fp16": "F16"}  # the others have the same name in GGUF
 ENDINGS = (".weight", ".bias")
 FIX = "use --to hf"
 F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default
 SPACE = "\u2581"
-
-# Keys of the metadata by their names in gguf.GGUFWriter, and fields of ModelConfig.
-METADATA = {
-    "context_length": "seq_len",
-    "embedding_length": "d_model",
-    "block_count": "n_layer",
-    "feed_forward_length": "d_ff",
-    "vocab_size": "vocab_size",
-    "head_count": "n_head",
-    "head_count_kv": "kv_heads",
-    "key_length": "d_head",
-    "value_length": "d_head",
-    "rope_dimension_count": "d_head",
-    "rope_freq_base": "rope_theta",
-    "layer_norm_eps": "norm_eps",
-    "layer_norm_rms_eps": "norm_eps",
-}
-# llama.cpp's names of pre-tokenizers, whether a word that is a token skips the merges, and patterns.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS = {
-    ("gpt-2", False): [_GPT2],
-    ("llama-bpe", True): [_CL100K % "{1,3}"],
-    ("dbrx", False): [_CL100K % "{1,3}"],
-    ("qwen2", False): [_CL100K % ""],
-    ("smollm", False): [r"\p{N}", _GPT2],
-}
 PROBE = "'tis I'LL we've 12345 x=y+z9;  naïve camelCase\n\n \t—東京/\n 'S\r\n (a)!!\n  "
 
 
@@ -89,10 +55,12 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
             "gguf is not installed", "--to gguf", "pip install megatoken[gguf]"
         ) from None
     model_type = choose_family(model.config).model_type
-    name = ARCHITECTURES[model_type]
-    for feature, is_lacking in _list_gaps(name, model.config).items():
-        if is_lacking:
-            raise ConfigError(f"llama.cpp has no {model_type} with {feature}", "--to gguf", FIX)
+    supported = TABLE["architectures"][model_type]
+    name = supported["name"]
+    for feature, value in _list_features(model.config).items():
+        if value not in supported[feature]:
+            what = f"llama.cpp has no {model_type} with {feature}={value}"
+            raise ConfigError(what, "--to gguf", FIX)
     kinds = gguf.GGMLQuantizationType
     kind = kinds[DTYPES.get(dtype, dtype.upper())]
     writer = gguf.GGUFWriter(folder / GGUF, name)
@@ -118,23 +86,23 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def _list_gaps(name: str, config: ModelConfig) -> dict[str, bool]:
-    """Return features, and whether the model has them while llama.cpp's architecture lacks them."""
-    scaling = config.rope_scaling if config.rope_factor != 1 else ""
-    limits = (config.rope_low, config.rope_high)
+def _list_features(config: ModelConfig) -> dict[str, Any]:
+    """Return the features of a model that some of llama.cpp's architectures lack."""
+    scaling: str | None = config.rope_scaling if config.rope_factor != 1 else None
+    if scaling == "yarn" and (config.rope_low, config.rope_high) != (1, 32):
+        scaling = "yarn, but between other turns than 1 and 32"
     return {
-        f"mlp={config.mlp}": config.mlp != {"gpt2": "gelu", "gemma3": "geglu"}.get(name, "swiglu"),
-        "biases": config.bias and name not in ("gpt2", "llama", "qwen2"),
-        "tied embeddings": config.tie_embeddings and name == "olmo2",
-        "a window": 0 < config.window < config.seq_len and name != "gemma3",
-        "LLaMA 3's rotary scaling": scaling == "llama3" and name != "llama",
-        "other YaRN limits than 1 and 32": scaling == "yarn" and limits != (1, 32),
-        f"nope_interval={config.nope_interval}": config.nope_interval != 4 * (name == "smollm3"),
+        "mlp": config.mlp,
+        "bias": config.bias,
+        "tie_embeddings": config.tie_embeddings,
+        "window": 0 < config.window < config.seq_len,
+        "rope_scaling": scaling,
+        "nope_interval": config.nope_interval,
     }
 
 
 def _write_metadata(writer: Any, config: ModelConfig) -> None:
-    for key, field in METADATA.items():
+    for key, field in TABLE["metadata"].items():
         getattr(writer, f"add_{key}")(getattr(config, field))
     if config.rope_factor != 1 and config.rope_scaling != "llama3":
         writer.add_string(f"{writer.arch}.rope.scaling.type", config.rope_scaling)
@@ -154,15 +122,13 @@ def _write_metadata(writer: Any, config: ModelConfig) -> None:
 def _list_tensors(model: GPT, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor with its name in transformers. name: llama.cpp's architecture."""
     config = model.config
-    family = choose_family(config)
+    family = replace(choose_family(config), conv1d=())
     for hf_name, view in named_views(model, family).items():
-        tensor = view
-        if hf_name.removesuffix(".weight").endswith(family.conv1d):
-            tensor = view.T
         if name in ROTATE_NEIGHBORS and re.search(r"\.[qk]_proj\.", hf_name):
             halves = view.reshape(-1, 2, config.d_head // 2, *view.shape[1:])
-            tensor = halves.transpose(1, 2).flatten(0, 2)
-        yield hf_name, tensor
+            yield hf_name, halves.transpose(1, 2).flatten(0, 2)
+        else:
+            yield hf_name, view
     if config.rope_factor != 1 and config.rope_scaling == "llama3":
         cpu = torch.device("cpu")
         unscaled = rope_inv_freq(replace(config, rope_factor=1.0), cpu)
@@ -199,11 +165,10 @@ def _write_tokenizer(writer: Any, tokenizer: Tokenizer, kinds: Any) -> None:
         # llama.cpp requires a merge; this one never applies.
         writer.add_token_merges([" ".join(merge) for merge in merges or [(EOT, EOT)]])
     writer.add_add_bos_token(bool(tokenizer.bos_ids))
-    writer.add_bos_token_id([*tokenizer.bos_ids, tokenizer.eot][0])
-    writer.add_pad_token_id(tokenizer.eot)
-    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, id in zip(ends, find_stop_ids(tokenizer), strict=False):
-        add(id)
+    ids = {"pad": tokenizer.eot, "bos": [*tokenizer.bos_ids, tokenizer.eot][0]}
+    ids |= zip(("eos", "eot", "eom"), find_stop_ids(tokenizer), strict=False)
+    for kind, id in ids.items():
+        getattr(writer, f"add_{kind}_token_id")(id)
     template = template_of(tokenizer)
     if template:
         writer.add_chat_template(drop_marks(template))
@@ -227,12 +192,12 @@ def _find_pre_tokenizer(words: list[str], model: dict[str, Any], name: str) -> s
     is_bpe = model["type"] == "BPE"
     if is_bpe and model["byte_fallback"] and "".join(words) in (spaced, SPACE + spaced):
         return "default"
-    for (pre, skips_merges), patterns in PRE_TOKENIZERS.items():
-        splits = [Split(Regex(pattern), "isolated") for pattern in patterns]
+    for pre, row in TABLE["pre_tokenizers"].items():
+        splits = [Split(Regex(pattern), "isolated") for pattern in row["patterns"]]
         split = Sequence([*splits, ByteLevel(False, use_regex=False)])
         is_same = words == [word for word, _ in split.pre_tokenize_str(PROBE)]
-        if is_same and is_bpe and skips_merges == model["ignore_merges"]:
-            return pre
+        if is_same and is_bpe and row["skips_merges"] == model["ignore_merges"]:
+            return str(pre)
     what = f"llama.cpp lacks the normalizer or pre-tokenizer of tokenizer {name} ({model['type']})"
     raise ConfigError(what, "--to gguf", FIX)
 

@@ -5,45 +5,20 @@ two halves of each head are swapped.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.convert.fill_model import HEAD, fill_model
-from megatoken.convert.hf.families import LLAMA, build_config
-from megatoken.convert.nanogpt import EMBEDDING, FIELDS, WRAPPERS, load_archive
+from megatoken.convert.fill_model import fill_model
+from megatoken.convert.hf.families import OTHERS, build_config
+from megatoken.convert.nanogpt import WRAPPERS, load_archive, select_weights
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.system.atomic_write import read_object
 
 FILES = "model_[0-9]*.pt"
-NANOCHAT = replace(
-    LLAMA,
-    modules={
-        "transformer.wte": "tokens",
-        "transformer.h.{}.attn.c_q": "blocks.{}.attention.qkv/q",
-        "transformer.h.{}.attn.c_k": "blocks.{}.attention.qkv/k",
-        "transformer.h.{}.attn.c_v": "blocks.{}.attention.qkv/v",
-        "transformer.h.{}.attn.c_proj": "blocks.{}.attention.out",
-        "transformer.h.{}.mlp.c_fc": "blocks.{}.mlp.up",
-        "transformer.h.{}.mlp.c_proj": "blocks.{}.mlp.down",
-        "lm_head": "head",
-    },
-    fields={**FIELDS, "n_kv_head": "n_kv_head", "seq_len": "sequence_len"},
-    switches={
-        **LLAMA.switches,
-        "norm_eps": torch.finfo(torch.float32).eps,
-        "mlp": "relu2",
-        "tie_embeddings": False,
-        "qk_norm": True,
-        "embedding_norm": True,
-        "logit_softcap": 15.0,
-    },
-)
+FAMILY = OTHERS["nanochat"]
 SCALES = {"resid_lambdas": "residual_scales", "x0_lambdas": "embedding_scales"}
 
 
@@ -54,15 +29,15 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     """
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in load_archive(path).items()}
     meta = path.with_name(path.name.replace("model", "meta")).with_suffix(".json")
-    sizes: dict[str, Any] = {**read_object(meta).get("model_config", {}), "bias": False}
+    sizes = dict(read_object(meta).get("model_config", {}))
     windows = sizes.pop("window_pattern", "L")
     others = {name for name in tensors if not name.startswith(("transformer.", "lm_head."))}
-    unknown = (sizes.keys() - NANOCHAT.fields.values()) | (others - SCALES.keys())
+    unknown = (sizes.keys() - FAMILY.fields.values()) | (others - SCALES.keys())
     if unknown or "S" in windows:
         what = f"nanochat's {', '.join(sorted(unknown)) or 'sliding windows'} are not supported"
         raise CheckpointError(what, meta, "use a model of nanochat's first version (2025)")
-    switches = {**NANOCHAT.switches, "residual_scales": "resid_lambdas" in tensors}
-    return tensors, build_config(sizes, NANOCHAT.fields, str(meta), switches)
+    switches = {**FAMILY.switches, "residual_scales": "resid_lambdas" in tensors}
+    return tensors, build_config(sizes, FAMILY.fields, str(meta), switches)
 
 
 def read_nanochat(path: Path) -> GPT:
@@ -74,11 +49,10 @@ def read_nanochat(path: Path) -> GPT:
 
     def view(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         scales = {name: params[SCALES[name]].detach() for name in SCALES.keys() & tensors}
-        return NANOCHAT.view_params(params, config) | scales
+        return FAMILY.view_params(params, config) | scales
 
-    for name in tensors.keys() & {EMBEDDING, HEAD}:
-        tensors[name] = tensors[name][: config.vocab_size]
-    model = fill_model(config, tensors, view, str(path))
+    weights = select_weights(tensors, FAMILY, config.vocab_size)
+    model = fill_model(config, weights, view, str(path))
     q, k, _ = config.qkv_rows
     for name, param in model.named_parameters():
         if "norm" in name:

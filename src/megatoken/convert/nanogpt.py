@@ -3,8 +3,7 @@
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +15,14 @@ from torch.serialization import safe_globals
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
-from megatoken.convert.hf.families import GPT2, build_config
+from megatoken.convert.hf.families import OTHERS, Family, build_config
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 CHECKPOINT = "ckpt.pt"
 SUFFIXES = (".pt", ".pth", ".ckpt")
-WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # of torch.compile and DistributedDataParallel
-FIELDS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "d_model": "n_embd",
-    "vocab_size": "vocab_size",
-    "seq_len": "block_size",
-    "bias": "bias",
-}
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
+FAMILY = OTHERS["nanogpt"]
 EMBEDDING = "transformer.wte.weight"
 PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows have no token
 # build-nanogpt pickles its sizes as an instance of its GPTConfig; read plain attributes.
@@ -51,13 +43,23 @@ def read_nanogpt(path: Path) -> GPT:
     Raises CheckpointError for a file that is damaged, would run code, or is not nanoGPT's.
     """
     state, config = read_content(path)
+    tensors = select_weights(state, FAMILY, config.vocab_size)
+    return fill_model(config, tensors, FAMILY.view_params, str(path))
+
+
+def select_weights(
+    state: Mapping[str, Tensor], family: Family, vocab_size: int
+) -> dict[str, Tensor]:
+    """Return a checkpoint's weights without the rows that pad the vocabulary.
+
+    Removes what torch.compile and DistributedDataParallel prepend to their names.
+    """
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if not GPT2.buffers.fullmatch(name)}
-    if config.vocab_size == GPT2_VOCABULARY:
-        for name in tensors.keys() & {EMBEDDING, HEAD}:
-            tensors[name] = tensors[name][:GPT2_VOCABULARY]
-    family = replace(GPT2, conv1d=())  # nn.Linear
-    return fill_model(config, tensors, family.view_params, str(path))
+    return {
+        name: tensor[:vocab_size] if name in (EMBEDDING, HEAD) else tensor
+        for name, tensor in tensors.items()
+        if not re.fullmatch(family.buffers, name)
+    }
 
 
 def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -82,7 +84,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     if sizes.get("vocab_size") == PADDED_VOCABULARY:
         sizes["vocab_size"] = GPT2_VOCABULARY
     mlp = "gelu" if is_build_nanogpt else "gelu-erf"
-    return state, build_config(sizes, FIELDS, str(path), {"mlp": mlp})
+    return state, build_config(sizes, FAMILY.fields, str(path), {"mlp": mlp})
 
 
 def load_archive(path: Path) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Tables of tensor names and config.json fields of transformers' model types."""
+"""Read and write the config.json and tensor names of transformers' model types (families.yaml)."""
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor
 
 from megatoken.config.fields import parse_value
@@ -13,8 +14,6 @@ from megatoken.config.schema import FIELDS, Config, is_ignored
 from megatoken.errors import CheckpointError, ConfigError
 
 Json = Mapping[str, Any]
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu-erf"}
-GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 LETTERS = {FULL: "L", SLIDING: "S"}  # of window_pattern
 BIASES = {(True, True): "all", (True, False): "attention", (False, True): "mlp"}
@@ -34,16 +33,6 @@ SCALINGS = {
         "rope_attention": "attention_factor",
     },
 }
-# Keys that change the network, and their supported values.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "attn_logit_softcapping": (None,),
-    "use_bidirectional_attention": (False,),
-    "partial_rotary_factor": (1.0,),
-    "rope_type": ("default", *SCALINGS),
-    "mscale": (None,),
-    "truncate": (True,),
-}
 FIX = "use GPT-2, LLaMA, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 or Gemma 3 (text)"
 
 
@@ -53,32 +42,30 @@ class Family:
 
     modules: transformers' module name -> megatoken's, with {} for the layer number; /q, /k or /v
     selects rows of the fused query/key/value matrix. prefix: how all tensor names begin except the
-    output layer's; files without the output layer have no prefix. buffers: tensors that old
-    versions saved although they are not weights. conv1d: ends of the names of modules that store
-    weights as (in, out). norm_offset: what the model adds to the saved weights of norms. switches:
-    megatoken's fields that are the same for all models of this type. fields: megatoken's field ->
-    config.json key. defaults: values of keys that a config.json leaves out. activation: the
-    config.json key of the MLP's activation. activations: its values -> megatoken's `mlp`. choices:
-    config.json key -> supported values, transformers' default first. has_window: a function of
-    (architecture, config.json, layer) that returns whether the layer has the window; used without
-    layer_types. keys: keys of `list_keys` to write. constants: other keys to write.
+    output layer's; files without the output layer have no prefix. buffers: pattern of tensors that
+    old versions saved although they are not weights. conv1d: ends of the names of modules that
+    store weights as (in, out). norm_offset: what the model adds to the saved weights of norms.
+    switches: megatoken's fields that are the same for all models of this type. fields: megatoken's
+    field -> config.json key. defaults: values of keys that a config.json leaves out. activation:
+    the config.json key of the MLP's activation. activations: its values -> megatoken's `mlp`.
+    choices: config.json key that changes the network -> supported values, transformers' default
+    first. keys: keys of `list_keys` to write. constants: other keys to write.
     """
 
     model_type: str
     architecture: str
     modules: Mapping[str, str]
     prefix: str
-    buffers: re.Pattern[str]
-    conv1d: tuple[str, ...] = ()
+    buffers: str
+    conv1d: Sequence[str] = ()
     norm_offset: float = 0.0
     switches: Mapping[str, Any]
     fields: Mapping[str, str]
     defaults: Mapping[str, Any]
-    activation: str = "hidden_act"
-    activations: Mapping[str, str] = field(default_factory=lambda: GATES)
-    choices: Mapping[str, tuple[Any, ...]]
-    has_window: Callable[[ModelConfig, Json, int], bool] = lambda *_: False
-    keys: tuple[str, ...] = ()
+    activation: str
+    activations: Mapping[str, str]
+    choices: Mapping[str, Sequence[Any]]
+    keys: Sequence[str]
     constants: Mapping[str, Any]
 
     def view_params(self, params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -100,7 +87,7 @@ class Family:
                     if param is None:
                         continue
                     view = param.detach()[rows.get(part or module, slice(None))]
-                    if kind == "weight" and hf_module.endswith(self.conv1d):
+                    if kind == "weight" and hf_module.endswith(tuple(self.conv1d)):
                         view = view.T
                     views[f"{hf_module.format(layer)}.{kind}"] = view
         return views
@@ -114,7 +101,7 @@ class Family:
 
         Raises CheckpointError, naming `where`, for unsupported values.
         """
-        choices = {self.activation: (*self.activations,), **self.choices}
+        choices = {self.activation: [*self.activations], **self.choices}
         values = {key: supported[0] for key, supported in choices.items()}
         values |= self.defaults
         for source in (config, _read_rope(config, where)):
@@ -154,7 +141,7 @@ class Family:
             raise _refuse("layer_types", types, where)
         pattern = ""
         if config.window:
-            types = types or [(FULL, SLIDING)[self.has_window(config, values, i)] for i in layers]
+            types = types or [(FULL, SLIDING)[_has_window(config, values, i)] for i in layers]
             pattern = "".join(LETTERS[layer_type] for layer_type in types)
         if "S" not in pattern:
             return replace(config, window=0, rope_local_theta=0.0)
@@ -169,6 +156,15 @@ class Family:
         values |= {key: value for key, value in list_keys(config).items() if key in values}
         names = [name for name, mlp in self.activations.items() if mlp == config.mlp]
         return {**values, self.activation: "".join(names[:1]), **self.constants}
+
+
+def _has_window(config: ModelConfig, values: Json, layer: int) -> bool:
+    """Return whether a layer has the window if no `layer_types` tells."""
+    if "no_rope_layer_interval" in values:  # SmolLM3
+        return layer in config.nope_layers
+    if "sliding_window_pattern" in values:  # Gemma 3
+        return (layer + 1) % int(values["sliding_window_pattern"]) != 0
+    return layer >= int(values.get("max_window_layers", 0))  # Qwen; all layers of Mistral
 
 
 def _refuse(key: str, value: Any, where: str) -> CheckpointError:
@@ -259,7 +255,9 @@ def _simplify(config: ModelConfig) -> ModelConfig:
 def choose_family(config: ModelConfig) -> Family:
     """Return the family that can hold this architecture. Raises ConfigError if no family can."""
     for family in FAMILIES.values():
-        biased = family is GPT2 and not config.bias  # transformers' GPT-2 always has biases
+        biased = (
+            family.model_type == "gpt2" and not config.bias
+        )  # transformers' GPT-2 always has biases
         expected = _simplify(replace(config, bias=True) if biased else config)
         try:
             if family.read_config(family.write_config(config), "config.json") == expected:
@@ -271,208 +269,9 @@ def choose_family(config: ModelConfig) -> Family:
     raise ConfigError(what, "--to hf", FIX)
 
 
-GPT2 = Family(
-    model_type="gpt2",
-    architecture="GPT2LMHeadModel",
-    modules={
-        "transformer.wte": "tokens",
-        "transformer.wpe": "positions",
-        "transformer.h.{}.ln_1": "blocks.{}.norm1",
-        "transformer.h.{}.attn.c_attn": "blocks.{}.attention.qkv",
-        "transformer.h.{}.attn.c_proj": "blocks.{}.attention.out",
-        "transformer.h.{}.ln_2": "blocks.{}.norm2",
-        "transformer.h.{}.mlp.c_fc": "blocks.{}.mlp.up",
-        "transformer.h.{}.mlp.c_proj": "blocks.{}.mlp.down",
-        "transformer.ln_f": "norm",
-        "lm_head": "head",
-    },
-    prefix="transformer.",
-    buffers=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask
-    conv1d=("c_attn", "c_proj", "c_fc"),
-    switches={},
-    fields={
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "d_model": "n_embd",
-        "d_ff": "n_inner",
-        "vocab_size": "vocab_size",
-        "seq_len": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-        "tie_embeddings": "tie_word_embeddings",
-    },
-    defaults={"n_inner": 0, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    activation="activation_function",
-    activations=GELUS,
-    choices={
-        "quantization_config": (None,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-    },
-    keys=("n_ctx",),
-    constants={
-        "scale_attn_weights": True,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    },
+FAMILIES, OTHERS = (
+    {name: Family(model_type=name, **row) for name, row in rows.items()}
+    for rows in yaml.safe_load(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    ).values()
 )
-# Rotary pairs are channels i and i + d_head / 2, as in megatoken, so rows keep their order.
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    modules={
-        "model.embed_tokens": "tokens",
-        "model.layers.{}.input_layernorm": "blocks.{}.norm1",
-        "model.layers.{}.self_attn.q_proj": "blocks.{}.attention.qkv/q",
-        "model.layers.{}.self_attn.k_proj": "blocks.{}.attention.qkv/k",
-        "model.layers.{}.self_attn.v_proj": "blocks.{}.attention.qkv/v",
-        "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.out",
-        "model.layers.{}.post_attention_layernorm": "blocks.{}.norm2",
-        "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate",
-        "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.up",
-        "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
-        "model.norm": "norm",
-        "lm_head": "head",
-    },
-    prefix="model.",
-    buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    switches={"norm": "rmsnorm", "pos_emb": "rotary"},
-    fields={
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_kv_head": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "d_model": "hidden_size",
-        "d_ff": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "rope_theta": "rope_theta",
-        "tie_embeddings": "tie_word_embeddings",
-    },
-    defaults={
-        "num_key_value_heads": 0,
-        "head_dim": 0,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "beta_slow": 1.0,
-        "beta_fast": 32.0,
-        "attention_factor": 0.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    },
-    choices=SUPPORTED,
-    keys=("rope_scaling", "attention_bias", "mlp_bias"),
-    constants={"attention_dropout": 0.0, "pad_token_id": None},  # as some defaults are not ids
-)
-QK_NORMS = {
-    "model.layers.{}.self_attn.q_norm": "blocks.{}.attention.q_norm",
-    "model.layers.{}.self_attn.k_norm": "blocks.{}.attention.k_norm",
-}
-NORMS = {
-    "model.layers.{}.input_layernorm": "blocks.{}.norm1",
-    "model.layers.{}.post_attention_layernorm": "blocks.{}.post_norm1",
-    "model.layers.{}.pre_feedforward_layernorm": "blocks.{}.norm2",
-    "model.layers.{}.post_feedforward_layernorm": "blocks.{}.post_norm2",
-}
-WINDOW_FIELDS = {**LLAMA.fields, "window": "sliding_window"}
-WINDOW_KEYS = (*LLAMA.keys, "use_sliding_window", "layer_types")
-QWEN2 = replace(
-    LLAMA,
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    switches={**LLAMA.switches, "bias": True, "bias_in": "qkv"},
-    fields=WINDOW_FIELDS,
-    defaults={
-        **LLAMA.defaults,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    has_window=lambda _, values, layer: layer >= values["max_window_layers"],
-    keys=WINDOW_KEYS,
-)
-QWEN3 = replace(
-    QWEN2,
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    modules={**LLAMA.modules, **QK_NORMS},
-    switches={**LLAMA.switches, "qk_norm": True},
-    defaults={**QWEN2.defaults, "head_dim": 128},
-    choices={**SUPPORTED, "mlp_bias": (False,)},
-)
-MISTRAL = replace(
-    LLAMA,
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    fields=WINDOW_FIELDS,
-    defaults={**LLAMA.defaults, "sliding_window": 4096},
-    choices={
-        **SUPPORTED,
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "layer_types": (None,),  # transformers ignores them
-    },
-    has_window=lambda *_: True,
-)
-SMOLLM3 = replace(
-    LLAMA,
-    model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
-    fields=WINDOW_FIELDS,
-    defaults={
-        **LLAMA.defaults,
-        "rope_theta": 2000000.0,
-        "tie_word_embeddings": True,
-        "no_rope_layer_interval": 4,
-        "use_sliding_window": False,
-        "sliding_window": 0,
-    },
-    has_window=lambda config, _, layer: layer in config.nope_layers,
-    keys=(*WINDOW_KEYS, "no_rope_layers", "no_rope_layer_interval"),
-)
-OLMO2 = replace(
-    LLAMA,
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    modules={
-        name: module
-        for name, module in {**LLAMA.modules, **QK_NORMS, **NORMS}.items()
-        if not name.endswith(("input_layernorm", "pre_feedforward_layernorm"))
-    },
-    switches={**LLAMA.switches, "norm_position": "post", "qk_norm": True, "qk_norm_over": "width"},
-    defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
-    choices={**SUPPORTED, "mlp_bias": (False,)},
-)
-GEMMA3 = replace(
-    LLAMA,
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    modules={**LLAMA.modules, **QK_NORMS, **NORMS},
-    norm_offset=1.0,
-    switches={**LLAMA.switches, "norm_position": "both", "qk_norm": True, "embedding_scale": True},
-    fields={
-        **WINDOW_FIELDS,
-        "rope_local_theta": "rope_local_base_freq",
-        "logit_softcap": "final_logit_softcapping",
-    },
-    defaults={
-        **LLAMA.defaults,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "final_logit_softcapping": 0.0,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    activation="hidden_activation",
-    choices={**SUPPORTED, "mlp_bias": (False,)},
-    has_window=lambda _, values, layer: (layer + 1) % values["sliding_window_pattern"] != 0,
-    keys=(*LLAMA.keys, "layer_types", "query_pre_attn_scalar"),
-)
-FAMILIES = {
-    family.model_type: family
-    for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, SMOLLM3, OLMO2, GEMMA3)
-}

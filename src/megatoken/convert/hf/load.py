@@ -36,7 +36,7 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     tensors = {}
     for key, file in open_tensors(folder):
         name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
-        if not family.buffers.fullmatch(name):
+        if not re.fullmatch(family.buffers, name):
             offset = family.get_norm_offset(name)
             tensor = file.get_tensor(key)  # memory-mapped
             tensors[name] = tensor.float() + offset if offset else tensor

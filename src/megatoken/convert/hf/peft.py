@@ -58,7 +58,7 @@ def merge_peft(model: GPT, folder: Path) -> None:
     Raises CheckpointError for tensors that are damaged or do not fit.
     """
     alpha = read_object(folder / CONFIG).get("lora_alpha", DEFAULT_ALPHA)
-    family = choose_family(model.config)
+    family = replace(choose_family(model.config), conv1d=())
     tensors = {
         key.removeprefix(PREFIX): file.get_tensor(key).float()
         for key, file in open_tensors(folder, WEIGHTS)
@@ -68,8 +68,7 @@ def merge_peft(model: GPT, folder: Path) -> None:
         while tensors:
             module = next(iter(tensors)).partition(".lora_")[0]
             a, b = (tensors.pop(f"{module}.lora_{side}.weight") for side in "AB")
-            delta = alpha / len(a) * (b @ a)
-            views[f"{module}.weight"] += delta.T if module.endswith(family.conv1d) else delta
+            views[f"{module}.weight"] += alpha / len(a) * (b @ a)
     except (KeyError, RuntimeError) as error:
         what = f"tensors do not fit the base model: {error}"
         raise CheckpointError(what, folder / WEIGHTS, AGAIN) from None
