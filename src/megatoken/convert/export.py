@@ -14,7 +14,13 @@ import torch
 from megatoken.console import Console
 from megatoken.convert.gguf import compare_llama, write_gguf
 from megatoken.convert.hf.chat_files import GGUF
-from megatoken.convert.hf.export import CHECK_TOKENS, TOLERANCE, compare_logits, write_hf
+from megatoken.convert.hf.export import (
+    TOLERANCE,
+    compare_logits,
+    compute_check_logits,
+    measure_difference,
+    write_hf,
+)
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
@@ -116,16 +122,15 @@ def _export_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     return compare_llama(folder / GGUF, model, tokenizer, dtype)
 
 
+@torch.no_grad()
 def _export_peft(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
     write_peft(folder, model, dtype)
     base = model.config.init
     read = load_pretrained(folder).model  # the base with the adapters, as PEFT would load them
-    ids = torch.arange(min(model.config.seq_len, CHECK_TOKENS))[None] % tokenizer.vocab_size
-    with torch.inference_mode():
-        expected = model.logits(ids)
+    ids, expected = compute_check_logits(model)
+    if read.config.vocab_size >= model.config.vocab_size:
         logits = read.eval().logits(ids)[..., : model.config.vocab_size]
-    if logits.shape == expected.shape:
-        difference = float((logits - expected).abs().max() / expected.abs().max())
+        difference = measure_difference(logits, expected)
         if difference <= TOLERANCE:
             return difference
     what = f"{base} with the adapters is another model, as after adding tokens to its vocabulary"

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.chat_files import GGUF, describe_gguf
-from megatoken.convert.hf.export import CHECK_TEXT, CHECK_TOKENS, TOLERANCE, named_views
+from megatoken.convert.hf.export import (
+    CHECK_TEXT,
+    TOLERANCE,
+    compute_check_logits,
+    measure_difference,
+    named_views,
+)
 from megatoken.convert.hf.families import choose_family
 from megatoken.data.byte_bpe import EOT, split_merge
 from megatoken.data.chat_template import drop_marks, find_stop_ids, template_of
@@ -32,8 +38,6 @@ from megatoken.model.rope import rope_inv_freq
 GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ROTATE_NEIGHBORS = ("llama", "smollm3")  # whose rotary pairs are channels 2i and 2i + 1
-DTYPES = {"fp32": "F32", "fp16": "F16"}  # the others have the same name in GGUF
-ENDINGS = (".weight", ".bias")
 FIX = "use --to hf"
 F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default
 SPACE = "\u2581"
@@ -62,7 +66,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
             what = f"llama.cpp has no {model_type} with {feature}={value}"
             raise ConfigError(what, "--to gguf", FIX)
     kinds = gguf.GGMLQuantizationType
-    kind = kinds[DTYPES.get(dtype, dtype.upper())]
+    kind = kinds[dtype.upper().replace("FP", "F")]
     writer = gguf.GGUFWriter(folder / GGUF, name)
     _write_metadata(writer, model.config)
     file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{kind.name}"
@@ -76,7 +80,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
             has_blocks = tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
             stored = kind if has_blocks else kinds.F16
         values = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
-        writer.add_tensor(names.get_name(hf_name, ENDINGS), values, raw_dtype=stored)
+        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), values, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -213,20 +217,15 @@ def compare_llama(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> f
         from llama_cpp import Llama
     except ImportError:
         return None
-    count = min(model.config.seq_len, CHECK_TOKENS)
+    ids, logits = compute_check_logits(model)
+    count = ids.shape[1]
     options = {"n_ctx": count, "logits_all": True, "type_k": F32, "type_v": F32, "verbose": False}
     try:
         llama = Llama(str(path), **options)
     except ValueError as error:
         raise CheckpointError(f"llama.cpp cannot load the export: {error}", path, FIX) from error
-    ids = torch.randint(
-        model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)
-    )
-    llama.eval(ids.tolist())
-    found = torch.from_numpy(llama.scores[:count])
-    with torch.inference_mode():
-        logits = model.eval().logits(ids[None])[0]
-    difference = float((found - logits).abs().max()) / (float(logits.abs().max()) or 1.0)
+    llama.eval(ids[0].tolist())
+    difference = measure_difference(torch.from_numpy(llama.scores[:count]), logits[0])
     tolerance = GELU_TOLERANCE if model.config.mlp in ("gelu", "geglu") else TOLERANCE
     is_equal = difference <= tolerance or dtype != "fp32"
     for text in (CHECK_TEXT, PROBE):

@@ -10,8 +10,7 @@ from megatoken.checkpoint.commit import find_checkpoint
 from megatoken.checkpoint.tensor_files import MODEL, TensorReader
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.load import find_folder, open_tensors
-from megatoken.convert.llmc import list_llmc_params
-from megatoken.convert.load_pretrained import READ_CONTENT, find_format
+from megatoken.convert.load_pretrained import READERS, find_format
 from megatoken.errors import Warn
 from megatoken.model.gpt import GPT
 
@@ -37,10 +36,9 @@ def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
             TensorInfo(name, shape, str(reader.dtype(name)).removeprefix("torch."))
             for name, shape in reader.shapes.items()
         ]
-    if kind == "llmc":
-        return _describe(list_llmc_params(path).items())
-    if kind in READ_CONTENT:
-        return _describe(READ_CONTENT[kind](path)[0].items())
+    if kind in READERS:
+        read_content, _ = READERS[kind]
+        return _describe(read_content(path)[0].items())
     tensors = open_tensors(find_folder(name))
     return _describe((tensor, file.get_tensor(tensor)) for tensor, file in tensors)  # memory-mapped
 

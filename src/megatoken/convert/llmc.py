@@ -62,19 +62,22 @@ def read_llmc(path: Path) -> GPT:
     values = torch.from_file(str(path), size=n_values, dtype=dtype)  # memory-mapped
     offset = HEADER_BYTES // dtype.itemsize
     tensors = {}
-    for name, view in list_llmc_params(path).items():
+    for name, view in read_content(path)[0].items():
         tensors[name] = values[offset : offset + view.numel()].view(view.shape)
         rows = padded_rows if name == "tokens.weight" else len(view)
         offset += rows * view[0].numel()
     return fill_model(config, tensors, _view_params, str(path))
 
 
-def list_llmc_params(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's parameters on the meta device, in file order, by megatoken's names."""
+def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Return a checkpoint's parameters and its architecture.
+
+    The parameters are on the meta device, in file order, by megatoken's names.
+    """
     config, dtype, _ = read_header(path)
     with torch.device("meta"):
         views = _view_params(dict(GPT(config).named_parameters()), config)
-    return {name: view.to(dtype) for name, view in views.items()}
+    return {name: view.to(dtype) for name, view in views.items()}, config
 
 
 def write_llmc(path: Path, model: GPT, dtype: str) -> None:

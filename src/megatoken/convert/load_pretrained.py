@@ -11,12 +11,11 @@ from megatoken.checkpoint.mirror import fetch_model
 from megatoken.config.load import RUN_CONFIG, load_config
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
-from megatoken.convert import nanochat, nanogpt
+from megatoken.convert import llmc, nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
 from megatoken.convert.hf.peft import merge_peft, read_base
-from megatoken.convert.llmc import read_header, read_llmc
-from megatoken.convert.nanochat import FILES, read_nanochat
-from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
+from megatoken.convert.nanochat import FILES
+from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
 from megatoken.data.tokenizer import (
     TIKTOKEN_NAME,
     Tokenizer,
@@ -29,8 +28,12 @@ from megatoken.model.gpt import GPT
 from megatoken.model.lora import merge_adapters
 from megatoken.system.object_store import is_address
 
-# Functions that return the tensors and the architecture in a file of torch.save.
-READ_CONTENT = {"nanogpt": nanogpt.read_content, "nanochat": nanochat.read_content}
+# Formats of one file: functions that return its tensors and architecture, and the model.
+READERS = {
+    "llmc": (llmc.read_content, llmc.read_llmc),
+    "nanogpt": (nanogpt.read_content, nanogpt.read_nanogpt),
+    "nanochat": (nanochat.read_content, nanochat.read_nanochat),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def load_pretrained(
     loaded or the tokenizer does not fit the model, and DataError if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
-    source = str(path if kind in READ_CONTENT else name)
+    source = str(path if kind in READERS else name)
     if kind == "run":
         folder, model, tokenizer = _load_newest(path, warn)
         if folder != path and not is_address(name):
@@ -74,14 +77,10 @@ def load_pretrained(
                 merge_peft(loaded.model, folder)
                 return replace(loaded, source=source)
             model, folder = load_hf(str(folder))
-        elif kind == "nanogpt":
-            model = read_nanogpt(path)
-        elif kind == "nanochat":
-            model = read_nanochat(path)
-            if not (folder / TIKTOKEN_NAME).is_file():
-                folder /= "../../tokenizer"  # where nanochat writes it
         else:
-            model = read_llmc(path)
+            model = READERS[kind][1](path)
+            if kind == "nanochat" and not (folder / TIKTOKEN_NAME).is_file():
+                folder /= "../../tokenizer"  # where nanochat writes it
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
         tokenizer.end_ids = read_end_ids(folder, model.config.vocab_size)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -98,10 +97,9 @@ def read_model_config(name: str | Path) -> ModelConfig:
     Takes the names that `load_pretrained` takes and raises the same errors.
     """
     kind, path = find_format(name, warnings.warn)
-    if kind == "llmc":
-        return read_header(path)[0]
-    if kind in READ_CONTENT:
-        return READ_CONTENT[kind](path)[1]
+    if kind in READERS:
+        read_content, _ = READERS[kind]
+        return read_content(path)[1]
     if kind == "hf":
         hf_folder = find_folder(str(name))
         base = read_base(hf_folder)

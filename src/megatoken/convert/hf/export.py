@@ -109,6 +109,23 @@ def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     return family.view_params(params, model.config)
 
 
+@torch.no_grad()
+def compute_check_logits(model: GPT) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids (CHECK_SEQS, CHECK_TOKENS) and their logits, to compare an export's with.
+
+    The sequences are shorter if the model's context is.
+    """
+    shape = (CHECK_SEQS, min(model.config.seq_len, CHECK_TOKENS))
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return ids, model.eval().logits(ids)
+
+
+def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest expected logit."""
+    return float((logits - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
+
+
+@torch.no_grad()
 def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | None:
     """Return the largest difference between transformers' fp32 logits and megatoken's.
 
@@ -130,12 +147,8 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     except (OSError, ValueError) as error:
         what = f"transformers cannot load the export: {error}"
         raise CheckpointError(what, folder, "update transformers") from error
-    shape = (CHECK_SEQS, min(model.config.seq_len, CHECK_TOKENS))
-    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        logits = model.eval().logits(ids)
-        hf_logits = hf_model(ids).logits
-    difference = float((hf_logits - logits).abs().max()) / (float(logits.abs().max()) or 1.0)
+    ids, logits = compute_check_logits(model)
+    difference = measure_difference(hf_model(ids).logits, logits)
     hf_ids = hf_tokenizer(CHECK_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     is_equal = difference <= TOLERANCE and hf_ids == tokenizer.encode(CHECK_TEXT).tolist()
     template = template_of(tokenizer)

@@ -185,9 +185,11 @@ def _read_rope(config: Json, where: str) -> dict[str, Any]:
 def list_keys(config: ModelConfig) -> dict[str, Any]:
     """Return the config.json keys whose values are not just a field of the architecture."""
     scaling = SCALINGS[config.rope_scaling].items()
-    rope = {key: getattr(config, name) for name, key in scaling if name != "rope_attention"}
-    if config.rope_attention:
-        rope["attention_factor"] = config.rope_attention
+    rope = {
+        key: getattr(config, name)
+        for name, key in scaling
+        if name != "rope_attention" or config.rope_attention
+    }
     return {
         "n_ctx": config.seq_len,  # llama.cpp reads it
         "num_key_value_heads": config.kv_heads,

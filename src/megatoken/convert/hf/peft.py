@@ -23,12 +23,15 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 PREFIX = "base_model.model."
 DEFAULT_ALPHA = 8
-# Fields that change what an adapter computes, and are supported only if unset.
-UNSUPPORTED = (
-    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "alpha_pattern", "modules_to_save"),
-    *("lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
-    *("monteclora_config", "velora_config", "kasa_config", "arrow_config"),
-)
+# Fields that change what an adapter computes, and their value in plain LoRA if they are set.
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "use_bdlora", "alpha_pattern")),
+    **dict.fromkeys(("modules_to_save", "lora_bias", "trainable_token_indices", "velora_config")),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "monteclora_config")),
+    **dict.fromkeys(("kasa_config", "arrow_config")),
+}
 
 
 def read_base(folder: Path) -> str:
@@ -39,17 +42,13 @@ def read_base(folder: Path) -> str:
     path = folder / CONFIG
     if not path.is_file():
         return ""
-    config = {"peft_type": "LORA", "bias": "none", BASE: ""} | read_object(path)
-    wrong = [key for key in UNSUPPORTED if config.get(key)]
-    wrong += [
-        key for key, value in (("peft_type", "LORA"), ("bias", "none")) if config[key] != value
-    ]
-    if not config[BASE]:
-        wrong.append(BASE)
-    for key in wrong:
-        what = f"{key}: {config[key]!r:.80} is not supported"
+    config = read_object(path)
+    base = str(config.get(BASE) or "")
+    wrong = [key for key, plain in PLAIN.items() if (config.get(key) or plain) != plain]
+    for key in wrong if base else [BASE]:
+        what = f"{key}: {config.get(key)!r:.80} is not supported"
         raise CheckpointError(what, path, "use plain LoRA, with the name of its base")
-    return str(config[BASE])
+    return base
 
 
 def merge_peft(model: GPT, folder: Path) -> None:
