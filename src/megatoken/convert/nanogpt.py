@@ -56,7 +56,7 @@ def select_weights(
     """
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     return {
-        name: tensor[:vocab_size] if name in (EMBEDDING, HEAD) else tensor
+        name: tensor[:vocab_size] if name in (EMBEDDING, HEAD) and tensor.ndim else tensor
         for name, tensor in tensors.items()
         if not re.fullmatch(family.buffers, name)
     }
