@@ -350,11 +350,8 @@ BAD_ROWS = """
 1: {"prompt": [USER, ANSWER], "answer": "1"}
 1: {"prompt": "a", "answer": ""}
 1: {"prompt": "a", "answer": null}
-1: {"prompt": "a", "answer": true}
 1: {"prompt": "a", "answer": [4]}
-1: {"prompt": "a", "answer": NaN}
-1: {"prompt": "a", "answer": -Infinity}
-1: {"prompt": "a", "answer": 1e999}
+1: {"question": "a", "choices": ["b", "c"], "answer": 1}
 1: {"messages": "\udce9"}
 """
 

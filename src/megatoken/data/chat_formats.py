@@ -19,10 +19,9 @@ list of OpenAI's function schemas or its JSON.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -36,7 +35,7 @@ FIX_KEYS = "rename the keys, or skip such rows with --invalid skip; for plain te
 Row = dict[str, Any]  # as read
 Kind = Literal["chat", "preference", "kto", "prompt"]
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # values in CSV are text
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
@@ -60,12 +59,20 @@ class Example:
 
 
 class Format(NamedTuple):
-    """A row format and the keys that identify it."""
+    """A row format.
+
+    name: the keys that identify it, joined by slashes; a remark in parentheses may follow. read:
+    returns a row's prompt, or None in a chat, and its complete conversations, as lists of messages.
+    For a prompt, it also sets the row's `prompt` and `answer`.
+    """
 
     name: str
-    keys: tuple[str, ...]
     kind: Kind
-    read: Callable[[Row, str], Example]
+    read: Callable[[Row], tuple[Any, ...]]
+
+    @property
+    def keys(self) -> list[str]:
+        return self.name.partition(" ")[0].split("/")
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
@@ -108,15 +115,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         row_format = _match_format(row, where)
         if expected not in (None, row_format):
             raise ValueError(f"{row_format.name} after rows of {expected.name}")
-        if row.get("weight") not in (None, 0, 1):
-            raise ValueError(f"the weight is {row['weight']}, only 0 and 1 are supported")
-        example = row_format.read(row, where)
-        if row_format.kind == "kto":
-            example = _rate(example, row)
-        tools = row.get("tools")
-        tools = json.loads(tools or "null") if isinstance(tools, str) else tools
-        weight = 0 if row.get("weight") == 0 else 1
-        return row_format, replace(example, tools=tools, weight=weight)
+        return row_format, _parse(row, row_format, where)
     except MALFORMED as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error
@@ -129,8 +128,9 @@ def _match_format(row: Row, where: str) -> Format:
     """
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
-            is_rated = row_format.kind == "chat" and _read_label(row) is not None
-            return _make_kto(row_format) if is_rated else row_format
+            if row_format.kind == "chat" and _read_label(row) is not None:
+                return row_format._replace(name=f"{row_format.name}/label", kind="kto")
+            return row_format
     similar = [each for each in FORMATS if row.keys() & {*each.keys}] or FORMATS
     missing = {each.name: [key for key in each.keys if key not in row] for each in similar}
     fewest = min(map(len, missing.values()))
@@ -141,21 +141,37 @@ def _match_format(row: Row, where: str) -> Format:
     raise DataError(what, where, FIX_KEYS)
 
 
-def _make_kto(row_format: Format) -> Format:
-    return row_format._replace(name=f"{row_format.name}/label", kind="kto")
-
-
 def _read_label(row: Row) -> bool | None:
     label = row.get("label", row.get("kto_tag"))  # trl's key, LLaMA-Factory's key
     return _LABELS.get(str(label).lower())
 
 
-def _rate(example: Example, row: Row) -> Example:
-    """Return an example for KTO: the last answer is rated, what precedes it is its prompt."""
-    (messages,) = example.answers
-    if messages[-1].role != "assistant":
-        raise ValueError("the conversation does not end with an answer")
-    return replace(example, prompt=messages[:-1], is_desirable=bool(_read_label(row)))
+def _parse(row: Row, row_format: Format, where: str) -> Example:
+    kind = row_format.kind
+    weight = row.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"the weight is {weight}, only 0 and 1 are supported")
+    prompt_rows, *conversations = row_format.read(row)
+    answers = [parse_messages(rows, where) for rows in conversations]
+    if kind in ("preference", "kto") and any(each[-1].role != "assistant" for each in answers):
+        raise ValueError("a conversation does not end with an answer")
+    if kind == "chat":
+        first_answer = [message.role for message in answers[0]].index("assistant")
+        prompt = answers[0][:first_answer]
+    elif kind == "kto":  # only the last answer is rated
+        prompt = answers[0][:-1]
+    else:
+        prompt = parse_messages(prompt_rows, where, reply=True)
+    tools = row.get("tools")
+    return Example(
+        where,
+        prompt,
+        answers,
+        row=row if kind == "prompt" else {},
+        is_desirable=kind == "kto" and bool(_read_label(row)),
+        weight=0 if weight == 0 else 1,
+        tools=json.loads(tools or "null") if isinstance(tools, str) else tools,
+    )
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
@@ -167,64 +183,50 @@ def _system_rows(row: Row) -> list[Any]:
     return _to_rows(row["system"], "system") if row.get("system") else []
 
 
-def _read_messages(row: Row, where: str) -> Example:
-    return _make_chat(row["messages"], where)
+def _read_messages(row: Row) -> tuple[Any, ...]:
+    return None, row["messages"]
 
 
-def _read_sharegpt(row: Row, where: str) -> Example:
+def _read_sharegpt(row: Row) -> tuple[Any, ...]:
     rows = _system_rows(row)
     for turn in row["conversations"]:
         turn = dict(turn)
         role = turn.pop("from", turn.get("role"))
         content = turn.pop("value", turn.get("content"))
-        rows.append({**turn, "role": _SHAREGPT_ROLES.get(role, role), "content": content})
-    return _make_chat(rows, where)
+        rows.append({**turn, "role": _ROLES.get(role, role), "content": content})
+    return None, rows
 
 
-def _read_alpaca(row: Row, where: str) -> Example:
+def _read_alpaca(row: Row) -> tuple[Any, ...]:
     rows = _system_rows(row)
     question = row["instruction"]
     context = row.get("input") or row.get("context") or ""
     if context.strip():
         question += "\n\n" + context
-    answer = row["output"] if "output" in row else row["response"]
+    answer = row.get("output", row.get("response"))
     for user, assistant in [*(row.get("history") or []), (question, answer)]:
         rows += _to_rows(user, "user") + _to_rows(assistant, "assistant")
-    return _make_chat(rows, where)
+    return None, rows
 
 
-def _read_completion(row: Row, where: str) -> Example:
-    rows = _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant")
-    return _make_chat(rows, where)
+def _read_completion(row: Row) -> tuple[Any, ...]:
+    return None, _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant")
 
 
-def _make_chat(rows: Any, where: str) -> Example:
-    messages = parse_messages(rows, where)
-    first_answer = [message.role for message in messages].index("assistant")
-    return Example(where, messages[:first_answer], [messages])
-
-
-def _read_preference(row: Row, where: str) -> Example:
+def _read_preference(row: Row) -> tuple[Any, ...]:
     prompt = _to_rows(row["prompt"], "user")
-    answers = []
-    for key in ("chosen", "rejected"):
-        rows = _to_rows(row[key], "assistant")
-        rows = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl allows both
-        messages = parse_messages(rows, f"{where}, {key}")
-        if messages[-1].role != "assistant":
-            raise ValueError(f"{key} does not end with an answer")
-        answers.append(messages)
-    return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
+    answers = [_to_rows(row[key], "assistant") for key in ("chosen", "rejected")]
+    # trl allows answers with and without the prompt.
+    return prompt, *(rows if rows[: len(prompt)] == prompt else prompt + rows for rows in answers)
 
 
-def _read_implicit(row: Row, where: str) -> Example:
+def _read_implicit(row: Row) -> tuple[Any, ...]:
     """Read a preference whose prompt is the beginning that both conversations share."""
     chosen, rejected = (_parse_hh(row[key]) for key in ("chosen", "rejected"))
     n_prompt = min(len(chosen), len(rejected)) - 1
     while chosen[:n_prompt] != rejected[:n_prompt]:
         n_prompt -= 1
-    prompt = chosen[:n_prompt]
-    return _read_preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)
+    return chosen[:n_prompt], chosen, rejected
 
 
 def _parse_hh(value: Any) -> list[Any]:
@@ -234,37 +236,34 @@ def _parse_hh(value: Any) -> list[Any]:
     start, *parts = _HH_TURN.split(value)
     if start.strip() or not parts:
         raise ValueError("neither messages nor text that starts with Human:")
-    roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": roles[name], "content": content} for name, content in turns]
+    return [{"role": _ROLES[name], "content": content} for name, content in turns]
 
 
-def _read_question(row: Row, where: str) -> Example:
+def _read_question(row: Row) -> tuple[Any, ...]:
+    if "choices" in row:  # as in MMLU, whose answer is the number of a choice
+        raise ValueError("a multiple-choice question")
+    row["prompt"] = row["question"]
+    if isinstance(row["answer"], str):
+        row["answer"] = row["answer"].rpartition("####")[2].strip()
+    return _read_prompt(row)
+
+
+def _read_prompt(row: Row) -> tuple[Any, ...]:
     answer = row["answer"]
-    if isinstance(answer, str):
-        answer = answer.rpartition("####")[2].strip()
-    return _read_prompt({**row, "prompt": row["question"], "answer": answer}, where)
-
-
-def _read_prompt(row: Row, where: str) -> Example:
-    answer = row["answer"]
-    is_number = type(answer) in (int, float) and math.isfinite(answer)
-    if not is_number and not (isinstance(answer, str) and answer.strip()):
+    if not isinstance(answer, (str, int, float)) or not str(answer).strip():
         raise ValueError("the answer is not text or a number")
-    prompt = parse_messages(_to_rows(row["prompt"], "user"), where, reply=True)
-    return Example(where, prompt, row=row)
+    return (_to_rows(row["prompt"], "user"),)
 
 
 FORMATS = (
-    Format(
-        "prompt/chosen/rejected", ("prompt", "chosen", "rejected"), "preference", _read_preference
-    ),
-    Format("chosen/rejected", ("chosen", "rejected"), "preference", _read_implicit),
-    Format("prompt/completion", ("prompt", "completion"), "chat", _read_completion),
-    Format("prompt/answer", ("prompt", "answer"), "prompt", _read_prompt),
-    Format("question/answer (GSM8K)", ("question", "answer"), "prompt", _read_question),
-    Format("messages", ("messages",), "chat", _read_messages),
-    Format("conversations (ShareGPT)", ("conversations",), "chat", _read_sharegpt),
-    Format("instruction/output (alpaca)", ("instruction", "output"), "chat", _read_alpaca),
-    Format("instruction/response (Dolly)", ("instruction", "response"), "chat", _read_alpaca),
+    Format("prompt/chosen/rejected", "preference", _read_preference),
+    Format("chosen/rejected", "preference", _read_implicit),
+    Format("prompt/completion", "chat", _read_completion),
+    Format("prompt/answer", "prompt", _read_prompt),
+    Format("question/answer (GSM8K)", "prompt", _read_question),
+    Format("messages", "chat", _read_messages),
+    Format("conversations (ShareGPT)", "chat", _read_sharegpt),
+    Format("instruction/output (alpaca)", "chat", _read_alpaca),
+    Format("instruction/response (Dolly)", "chat", _read_alpaca),
 )
