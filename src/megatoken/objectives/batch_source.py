@@ -5,12 +5,13 @@ from pathlib import Path
 
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import find_template
+from megatoken.data.shard_format import SPLITS
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.objectives.answer_scores import take_last
 from megatoken.objectives.batches import Learner
 from megatoken.objectives.objective import Objective
-from megatoken.objectives.preferences import PairBatches, read_pairs, read_rated
+from megatoken.objectives.preferences import PairBatches, read_pairs
 from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.sampling.batch import Completion
 
@@ -25,13 +26,12 @@ def open_row_batches(
     """
     name = learner.config.objective.name
     if name in ("dpo", "kto", "reward"):
-        read = read_rated if name == "kto" else read_pairs
-        train, held_out = (read(learner, split) for split in ("train", "val"))
-        return PairBatches(learner, objective, train, held_out)
-    prompts, held_out_prompts = (read_prompts(learner, split) for split in ("train", "val"))
+        pairs = {split: read_pairs(learner, split) for split in SPLITS}
+        return PairBatches(learner, objective, pairs)
+    prompts, held_out = (read_prompts(learner, split) for split in SPLITS)
     score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)
     stop_ids = find_template(learner.dataset.tokenizer).stop_ids
-    return RolloutBatches(learner, prompts, held_out_prompts, stop_ids, score)
+    return RolloutBatches(learner, prompts, held_out, stop_ids, score)
 
 
 def check_reward(name: str, reward: str | Reward | None) -> None:
@@ -55,11 +55,9 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
 def build_score(learner: Learner, reward: Reward | None) -> Score:
     """Return the function that scores answers: by `reward`, a built-in rule or a reward model."""
     name = learner.config.objective.reward
-    if reward is not None:
-        return score_by_rule(learner, reward, name, needs_stop=False)
-    if name in REWARDS:
-        return score_by_rule(learner, REWARDS[name], name, needs_stop=True)
-    return score_by_model(learner, name)
+    if reward is None and name not in REWARDS:
+        return score_by_model(learner, name)
+    return score_by_rule(learner, reward or REWARDS[name], name, needs_stop=reward is None)
 
 
 def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool) -> Score:
@@ -73,10 +71,8 @@ def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool
         pairs = list(zip(prompts, completions, strict=True))
         rows = [(prompt.text, decode(completion.ids), prompt.right) for prompt, completion in pairs]
         rewards = score_answers(rule, name, rows)
-        if not needs_stop:
-            return rewards
         return [
-            reward * (completion.finish_reason == "stop")
+            reward if completion.finish_reason == "stop" or not needs_stop else 0.0
             for reward, completion in zip(rewards, completions, strict=True)
         ]
 

@@ -111,19 +111,19 @@ class PreferenceObjective:
             )
         rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
         hidden_BTC = forward(rows, dropout_keys_B)
-        if self.config.name == "kto":
-            return self._sum_kto(model, hidden_BTC, batch, rows)
-        if self.config.name == "dpo":
-            assert batch.reference_B2 is not None
-            log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk)
-            chosen, rejected = log_probs.sum(1).view(-1, 2).unbind(1)
-            losses, chosen, rejected = dpo_loss(
-                chosen, rejected, *batch.reference_B2.unbind(1), beta=self.config.beta
-            )
-        else:
+        if self.config.name == "reward":
             scores = take_last(model.values(hidden_BTC), rows.targets_BT)
             chosen, rejected = scores.view(-1, 2).unbind(1)
             losses = pairwise_loss(chosen, rejected)
+        else:
+            log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk).sum(1)
+            if self.config.name == "kto":
+                return self._sum_kto(log_probs, batch)
+            assert batch.reference_B2 is not None
+            chosen, rejected = log_probs.view(-1, 2).unbind(1)
+            losses, chosen, rejected = dpo_loss(
+                chosen, rejected, *batch.reference_B2.unbind(1), beta=self.config.beta
+            )
         return {
             "loss": losses.sum(),
             "accuracy": (chosen > rejected).sum().detach(),
@@ -131,14 +131,12 @@ class PreferenceObjective:
             "reward_rejected": rejected.sum().detach(),
         }
 
-    def _sum_kto(
-        self, model: GPT, hidden_BTC: Tensor, batch: PreferenceBatch, rows: Batch
-    ) -> dict[str, Tensor]:
+    def _sum_kto(self, log_probs_B: Tensor, batch: PreferenceBatch) -> dict[str, Tensor]:
         assert batch.reference_B2 is not None
         assert batch.is_good_B is not None
         assert batch.kl_B is not None
         losses, margins = kto_loss(
-            answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk).sum(1),
+            log_probs_B,
             batch.reference_B2[:, 0],
             batch.kl_B,
             batch.is_good_B,

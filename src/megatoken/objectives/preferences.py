@@ -12,7 +12,7 @@ Shapes: N pairs of the split, B pairs of this process, T tokens.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -47,20 +47,15 @@ Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismat
 
 
 def read_pairs(learner: Learner, split: str) -> list[Pair]:
-    """Return the (chosen, rejected) pairs of a split."""
+    """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
     rows = open_rows(learner.dataset.parts[0].dataset, split)
-    sequences = [Row(*rows.sequence(row)) for row in range(len(rows))]
-    return list(zip(sequences[::2], sequences[1::2], strict=True))
-
-
-def read_rated(learner: Learner, split: str) -> list[Pair]:
-    """Return the rated answers of a split, each with a mismatched one (KTO)."""
-    rows = open_rows(learner.dataset.parts[0].dataset, split)
-    rated = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
-    order = ShuffledOrder(len(rated), learner.config.seed).windows(0, len(rated)).tolist()
+    read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
+    if learner.config.objective.name != "kto":
+        return list(zip(read[::2], read[1::2], strict=True))
+    order = ShuffledOrder(len(read), learner.config.seed).windows(0, len(read)).tolist()
     mismatched = dict(zip(order, [*order[1:], *order[:1]], strict=True))
     limit = rows.seq_len + 1
-    return [(row, mismatch(row, rated[mismatched[n]], limit)) for n, row in enumerate(rated)]
+    return [(row, mismatch(row, read[mismatched[n]], limit)) for n, row in enumerate(read)]
 
 
 def mismatch(row: Row, other: Row, limit: int) -> Row:
@@ -76,13 +71,9 @@ class PairBatches:
     """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
     def __init__(
-        self,
-        learner: Learner,
-        objective: Objective,
-        pairs: Sequence[Pair],
-        held_out: Sequence[Pair],
+        self, learner: Learner, objective: Objective, pairs: Mapping[str, Sequence[Pair]]
     ) -> None:
-        """Load the reference log-probabilities, or compute them.
+        """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
 
         Raises DataError if there are fewer training pairs than a batch needs.
         """
@@ -90,12 +81,12 @@ class PairBatches:
         self._learner = learner
         self._objective = objective
         self._pairs = pairs
-        self._held_out = held_out
         batch_seqs = learner.config.batch_seqs
-        if len(pairs) < batch_seqs:
-            what = f"the training split has {len(pairs):,} pairs, a batch needs {batch_seqs:,}"
+        n_pairs = len(pairs["train"])
+        if n_pairs < batch_seqs:
+            what = f"the training split has {n_pairs:,} pairs, a batch needs {batch_seqs:,}"
             raise DataError(what, "data.path", "lower budget.batch_tokens, or prepare more")
-        self._order = CachedOrder(ShuffledOrder(len(pairs), learner.config.seed), len(pairs))
+        self._order = CachedOrder(ShuffledOrder(n_pairs, learner.config.seed), n_pairs)
         self._reference_N2: dict[str, Tensor] = {}  # by split
         if learner.config.objective.name in ("dpo", "kto"):
             self._reference_N2 = load_reference(learner, self._measure_reference)
@@ -106,7 +97,7 @@ class PairBatches:
         size = learner.local_batch_size
         first = number * learner.config.batch_seqs + learner.policy.dims.dp_rank * size
         rows = self._order.windows(first, size).tolist()
-        batch = self._build(self._pairs, rows, self._reference_N2.get("train"))
+        batch = self._build("train", rows)
         if batch.is_good_B is None:
             return batch
         ratios = self._compare_mismatched(learner.policy.full_model(learner.device), batch)
@@ -120,13 +111,11 @@ class PairBatches:
         was_training = model.training
         model.eval()
         totals: defaultdict[str, float] = defaultdict(float)
-        step = MEASURED_PAIRS * comm.dist_env.world_size
-        for first in range(0, len(self._held_out), step):
+        n_pairs = len(self._pairs["val"])
+        for rows in self._divide(n_pairs):
             poll()
-            start = first + comm.dist_env.rank * MEASURED_PAIRS
-            rows = range(start, min(start + MEASURED_PAIRS, len(self._held_out)))
             if rows:
-                batch = self._build(self._held_out, rows, self._reference_N2.get("val"))
+                batch = self._build("val", rows)
                 if batch.is_good_B is not None:
                     batch = keep_rated(batch, self._compare_mismatched(model, batch))
                 for name, value in self._sums(model, batch).items():
@@ -134,12 +123,17 @@ class PairBatches:
         model.train(was_training)
         parts = comm.gather(dict(totals))
         names = max(parts, key=len)
-        return {
-            name: sum(part.get(name, 0.0) for part in parts) / len(self._held_out) for name in names
-        }
+        return {name: sum(part.get(name, 0.0) for part in parts) / n_pairs for name in names}
 
     def close(self) -> None:
         """Do nothing, as there is no background work."""
+
+    def _divide(self, count: int) -> Iterator[range]:
+        """Yield this rank's share of `count` pairs in parts, as many on each rank; some are empty."""
+        dist_env = self._learner.comm.dist_env
+        for first in range(0, count, MEASURED_PAIRS * dist_env.world_size):
+            start = first + dist_env.rank * MEASURED_PAIRS
+            yield range(start, min(start + MEASURED_PAIRS, count))
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
         def forward(rows: Batch, _: Tensor | None) -> Tensor:
@@ -150,12 +144,12 @@ class PairBatches:
         with device.autocast(model.tokens.weight.dtype):
             return self._objective.sums(model, forward, batch, None)
 
-    def _build(
-        self, pairs: Sequence[Pair], rows: Sequence[int], reference_N2: Tensor | None
-    ) -> PreferenceBatch:
-        batch = build_pairs([pairs[row] for row in rows], self._learner.config.model.seq_len)
+    def _build(self, split: str, rows: Sequence[int]) -> PreferenceBatch:
+        pairs = [self._pairs[split][row] for row in rows]
+        batch = build_pairs(pairs, self._learner.config.model.seq_len)
+        reference_N2 = self._reference_N2.get(split)
         reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
-        is_good = torch.tensor([pairs[row][0].is_good for row in rows])
+        is_good = torch.tensor([row.is_good for row, _ in pairs])
         pairs_batch = PreferenceBatch(
             batch.inputs_BT,
             batch.targets_BT,
@@ -177,23 +171,18 @@ class PairBatches:
 
         The ranks divide the pairs, and each gets the full result.
         """
-        return {
-            "train": self._sum_log_probs(model, self._pairs),
-            "val": self._sum_log_probs(model, self._held_out),
-        }
+        return {split: self._sum_log_probs(model, split) for split in self._pairs}
 
-    def _sum_log_probs(self, model: GPT, pairs: Sequence[Pair]) -> Tensor:
+    def _sum_log_probs(self, model: GPT, split: str) -> Tensor:
         learner = self._learner
-        dist_env = learner.comm.dist_env
         sums_by_start = {}
-        start = dist_env.rank * MEASURED_PAIRS
-        for first in range(start, len(pairs), dist_env.world_size * MEASURED_PAIRS):
-            batch = self._build(pairs, range(first, min(first + MEASURED_PAIRS, len(pairs))), None)
+        for part in filter(None, self._divide(len(self._pairs[split]))):
+            batch = self._build(split, part)
             rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
             log_probs_BT = learner.scorer.log_probs(model, rows)
-            sums_by_start[first] = log_probs_BT.sum(1).view(-1, 2).cpu()
-        for part in learner.comm.gather(sums_by_start):
-            sums_by_start |= part
+            sums_by_start[part.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
+        for sums in learner.comm.gather(sums_by_start):
+            sums_by_start |= sums
         ordered = [sums_by_start[first] for first in sorted(sums_by_start)]
         return torch.cat([torch.zeros(0, 2), *ordered])
 

@@ -10,6 +10,7 @@ Shapes: P prompts, G answers to each; B rows of this process, one per answer; T 
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -130,14 +131,14 @@ class RolloutBatches:
         seeds = [sequence_seed(learner.config.seed, rollout, first + row) for row in range(size)]
         model = learner.policy.full_model(learner.device)
         completions = self._answer(model, prompts, seeds)
-        rewards = torch.tensor(self._score_on_all(prompts, completions), dtype=torch.float64)
-        rewards_PG = rewards.view(-1, group)
-        self._measure(rewards_PG, completions)
+        rewards = self._score_on_all(prompts, completions)
+        self._measure(rewards, completions)
         widths = [
             len(prompt.ids) + count_tokens(completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         width = max(learner.comm.gather(max(widths)))
+        rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
         return self._build(model, prompts, completions, rewards_PG, width)
 
     def _answer(
@@ -225,33 +226,40 @@ class RolloutBatches:
         )
         return batch.to(device)
 
-    def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
+    def _average(
+        self, rewards: list[float], completions: Sequence[Completion]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the rewards of all ranks in fp64, and means over their answers."""
+        stopped = [completion.finish_reason == "stop" for completion in completions]
+        parts = self._learner.comm.gather((rewards, [*map(count_tokens, completions)], stopped))
+        columns = (itertools.chain(*column) for column in zip(*parts, strict=True))
+        tensors = [torch.tensor(list(column), dtype=torch.float64) for column in columns]
+        names = "reward", "answer_tokens", "stopped"
+        means = {name: x.mean().item() for name, x in zip(names, tensors, strict=True)}
+        return tensors[0], means
+
+    def _measure(self, rewards: list[float], completions: Sequence[Completion]) -> None:
         """Set `metrics`; warn if nothing can be learned from the rewards.
 
         This is the case if in QUIET_ROLLOUTS consecutive rollouts, all answers to a prompt get the
         same reward, for every prompt.
         """
         learner = self._learner
-        stopped = [float(completion.finish_reason == "stop") for completion in completions]
-        lengths = [float(count_tokens(completion)) for completion in completions]
-        parts = learner.comm.gather((rewards_PG, lengths, stopped))
-        all_rewards_PG = torch.cat([rewards for rewards, _, _ in parts])
-        n_answers = all_rewards_PG.numel()
-        different = has_difference(all_rewards_PG).double().mean().item()
+        all_rewards, means = self._average(rewards, completions)
+        rewards_PG = all_rewards.view(-1, self._objective.group)
+        different = has_difference(rewards_PG).double().mean().item()
         self.metrics = {
-            "reward": all_rewards_PG.mean().item(),
-            "reward_std": all_rewards_PG.std(correction=0).item(),
+            **means,
+            "reward_std": rewards_PG.std(correction=0).item(),
             "groups_without_difference": 1 - different,
-            "answer_tokens": sum(sum(part) for _, part, _ in parts) / n_answers,
-            "stopped": sum(sum(part) for _, _, part in parts) / n_answers,
         }
-        if different or all_rewards_PG.shape[1] == 1:
+        if different or self._objective.group == 1:
             self._quiet_rollouts = 0
             return
         self._quiet_rollouts += 1
         if self._quiet_rollouts == QUIET_ROLLOUTS:
             n_steps = QUIET_ROLLOUTS * self._objective.updates
-            reward = f"{all_rewards_PG[0, 0]:g}"
+            reward = f"{rewards_PG[0, 0]:g}"
             what = f"all answers to each prompt got the same reward for {n_steps} steps: {reward}"
             learner.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
             learner.log_event(what="no difference in rewards", share=1.0, message=what)
@@ -270,21 +278,13 @@ class RolloutBatches:
         poll()
         completions = self._answer(learner.policy.full_model(learner.device), prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
-        stops = [float(completion.finish_reason == "stop") for completion in completions]
-        lengths = [float(count_tokens(completion)) for completion in completions]
-        parts = learner.comm.gather((rewards, stops, lengths))
-        all_rewards, all_stops, all_lengths = (
-            torch.tensor([value for part in parts for value in part[n]]) for n in range(3)
-        )
-        mean = all_rewards.double().mean().item()
+        all_rewards, means = self._average(rewards, completions)
         n = len(all_rewards)
-        deviation = all_rewards.double().std().item() if n > 1 else 0.0
+        deviation = all_rewards.std().item() if n > 1 else 0.0
         return {
-            "loss": 0.0 - mean,  # not -0.0
-            "reward": mean,
+            "loss": 0.0 - means["reward"],  # not -0.0
+            **means,
             "reward_stderr": deviation / math.sqrt(n),
-            "stopped": all_stops.mean().item(),
-            "answer_tokens": all_lengths.mean().item(),
             "prompts": n,
         }
 
