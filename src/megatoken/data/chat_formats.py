@@ -21,7 +21,7 @@ list of OpenAI's function schemas or its JSON.
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -51,11 +51,11 @@ class Example:
 
     where: str
     prompt: list[Message]
-    answers: list[list[Message]] = field(default_factory=list)
-    row: Row = field(default_factory=dict)
-    is_desirable: bool = False
-    weight: int = 1
-    tools: list[dict[str, Any]] | None = None
+    answers: list[list[Message]]
+    row: Row
+    is_desirable: bool
+    weight: int
+    tools: list[dict[str, Any]] | None
 
 
 class Format(NamedTuple):

@@ -18,26 +18,23 @@ def make_key(seed: int, epoch: int) -> int:
 
 
 def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Map `index` (any shape) through the permutation of [0, n) that `key` selects.
+    """Map `index` (k,) through the permutation of [0, n) that `key` selects.
 
     This is a Feistel network over the smallest power of two >= n, with the finalizer of splitmix64
     (Steele, Lea and Flood, 2014) as its round function. Results >= n are mapped again until they
     are below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     assert n >= 1
-    if n == 1:
-        return np.zeros_like(index)
     bits = max(2, (n - 1).bit_length())
     keys = [np.uint64(_mix_integer(key + round_)) for round_ in range(1, _ROUNDS + 1)]
     out = _scramble(index.astype(np.uint64), bits, keys)
     limit = np.uint64(n)
     outside = np.flatnonzero(out >= limit)
-    flat = out.reshape(-1)
     while len(outside):
-        again = _scramble(flat[outside], bits, keys)
-        flat[outside] = again
+        again = _scramble(out[outside], bits, keys)
+        out[outside] = again
         outside = outside[again >= limit]
-    return flat.reshape(index.shape).astype(np.int64)
+    return out.astype(np.int64)
 
 
 def _scramble(value: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:

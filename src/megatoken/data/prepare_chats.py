@@ -138,19 +138,18 @@ def _encode_rows(
 ) -> tuple[list[Row], Format, int]:
     """Return the encoded rows, their format, and the number of rows skipped."""
     rows: list[Row] = []
-    n_skipped = 0
+    n_read = 0
     row_format: Format | None = None
     for where, line in read_rows(source):
+        n_read += 1
         try:
             row_format, example = parse_row(line, where, row_format)
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template)))
-            else:
-                n_skipped += 1
         except DataError:
             if invalid != "skip":
                 raise
-            n_skipped += 1
+    n_skipped = n_read - len(rows)
     if row_format is None or not rows:
         raise DataError(f"no rows, {n_skipped:,} skipped", source.files[0].path, "name other files")
     return rows, row_format, n_skipped
@@ -206,16 +205,11 @@ def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
     for row in rows:
         prompt = json.dumps([[message.role, message.content] for message in row.example.prompt])
         hashes.append(xxhash.xxh3_64_intdigest(prompt.encode()))
-    lowest = min(hashes)
-    highest = max(hashes)
-    limit = val_fraction * 2**64
-    if lowest == highest:
-        limit = 0
-    elif val_fraction:
-        limit = min(max(limit, lowest + 1), highest)
-    train = [row for row, digest in zip(rows, hashes, strict=True) if digest >= limit]
-    val = [row for row, digest in zip(rows, hashes, strict=True) if digest < limit]
-    return {"train": train, "val": val}
+    limit = min(max(val_fraction * 2**64, min(hashes) + 1), max(hashes)) if val_fraction else 0
+    splits: dict[str, list[Row]] = {"train": [], "val": []}
+    for row, digest in zip(rows, hashes, strict=True):
+        splits["val" if digest < limit else "train"].append(row)
+    return splits
 
 
 def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:

@@ -153,9 +153,19 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     """Decode the bytes of `manifest.json`. Raises DataError as `read_manifest` does."""
     try:
         content = parse_sealed(data)
-    except ValueError as error:
-        raise DataError(f"manifest is damaged: {error}", where, RESTORE) from error
-    return _decode_manifest(content, where)
+        version = content["version"]
+        if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
+            what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
+            raise DataError(what, where, "prepare the dataset again")
+        return Manifest(
+            tokenizer=content["tokenizer"],
+            dtype=content["dtype"],
+            documents=content["documents"],
+            shards=tuple(_decode_shard(row) for row in content["shards"]),
+            source=content["source"],
+        )
+    except MALFORMED as error:
+        raise DataError(f"manifest is damaged: {error!r}", where, RESTORE) from error
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
@@ -179,31 +189,6 @@ def _encode_manifest(manifest: Manifest) -> bytes:
         f'"tokenizer": {dump(manifest.tokenizer)},\n"source": {dump(manifest.source)},\n'
         f'"shards": [\n{shards}\n]'
     ).encode("ascii")
-
-
-def _decode_manifest(content: Any, where: str | Path) -> Manifest:
-    try:
-        version = content["version"]
-        if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
-            what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
-            raise DataError(what, where, "prepare the dataset again")
-        manifest = Manifest(
-            tokenizer=content["tokenizer"],
-            dtype=content["dtype"],
-            documents=content["documents"],
-            shards=tuple(_decode_shard(row) for row in content["shards"]),
-            source=content["source"],
-        )
-        tokenizer = manifest.tokenizer
-        numbers = [tokenizer["vocab_size"], tokenizer["eot"], *manifest.documents.values()]
-        numbers += [shard.tokens for shard in manifest.shards]
-        has_types = isinstance(manifest.source, dict) and manifest.dtype in MAGICS
-        texts = [tokenizer["name"], tokenizer["fingerprint"]]
-        if not has_types or {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
-            raise ValueError("a value has a wrong type")
-    except MALFORMED as error:
-        raise DataError(f"unusable manifest: {error!r}", where, RESTORE) from error
-    return manifest
 
 
 def _decode_shard(row: dict[str, Any]) -> Shard:

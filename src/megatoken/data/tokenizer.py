@@ -308,7 +308,7 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
     spec, and DataError for a file that is missing or cannot be used.
     """
     if spec == "gpt2":
-        return Tokenizer(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2", 50_256)
+        return _wrap(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2")
     if spec == "bytes":
         return _wrap(byte_bpe.assemble(byte_vocabulary(), []), "bytes")
     if spec.startswith("bpe:"):
@@ -368,7 +368,7 @@ def _load_vocabulary(folder: Path) -> Tokenizer:
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     with _data_errors("not a byte-level BPE", folder, "copy its files again"):
         vocabulary, merges = tokenizers.models.BPE.read_file(*files)
-        return Tokenizer(byte_bpe.assemble(vocabulary, merges), folder.name, vocabulary[EOT])
+        return _wrap(byte_bpe.assemble(vocabulary, merges), folder.name)
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:

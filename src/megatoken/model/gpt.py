@@ -423,19 +423,10 @@ class GPT(Module):
             block_cos_sin = local_cos_sin if window else cos_sin
             if layer in self.config.nope_layers:
                 block_cos_sin = None
+            run: Callable[..., Tensor] = block
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
-                x_BTC = checkpoint(
-                    block,
-                    x_BTC,
-                    ids_BT,
-                    None,
-                    block_cos_sin,
-                    block_mask,
-                    keys_B,
-                    use_reentrant=False,
-                )
-            else:
-                x_BTC = block(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
+                run = partial(checkpoint, block, use_reentrant=False)
+            x_BTC = run(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
         if cache is not None:
             cache.advance(T)
         return self.norm(x_BTC)
@@ -466,16 +457,10 @@ class GPT(Module):
         if not self.config.window or (cache is None and mask is None):
             return positions, mask, None
         keys = positions if cache is None else torch.arange(past + T, device=device)
-        return positions, mask, self._window_mask(positions, keys, mask)
-
-    def _window_mask(self, positions: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """Restrict a mask to the window. If the mask is None, restrict the causal mask.
-
-        positions: of the queries, (T,) or (B, T). keys: positions of the keys, (S,) or (B, S).
-        """
-        queries_BT, keys_BS = (x if x.dim() == 2 else x[None] for x in (positions, keys))
-        distance = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
-        return (distance < self.config.window) & (distance >= 0 if mask is None else mask)
+        distance = positions[..., None] - keys[..., None, :]
+        distance = distance.view(-1, 1, *distance.shape[-2:])
+        in_window = distance < self.config.window
+        return positions, mask, in_window & (distance >= 0 if mask is None else mask)
 
     @property
     def lm_head_weight(self) -> Tensor:
