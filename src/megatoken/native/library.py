@@ -18,10 +18,10 @@ C_TYPES = {"int32": c_int32, "int64": c_int64, "float": c_float, "void*": c_void
 
 
 def _declare(declaration: str) -> list[tuple[str, Any]]:
-    """Return the fields of a struct that is declared as in C, `int64 n, m; void* x`."""
+    """Return the names and types of fields declared as in C, `int64 n, m; void* x`."""
     return [
         (name, C_TYPES[c_type])
-        for members in declaration.split("; ")
+        for members in filter(None, declaration.split("; "))
         for c_type, names in [members.split(" ", 1)]
         for name in names.split(", ")
     ]
@@ -102,27 +102,29 @@ def matrix(x: Tensor) -> Matrix:
     return Matrix(x.data_ptr(), *x.stride())
 
 
-VIEW = ctypes.POINTER(View)
-# Argument types of each function. Only those in RETURNS return a value.
+# Parameters of each function. Only those in RETURNS return a value.
 SIGNATURES = {
-    "set_threads": [c_int64],
-    "norm_forward": [c_int32, *[c_void_p] * 8, c_int64, c_int64, c_float, c_int32],
-    "norm_backward": [c_int32, *[c_void_p] * 9, c_int64, c_int64, c_int32],
-    "gelu_forward": [c_int32, c_void_p, c_void_p, c_int64],
-    "gelu_backward": [c_int32, c_void_p, c_void_p, c_void_p, c_int64],
-    "swiglu_forward": [c_int32, *[c_void_p] * 3, c_int64],
-    "swiglu_backward": [c_int32, *[c_void_p] * 5, c_int64],
-    "cross_entropy": [c_int32, *[c_void_p] * 3, c_int64, c_int64, c_int64, c_float, c_int32],
-    "int8_linear": [c_int32, *[c_void_p] * 5, *[c_int64] * 3],
-    "adamw": [c_void_p, c_int64],
-    "muon": [c_void_p, c_int64],
-    "sum_of_squares": [c_void_p, c_int64],
-    "matmul": [ctypes.POINTER(Matmul)],
-    "block_forward": [ctypes.POINTER(Block)],
-    "block_backward": [ctypes.POINTER(Block)],
-    "request_tiles": [],
-    "attention_forward": [c_int32, *[VIEW] * 4, c_void_p, *[c_int64] * 6, c_int32],
-    "attention_backward": [c_int32, *[VIEW] * 5, c_void_p, *[VIEW] * 3, *[c_int64] * 5],
+    "set_threads": "int64 count",
+    "norm_forward": "int32 dtype; void* in, residual, sum, weight, bias, out, mean, scale; "
+    "int64 N, C; float eps; int32 rms",
+    "norm_backward": "int32 dtype; void* dout, dy, in, mean, scale, weight, din, dweight, dbias; "
+    "int64 N, C; int32 rms",
+    "gelu_forward": "int32 dtype; void* x, y; int64 n",
+    "gelu_backward": "int32 dtype; void* dy, x, dx; int64 n",
+    "swiglu_forward": "int32 dtype; void* gate, up, y; int64 n",
+    "swiglu_backward": "int32 dtype; void* dy, gate, up, dgate, dup; int64 n",
+    "cross_entropy": "int32 dtype; void* logits, targets, loss; int64 N, V, vocab_size; "
+    "float softcap; int32 overwrite",
+    "int8_linear": "int32 dtype; void* x, values, scales, bias, y; int64 N, inputs, outputs",
+    "adamw": "void* updates; int64 n",
+    "muon": "void* updates; int64 n",
+    "sum_of_squares": "void* tensors; int64 n",
+    "matmul": "void* matmul",
+    "block_forward": "void* block",
+    "block_backward": "void* block",
+    "request_tiles": "",
+    "attention_forward": "int32 dtype; void* q, k, v, y, lse; int64 B, H, K, T, S, D; int32 causal",
+    "attention_backward": "int32 dtype; void* q, k, v, y, dy, lse, dq, dk, dv; int64 B, H, K, T, D",
 }
 RETURNS = {"sum_of_squares": c_double, "request_tiles": c_bool}
 
@@ -145,7 +147,7 @@ class Library:
         except (OSError, AttributeError) as error:  # both name the file
             raise ConfigError("the native kernels do not load", str(error), DAMAGED) from error
         for name, function in self._functions.items():
-            function.argtypes = SIGNATURES[name]
+            function.argtypes = [c_type for _, c_type in _declare(SIGNATURES[name])]
             function.restype = RETURNS.get(name)
         self._threads = 1
 

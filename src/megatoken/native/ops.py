@@ -67,58 +67,41 @@ class _Norm(torch.autograd.Function):
 
 def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
     """Compute F.gelu; only the tanh approximation uses a native kernel."""
-    if approximate != "tanh":
-        return F.gelu(x, approximate=approximate)
-    if not torch.is_grad_enabled():
-        return _activate(x.contiguous())
-    return _Gelu.apply(x)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _activate(x: Tensor) -> Tensor:
-    y = torch.empty_like(x)
-    loaded_library().call("gelu_forward", DTYPES[x.dtype], x, y, x.numel())
-    return y
-
-
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        return _activate(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        loaded_library().call("gelu_backward", DTYPES[x.dtype], dy.contiguous(), x, dx, x.numel())
-        return dx
+    return _activate("gelu", x) if approximate == "tanh" else F.gelu(x, approximate=approximate)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute F.silu(gate) * up."""
-    return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _activate("swiglu", gate, up)
 
 
-class _Swiglu(torch.autograd.Function):
+def _activate(name: str, *inputs: Tensor) -> Tensor:
+    inputs = tuple(x.contiguous() for x in inputs)
+    if not torch.is_grad_enabled():
+        return _apply(name, inputs)
+    return _Activation.apply(name, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _apply(name: str, inputs: tuple[Tensor, ...]) -> Tensor:
+    y = torch.empty_like(inputs[0])
+    loaded_library().call(f"{name}_forward", DTYPES[y.dtype], *inputs, y, y.numel())
+    return y
+
+
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate = gate.contiguous()
-        up = up.contiguous()
-        y = torch.empty_like(up)
-        loaded_library().call("swiglu_forward", DTYPES[up.dtype], gate, up, y, up.numel())
-        ctx.save_for_backward(gate, up)
-        return y
+    def forward(ctx: Any, name: str, *inputs: Tensor) -> Tensor:
+        ctx.name = name
+        ctx.save_for_backward(*inputs)
+        return _apply(name, inputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        dgate = torch.empty_like(gate)
-        dup = torch.empty_like(up)
-        loaded_library().call(
-            "swiglu_backward", DTYPES[up.dtype], dy.contiguous(), gate, up, dgate, dup, up.numel()
-        )
-        return dgate, dup
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in inputs]
+        tensors = dy.contiguous(), *inputs, *gradients
+        loaded_library().call(f"{ctx.name}_backward", DTYPES[dy.dtype], *tensors, dy.numel())
+        return None, *gradients
 
 
 def softmax_cross_entropy(

@@ -10,13 +10,13 @@ matrices, although one parameter holds them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatoken.model.gpt import GPT
-from megatoken.native.library import DTYPES, Library, MuonUpdate
+from megatoken.native.library import DTYPES, Library, MuonUpdate, addresses
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 from megatoken.optim.native import NativeOptimizer
@@ -90,10 +90,9 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
-            packs = isinstance(model, GPT) and name.endswith("attention.qkv")
-            rows[f"{name}.weight"] = (
-                cast(GPT, model).config.qkv_rows if packs else [module.out_features]
-            )
+            rows[f"{name}.weight"] = [module.out_features]
+            if isinstance(model, GPT) and name.endswith("attention.qkv"):
+                rows[f"{name}.weight"] = model.config.qkv_rows
     return rows
 
 
@@ -188,20 +187,12 @@ class Muon(NativeOptimizer):
         dtype = DTYPES[self.matrices.dtype]
         for param, rows in zip(group["params"], self.matrices.rows.values(), strict=True):
             grad = self.gradient(param)
-            copy = self.copies.get(param)
-            tensors = param, self.state[param]["momentum_buffer"], grad, copy
-            starts = [
-                None if x is None else (x.data_ptr(), x.stride(0) * x.itemsize) for x in tensors
-            ]
+            tensors = param, self.state[param]["momentum_buffer"], grad, self.copies.get(param)
             grad_dtype = DTYPES[torch.float32 if grad is None else grad.dtype]
-            row = 0
-            for n_rows in rows:
-                yield MuonUpdate(
-                    *(None if start is None else start[0] + row * start[1] for start in starts),
-                    *(n_rows, param.shape[1], grad_dtype, dtype),
-                    *settings,
-                )
-                row += n_rows
+            parts = ([None] * len(rows) if x is None else x.split(list(rows)) for x in tensors)
+            for n_rows, *matrices in zip(rows, *parts, strict=True):
+                sizes = n_rows, param.shape[1], grad_dtype, dtype
+                yield MuonUpdate(*addresses(matrices), *sizes, *settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -100,9 +100,7 @@ def build_optimizer(
     hidden: list[ParamGroup] = []
     if spec.hidden_group:
         if matrices is None:
-            if not isinstance(model, nn.Module):
-                what = f"{optim.name} cannot tell hidden matrices from other parameters"
-                raise ConfigError(what, "build_optimizer", "pass the model, or `matrices`")
+            assert isinstance(model, nn.Module), "matrices must be passed with shards"
             matrices = WholeMatrices(list_hidden_matrices(model))
         hidden_params = [params.pop(name) for name in matrices.names]
         hidden = [
@@ -121,13 +119,13 @@ def group_parameters(
 
     Matrices and embeddings decay; vectors and scalars do not.
     """
-    matrices = {name for name in params if len(sizes[name]) >= 2}
+    decays = {name: len(sizes[name]) >= 2 for name in params}
     return [
         {
-            "params": [params[name] for name in params if name in matrices],
-            "weight_decay": weight_decay,
-        },
-        {"params": [params[name] for name in params if name not in matrices], "weight_decay": 0.0},
+            "params": [params[name] for name in params if decays[name] == group],
+            "weight_decay": decay,
+        }
+        for group, decay in ((True, weight_decay), (False, 0.0))
     ]
 
 
@@ -161,10 +159,10 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     # torch allocates the moments in its first step; allocated here, they count when memory is
     # measured.
     for param in params:
-        moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = {
             "step": torch.zeros((), device=param.device if fused else "cpu"),
-            **moments,
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
         }
     return optimizer
 

@@ -10,7 +10,7 @@ queries of a block.
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -103,25 +103,29 @@ def explicit_attention(
     return (weights_BHTS if dropout is None else dropout(weights_BHTS)) @ v_BHSD
 
 
+def explicit_with_dropout(attend: Callable[..., Tensor]) -> AttentionFn:
+    """Make an attention without dropout use `explicit_attention` if there is dropout.
+
+    The dropout masks of torch's kernels depend on the micro-batch size.
+    """
+
+    @wraps(attend)
+    def attention(*qkv: Tensor, dropout: Dropout, **options: Any) -> Tensor:
+        if dropout is not None:
+            return explicit_attention(*qkv, dropout=dropout, **options)
+        return attend(*qkv, **options)
+
+    return attention
+
+
+@explicit_with_dropout
 def flash_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Mask,
-    causal: bool,
-    dropout: Dropout,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, window: int = 0
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention, with the backend that torch prefers.
 
-    Dropout uses `explicit_attention`, because the dropout masks of torch's kernels depend on the
-    micro-batch size. Without `supports_varlen`, a window is passed as a mask, which saves no work.
+    Without `supports_varlen`, a window is passed as a mask, which saves no work.
     """
-    if dropout is not None:
-        return explicit_attention(
-            q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout, window=window
-        )
     B, H, T, D = q_BHTD.shape
     if window:
         if supports_varlen(q_BHTD):
@@ -200,27 +204,16 @@ def backend_attention(
         return flash_attention(q_BHTD, k_BKSD, v_BKSD, **options)
 
 
+@explicit_with_dropout
 def blocked_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Mask,
-    causal: bool,
-    dropout: Dropout,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, window: int = 0
 ) -> Tensor:
     """Compute causal attention in blocks of queries, each with only the keys that it sees.
 
-    This takes about half the FLOPs of all T x T scores, and fewer with a window. Dropout uses
-    `explicit_attention`.
+    This takes about half the FLOPs of all T x T scores, and fewer with a window.
     """
     assert causal
     assert mask is None
-    if dropout is not None:
-        return explicit_attention(
-            q_BHTD, k_BKSD, v_BKSD, mask=None, causal=True, dropout=dropout, window=window
-        )
     H, T = q_BHTD.shape[1:3]
     k_BHTD = repeat_kv(k_BKSD, H)
     v_BHTD = repeat_kv(v_BKSD, H)
@@ -228,24 +221,14 @@ def blocked_attention(
     return y
 
 
+@explicit_with_dropout
 def native_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Mask,
-    causal: bool,
-    dropout: Dropout,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool
 ) -> Tensor:
-    """Compute attention with the native CPU kernels.
+    """Compute attention with the native CPU kernels, without windows.
 
-    Calls with a mask use `flash_attention`, and calls with dropout `explicit_attention`. Windows
-    are not supported.
+    Calls with a mask use `flash_attention`.
     """
-    assert not window
-    if dropout is not None:
-        return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout)
     # Torch decodes faster in fp32.
     decodes = not causal and q_BHTD.dtype == torch.bfloat16 and not torch.is_grad_enabled()
     if mask is not None or not (causal or decodes):
