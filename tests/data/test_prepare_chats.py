@@ -188,6 +188,17 @@ def test_the_common_beginning_of_a_pair_is_its_prompt(tmp_path: Path):
     assert [found.sequence(n) for n in range(4)] == [expected.sequence(n) for n in range(4)]
 
 
+def test_preferences_of_llama_factory(tmp_path: Path):
+    turns = [{"from": role, "value": text} for role, text in (("human", "2+2"), ("gpt", "4"))]
+    rows = [
+        {"conversations": turns[:1], "chosen": turns[1], "rejected": {**turns[1], "value": "5"}}
+    ]
+    found = open_rows(load_dataset(prepare(tmp_path, rows, val_fraction=0)), "train")
+    for number, answer in enumerate("45"):
+        messages = [Message("user", "2+2"), Message("assistant", answer)]
+        assert found.sequence(number) == TEMPLATE.encode(messages)
+
+
 def test_the_verifier_compares_the_number_of_gsm8k(tmp_path: Path):
     rows = [{"question": f"{n}+1?", "answer": f"{n}+1=1{n}\n#### 1,{n}"} for n in range(3)]
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))

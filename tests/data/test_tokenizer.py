@@ -313,3 +313,12 @@ def test_a_download_with_another_hash_is_not_kept(tmp_path: Path):
     with pytest.raises(DataError):
         download((tmp_path / "page").as_uri(), tmp_path / "target", "00")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("spec", ["bytes", "gpt2"])
+def test_bytes_of_tokens_join_to_the_text(spec: str, real_data: Path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(real_data / "tiktoken"))
+    tokenizer = load_tokenizer(spec)
+    ids = tokenizer.encode("é 東京 \U0001f600\n").tolist()
+    assert b"".join(map(tokenizer.decode_bytes, ids)) == "é 東京 \U0001f600\n".encode()
+    assert tokenizer.decode_bytes(tokenizer.eot) == b"<|endoftext|>"

@@ -8,7 +8,7 @@ FIRST = ("quickstart", "prepare", "train", "sample")  # commands whose examples 
 def format_overview() -> str:
     """Return the commands by group, and some examples."""
     lines = [
-        "Pre-train GPT-2, GPT-3 and LLaMA models from raw text.",
+        "Pre-train GPT, LLaMA, Qwen and similar models from raw text.",
         "",
         "usage: megatoken COMMAND ...",
     ]

@@ -5,7 +5,6 @@ layers before the next parameter follows. Source: write_model in llm.c's train_g
 gpt2_write_to_checkpoint in its train_gpt2.cu.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.fill_model import AGAIN, fill_model
-from megatoken.data.byte_bpe import byte_characters
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
@@ -125,15 +123,8 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
 
     For each id, it holds the token's length in one byte, then the token's bytes.
     """
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    vocab = json.loads(tokenizer.to_json())["model"]["vocab"]
-    tokens = {id: token for token, id in vocab.items()}
     with path.open("wb") as file:
         file.write(_header(TOKENIZER_MAGIC, TOKENIZER_VERSION, tokenizer.vocab_size, tokenizer.eot))
         for id in range(tokenizer.vocab_size):
-            token = tokens.get(id, "?")  # llm.c requires at least one byte
-            if set(token) <= byte_of.keys():
-                content = bytes(byte_of[character] for character in token)[:255]
-            else:
-                content = token.encode()[:255]
+            content = tokenizer.decode_bytes(id)[:255] or b"?"  # llm.c requires at least one byte
             file.write(bytes([len(content)]) + content)

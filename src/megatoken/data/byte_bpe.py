@@ -6,6 +6,7 @@ Ids 0 to 255 stand for the single bytes, the next ids for the merges, and the la
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -16,6 +17,7 @@ LONGEST_TRAINED_WORD = 1024  # bytes; training time is quadratic in a word's len
 Merges = list[tuple[str, str]]
 
 
+@cache
 def byte_characters() -> list[str]:
     """Return GPT-2's printable character for each of the 256 bytes.
 

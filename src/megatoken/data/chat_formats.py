@@ -9,6 +9,7 @@
 | prompt, completion | conversation | trl |
 | one of the above; label or kto_tag | a rated answer, for KTO | trl, LLaMA-Factory |
 | prompt, chosen, rejected | preference | trl |
+| conversations, chosen, rejected | preference | LLaMA-Factory |
 | chosen, rejected | preference; what they have in common is the prompt | trl, Bai et al. 2022 |
 | prompt, answer | prompt with its answer | verl |
 | question, answer | prompt; the answer is what follows the last #### | GSM8K (Cobbe et al. 2021) |
@@ -188,13 +189,20 @@ def _read_messages(row: Row) -> tuple[Any, ...]:
 
 
 def _read_sharegpt(row: Row) -> tuple[Any, ...]:
-    rows = _system_rows(row)
-    for turn in row["conversations"]:
-        turn = dict(turn)
-        role = turn.pop("from", turn.get("role"))
-        content = turn.pop("value", turn.get("content"))
-        rows.append({**turn, "role": _ROLES.get(role, role), "content": content})
-    return None, rows
+    return None, _system_rows(row) + list(map(_parse_turn, row["conversations"]))
+
+
+def _read_rated_turns(row: Row) -> tuple[Any, ...]:
+    _, prompt = _read_sharegpt(row)
+    return prompt, *([*prompt, _parse_turn(row[key])] for key in ("chosen", "rejected"))
+
+
+def _parse_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """Convert a message of ShareGPT to OpenAI's keys."""
+    turn = dict(turn)
+    role = turn.pop("from", turn.get("role"))
+    content = turn.pop("value", turn.get("content"))
+    return {**turn, "role": _ROLES.get(role, role), "content": content}
 
 
 def _read_alpaca(row: Row) -> tuple[Any, ...]:
@@ -258,6 +266,7 @@ def _read_prompt(row: Row) -> tuple[Any, ...]:
 
 FORMATS = (
     Format("prompt/chosen/rejected", "preference", _read_preference),
+    Format("conversations/chosen/rejected (LLaMA-Factory)", "preference", _read_rated_turns),
     Format("chosen/rejected", "preference", _read_implicit),
     Format("prompt/completion", "chat", _read_completion),
     Format("prompt/answer", "prompt", _read_prompt),

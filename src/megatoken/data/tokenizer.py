@@ -255,6 +255,14 @@ class Tokenizer:
         with _data_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
             return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
+    def decode_bytes(self, id: int) -> bytes:
+        """Return the bytes of a token, which can be a part of a character."""
+        if self._byte_lengths is not None:
+            with suppress(ValueError):  # a special token with other characters
+                token = self._inner.id_to_token(id) or ""
+                return bytes(map(byte_bpe.byte_characters().index, token))
+        return self.decode([id]).encode()
+
     def to_json(self) -> str:
         """Return the content of a tokenizer.json."""
         return str(self._inner.to_str())

@@ -149,7 +149,7 @@ def build_error(error: Exception) -> JSONResponse:
             api_error = ApiError(error.status_code, error.detail)
         case ValidationError():
             details = error.errors(include_url=False, include_input=False, include_context=False)
-            lines = [f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in details[:3]]
+            lines = [": ".join([*map(str, row["loc"]), row["msg"]]) for row in details[:3]]
             api_error = ApiError(400, "; ".join(lines), param=str((*details[0]["loc"], "")[0]))
         case MegatokenError():
             api_error = ApiError(500, str(error))

@@ -47,7 +47,7 @@ TAGS = {
     "tool_calls": {"</tool_call>": "content"},
 }
 THINK_IDS = 16  # last prompt ids in which a template may have opened <think>
-TokenLogprobs = list[tuple[str, float]]  # of a token, then of the most likely ones
+TokenLogprobs = list[tuple[bytes, float]]  # of a token, then of the most likely ones
 
 
 class ApiError(HTTPException):
@@ -238,7 +238,9 @@ class Choice:
         self.n_tokens = self.cached = 0
         self.finish_reason: str | None = None
         # Fields of the message and the log-probabilities, and how much of each has been taken.
-        self.fields: dict[str, Any] = {"content": "", "logprobs": list[TokenLogprobs]()}
+        self.fields: dict[str, Any] = {"content": ""}
+        if request.top_logprobs is not None:
+            self.fields["logprobs"] = list[TokenLogprobs]()
         self._taken: dict[str, int] = {}
         self._tokenizer = model.tokenizer
         self._stream = TextStream(model.tokenizer, request.prompt_ids)
@@ -263,7 +265,7 @@ class Choice:
         if token.finish_reason != "stop":
             self._text += self._stream.push(token.id)
             if token.top:
-                pairs = [(self._tokenizer.decode([id]), logprob) for id, logprob in token.top]
+                pairs = [(self._tokenizer.decode_bytes(id), logprob) for id, logprob in token.top]
                 self.fields["logprobs"].append(pairs)
         if token.finish_reason:
             self._text += self._stream.push(None)
@@ -343,21 +345,23 @@ class ResponseBuilder:
 
     def build_full(self) -> dict[str, Any]:
         """Build the JSON object of an answer that is not streamed."""
-        choices = [self._build(choice, "message", {"content": ""}) for choice in self.choices]
+        choices = [self._build(choice, "message", choice.fields) for choice in self.choices]
         return self._head | {"choices": choices, "usage": self.count_tokens()}
 
     def build_event(self, *choices: Choice) -> dict[str, Any]:
         """Build an event of a stream, with what was added to choices since the last one."""
-        event = self._head | {"choices": [self._build(choice, "delta", {}) for choice in choices]}
+        event = self._head | {
+            "choices": [self._build(choice, "delta", choice.take()) for choice in choices]
+        }
         if self._is_chat:
             event["object"] = "chat.completion.chunk"
         return event
 
-    def _build(self, choice: Choice, name: str, default: dict[str, Any]) -> dict[str, Any]:
-        fields = default | choice.take()
+    def _build(self, choice: Choice, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = dict(fields)
         logprobs = fields.pop("logprobs", None)
         content = {name: fields} if self._is_chat else {"text": fields.get("content", "")}
-        if logprobs:
+        if logprobs is not None:
             logprobs = format_chat(logprobs) if self._is_chat else format_text(logprobs)
         reason = choice.finish_reason
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -380,8 +384,8 @@ def format_chat(tokens: list[TokenLogprobs]) -> dict[str, Any]:
     """Format log-probabilities as chat completions have them."""
     rows = [
         [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-            for text, logprob in pairs
+            {"token": _decode(data), "logprob": logprob, "bytes": list(data)}
+            for data, logprob in pairs
         ]
         for pairs in tokens
     ]
@@ -390,6 +394,14 @@ def format_chat(tokens: list[TokenLogprobs]) -> dict[str, Any]:
 
 def format_text(tokens: list[TokenLogprobs]) -> dict[str, Any]:
     """Format log-probabilities as completions have them."""
-    texts, logprobs = zip(*(pairs[0] for pairs in tokens), strict=True)
-    top = [dict(pairs[1:]) for pairs in tokens]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top}
+    return {
+        "tokens": [_decode(pairs[0][0]) for pairs in tokens],
+        "token_logprobs": [pairs[0][1] for pairs in tokens],
+        "top_logprobs": [
+            {_decode(data): logprob for data, logprob in pairs[1:]} for pairs in tokens
+        ],
+    }
+
+
+def _decode(data: bytes) -> str:
+    return data.decode(errors="replace")
