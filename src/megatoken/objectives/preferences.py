@@ -206,8 +206,8 @@ def build_pairs(pairs: Sequence[Pair], seq_len: int) -> Batch:
     targets = torch.full(shape, -1, dtype=torch.int64)
     for number, pair in enumerate(pairs):
         for side, row in enumerate(pair):
-            ids = torch.tensor(list(row.ids))
-            is_answer = torch.tensor(list(row.is_answer))
+            ids = torch.tensor(row.ids)
+            is_answer = torch.tensor(row.is_answer)
             inputs[number, side, : len(ids)] = ids
             targets[number, side, : len(ids) - 1] = torch.where(is_answer, ids, -1)[1:]
     return Batch(inputs[:, :, :seq_len], targets[:, :, :seq_len])
