@@ -111,41 +111,33 @@ def check(presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
     return row
 
 
-def score(rows: dict[str, list[int]]) -> dict[str, list[float] | str]:
-    """Return vLLM's log-probability of each id but the first, or its error.
-
-    rows: ids by the folder of the model.
-    """
+def score(folder: str, ids: list[int]) -> list[float] | str:
+    """Return vLLM's log-probability of each id but the first, or its error."""
     os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
 
-    answers: dict[str, list[float] | str] = {}
-    for folder, ids in rows.items():
-        try:
-            engine = vllm.LLM(
-                folder, dtype="float32", enforce_eager=True, max_model_len=SMALL["seq_len"]
-            )
-            sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
-            answer = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
-            pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
-            answers[folder] = [logprobs[id].logprob for logprobs, id in pairs]
-        except Exception as error:  # of many types
-            answers[folder] = f"does not load: {error!s:.200}"
-    return answers
+    try:
+        engine = vllm.LLM(
+            folder, dtype="float32", enforce_eager=True, max_model_len=SMALL["seq_len"]
+        )
+        sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+        answer = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
+    except Exception as error:  # of many types
+        return f"does not load: {error!s:.200}"
+    pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
+    return [logprobs[id].logprob for logprobs, id in pairs]
 
 
-def compare_vllm(python: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Run `score` in another environment; add the largest relative difference to each row."""
-    content = json.dumps({row["folder"]: row["ids"] for row in rows.values()})
+def compare_vllm(python: str, row: dict[str, Any]) -> float | str:
+    """Run `score` in another environment; return the largest relative difference, or an error."""
+    content = json.dumps([row["folder"], row["ids"]])
     command = [python, "-m", "benchmarks.families", "--score"]
     done = subprocess.run(command, input=content, stdout=subprocess.PIPE, text=True, check=True)
-    answers = json.loads(done.stdout.splitlines()[-1])
-    for row in rows.values():
-        found = row["vllm"] = answers[row["folder"]]
-        if not isinstance(found, str):
-            expected = torch.tensor(row["logprobs"])
-            difference = (torch.tensor(found) - expected).abs().max() / expected.abs().max()
-            row["vllm"] = float(difference)
+    found = json.loads(done.stdout.splitlines()[-1])
+    if isinstance(found, str):
+        return found
+    expected = torch.tensor(row["logprobs"])
+    return float((torch.tensor(found) - expected).abs().max() / expected.abs().max())
 
 
 def main() -> None:
@@ -154,15 +146,16 @@ def main() -> None:
     parser.add_argument("--score", action="store_true")
     options = parser.parse_args()
     if options.score:
-        print(json.dumps(score(json.load(sys.stdin))))
+        print(json.dumps(score(*json.load(sys.stdin))))
         return
     with tempfile.TemporaryDirectory() as temporary:
         rows = {
             name: check(presets, Path(temporary) / str(number))
             for number, (name, presets) in enumerate(FAMILIES.items())
         }
-        if options.vllm:
-            compare_vllm(options.vllm, rows)
+        for row in rows.values():
+            if options.vllm:
+                row["vllm"] = compare_vllm(options.vllm, row)
     for row in rows.values():
         for key in ("folder", "ids", "logprobs"):
             del row[key]
