@@ -106,8 +106,12 @@ def seal(body: str) -> bytes:
         ('"train_000000.bin"', '"/etc/passwd"'),
         ('"train_000000.bin"', "7"),
         ('"shards": [', '"shards": [3, '),
+        ('"dtype": "uint16"', '"dtype": ["uint16"]'),
         ('"split": "train"', '"split": "test"'),
         ('"tokens": 3}', '"tokens": -1}'),
+        ('"tokens": 3}', '"tokens": 3.0}'),
+        ('"source": {', '"source": [], "x": {'),
+        ('"documents": {', '"documents": [], "x": {'),
     ],
 )
 def test_manifest_with_a_right_hash_and_wrong_content_is_refused(

@@ -158,7 +158,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.fault(8)
-@pytest.mark.parametrize("setting", ["model.n_layer=100000000", "model.d_model=100000000"])
+@pytest.mark.parametrize("setting", ["model.d_ff=100000000", "model.d_model=100000000"])
 def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
     settings: str, out: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ):

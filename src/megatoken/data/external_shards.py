@@ -5,6 +5,7 @@ They have no manifest, so one is derived from their headers.
 
 import glob
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     Raises DataError if there are no shards, shards of several formats, or a dataset in a format that
     is not read.
     """
-    refuse_foreign(path)
+    with suppress(OSError):  # the path cannot exist
+        refuse_foreign(path)
     files = _find_files(path)
     headers = [read_layout(file)[0] for file in files]
     for file, header in zip(files, headers, strict=True):

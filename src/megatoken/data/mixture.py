@@ -109,7 +109,8 @@ def _parse_spec(spec: str) -> dict[str, float]:
     items = [item.strip() for item in spec.split(",")]
     matches = [_WEIGHTED.fullmatch(item) for item in items]
     paths = [item.rpartition(":")[0] or item for item in items]
-    is_one = len(items) == 1 and not (matches[0] or Path(paths[0]).exists())
+    is_one = len(items) == 1 and not matches[0]
+    is_one &= paths == items or not Path(paths[0]).exists()
     if is_one or Path(spec).exists():
         return {spec: 1.0}
     weights = {match["path"]: float(match["weight"]) for match in matches if match}

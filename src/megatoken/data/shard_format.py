@@ -157,13 +157,21 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
         if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
             what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
             raise DataError(what, where, "prepare the dataset again")
-        return Manifest(
+        manifest = Manifest(
             tokenizer=content["tokenizer"],
             dtype=content["dtype"],
             documents=content["documents"],
             shards=tuple(_decode_shard(row) for row in content["shards"]),
             source=content["source"],
         )
+        tokenizer = manifest.tokenizer
+        numbers = [tokenizer["vocab_size"], tokenizer["eot"], *manifest.documents.values()]
+        numbers += [shard.tokens for shard in manifest.shards]
+        has_types = isinstance(manifest.source, dict) and manifest.dtype in MAGICS
+        texts = [tokenizer["name"], tokenizer["fingerprint"]]
+        if not has_types or {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
+            raise ValueError("a value has a wrong type")
+        return manifest
     except MALFORMED as error:
         raise DataError(f"manifest is damaged: {error!r}", where, RESTORE) from error
 
