@@ -205,7 +205,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate, which makes it three matrices."""
+        """Whether the MLP is gated, with three matrices instead of two."""
         return self.mlp in GATED
 
     def has_bias(self, part: str) -> bool:
@@ -219,7 +219,7 @@ class ModelConfig:
 
     @property
     def switched_on(self) -> list[str]:
-        """The names of enabled features that neither GPT-2 nor LLaMA has, with values if texts."""
+        """The names of enabled features that neither GPT-2 nor LLaMA has, with the values of text fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in SWITCHES}
         defaults = {f.name: f.default for f in fields(self)}
         return [
@@ -261,7 +261,7 @@ class ModelConfig:
 def default_d_ff(d_model: int, mlp: str) -> int:
     """Return the MLP's default width: 4 * d_model, or with a gate 8/3 * d_model, rounded up.
 
-    A gate makes three matrices of two. With these widths, both kinds of MLP have about the
+    A gated MLP has three matrices instead of two. With these widths, both kinds of MLP have about the
     same number of parameters.
     """
     if mlp not in GATED:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,8 @@ def export(
     """Write a model and its tokenizer to the new folder `out`.
 
     model: a loaded model, or a name for load_pretrained. to: `hf`, `peft`, `gguf` or `llmc`. out:
-    for `gguf`, also a new file whose name ends with .gguf. dtype: that of the written weights, fp32
-    or bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source,
+    for `gguf`, also a new file whose name ends with .gguf. dtype: of the written weights, fp32 or
+    bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source,
     format, out, verified, max_relative_difference (of the logits) and ids_left_out. Raises
     StorageError if `out` exists or cannot be written, ConfigError if the format cannot hold the
     model, and CheckpointError if the model cannot be read or the exported model computes other
@@ -52,25 +52,27 @@ def export(
     warn = console.warn if console else warnings.warn
     if os.path.lexists(out):
         raise StorageError("the folder exists", out, "choose another --out")
-    if to != "gguf" and dtype not in ("fp32", "bf16"):
+    chosen = FORMATS[to]
+    if not chosen.quantizes and dtype not in ("fp32", "bf16"):
         raise ConfigError(f"--to {to} has no {dtype}", "--dtype", "use fp32 or bf16, or --to gguf")
-    merge = to != "peft"
-    loaded = model if isinstance(model, LoadedModel) else load_pretrained(model, warn, merge=merge)
+    if isinstance(model, LoadedModel):
+        loaded = model
+    else:
+        loaded = load_pretrained(model, warn, merge=chosen.merges_adapters)
     loaded = copy.deepcopy(loaded)
-    is_rounded = to in ("hf", "gguf")  # when written
-    n_unused = _prepare(loaded, "fp32" if is_rounded else dtype, warn)
+    n_unused = _prepare(loaded, warn)
     with storage_errors(out.parent, what="cannot write the export"):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.parent / f".{out.name}.{os.getpid()}"
         unfinished.mkdir()
         try:
-            difference = FORMATS[to](unfinished, loaded.model, loaded.tokenizer, dtype)
+            difference = chosen.write(unfinished, loaded.model, loaded.tokenizer, dtype)
             is_file = to == "gguf" and out.suffix == ".gguf"
             (unfinished / GGUF if is_file else unfinished).rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     if console:
-        verdict = f"NOT VERIFIED: {VERIFIERS.get(to)} is not installed"
+        verdict = f"NOT VERIFIED: {chosen.verifier} is not installed"
         if difference is not None:
             verdict = f"verified, logits within {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")
@@ -84,11 +86,10 @@ def export(
     }
 
 
-def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
+def _prepare(loaded: LoadedModel, warn: Warn) -> int:
     """Modify the model for export; return how many ids were dropped.
 
-    Removes ids that the tokenizer lacks, and the value head, because no format can hold it. Rounds
-    the weights to `dtype`.
+    Removes ids that the tokenizer lacks, and the value head, because no format can hold it.
     """
     model = loaded.model.eval()
     if model.attention_name not in BUILT_IN:
@@ -105,11 +106,15 @@ def _prepare(loaded: LoadedModel, dtype: str, warn: Warn) -> int:
         if module is not None:
             module.weight.data = module.weight.data[: model.config.padded_vocab_size].clone()
             module.weight.data[vocab_size:] = 0.0
+    return n_unused
+
+
+def _round(model: GPT, dtype: str) -> None:
+    """Round the weights that train to `dtype`, to compare the export with what is written."""
     if dtype == "bf16":
         for param in model.parameters():
             if param.requires_grad:  # not the frozen base of adapters
-                param.data.copy_(param.bfloat16())  # logits are compared with the written values
-    return n_unused
+                param.data.copy_(param.bfloat16())
 
 
 def _export_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
@@ -124,6 +129,7 @@ def _export_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
 
 @torch.no_grad()
 def _export_peft(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
+    _round(model, dtype)
     write_peft(folder, model, dtype)
     base = model.config.init
     read = load_pretrained(folder).model  # the base with the adapters, as PEFT would load them
@@ -138,6 +144,7 @@ def _export_peft(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
 
 
 def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float:
+    _round(model, dtype)
     write_llmc(folder / "model.bin", model, dtype)
     write_tokenizer(folder / "gpt2_tokenizer.bin", tokenizer)
     tokenizer.save(folder)
@@ -148,11 +155,23 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     return 0.0
 
 
-# Each writes a folder and returns the largest difference of logits, or None if not compared.
-FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
-    "hf": _export_hf,
-    "gguf": _export_gguf,
-    "peft": _export_peft,
-    "llmc": _export_llmc,
+class Format(NamedTuple):
+    """A format of exports.
+
+    write: a function that writes a folder and returns the largest difference of logits, or None if
+    `verifier`, the package to compare with, is not installed. quantizes: whether it has dtypes other
+    than fp32 and bf16. merges_adapters: whether LoRA adapters are merged into the weights first.
+    """
+
+    write: Callable[[Path, GPT, Tokenizer, str], float | None]
+    verifier: str = ""
+    quantizes: bool = False
+    merges_adapters: bool = True
+
+
+FORMATS = {
+    "hf": Format(_export_hf, "transformers"),
+    "gguf": Format(_export_gguf, "llama-cpp-python", quantizes=True),
+    "peft": Format(_export_peft, merges_adapters=False),
+    "llmc": Format(_export_llmc),
 }
-VERIFIERS = {"hf": "transformers", "gguf": "llama-cpp-python"}

@@ -1,7 +1,7 @@
 """Read checkpoints of nanochat: model_NNNNNN.pt and meta_NNNNNN.json.
 
-Its norms have no weights, so that ours stay 1. It rotates queries and keys backwards, so that the
-two halves of each head are swapped.
+Its norms have no weights, so all norm weights are 1. It rotates queries and keys in the opposite
+direction, so the two halves of each head are swapped.
 """
 
 from collections.abc import Mapping

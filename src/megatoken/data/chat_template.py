@@ -141,7 +141,7 @@ class ChatTemplate:
     def _find_answers(
         self, messages: Sequence[Message], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Return where in `text`, which holds all messages, each answer to train on is.
+        """Return the (start, end) of each answer to train on in `text`, which holds all messages.
 
         An answer is what follows its prompt or, if `text` does not begin with the prompt, what
         differs from the text with another answer; it ends with a stop token.
@@ -197,7 +197,7 @@ class ChatTemplate:
         return "".join(parts), list(accumulate(map(len, parts)))[:-1]
 
     def _compile(self, jinja: str) -> jinja2.Template:
-        """Compile a template as transformers does, with names in place of its control tokens."""
+        """Compile a template as transformers does, with its control tokens replaced by their names."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

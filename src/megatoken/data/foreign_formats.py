@@ -1,15 +1,13 @@
 """Recognize datasets in formats that are not read (foreign_formats.toml), and name a conversion."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from megatoken.errors import DataError
+from megatoken.system.table import read_table
 
 # By name: the file patterns that identify a format, and how to convert it.
-FOREIGN_FORMATS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+FOREIGN_FORMATS: dict[str, dict[str, Any]] = read_table(__file__)
 
 
 def refuse_foreign(path: Path) -> None:

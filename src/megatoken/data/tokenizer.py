@@ -299,7 +299,7 @@ class Tokenizer:
 
 
 def name_control(id: int) -> str:
-    """Return the name of the special token with this id. No text contains it, as it is random."""
+    """Return the name of the special token with this id. It is random, so no text contains it."""
     return f"\ue000{_SECRET}:{id}\ue001"
 
 

@@ -64,7 +64,7 @@ def list_adapted(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as its base: the reference of a KL penalty needs no copy."""
+    """Disable the adapters, so that the model computes what its base computes."""
     layers = list_adapted(model)
     try:
         for layer in layers:

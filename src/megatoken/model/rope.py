@@ -52,7 +52,7 @@ def rope_inv_freq(config: ModelConfig, device: torch.device, *, local: bool = Fa
 
 
 def _find_pair(config: ModelConfig, rotations: float) -> float:
-    """Return the number of the pair that rotates that often in `rope_context` tokens."""
+    """Return the index of the pair that makes that many turns in `rope_context` tokens."""
     ratio = config.rope_context / (2 * math.pi * rotations)
     return config.d_head / 2 * math.log(ratio) / math.log(config.rope_theta)
 

@@ -159,7 +159,7 @@ class Family:
 
 
 def _has_window(config: ModelConfig, values: Json, layer: int) -> bool:
-    """Return whether a layer has the window if no `layer_types` tells."""
+    """Return whether a layer has a window in a config.json without `layer_types`."""
     if "no_rope_layer_interval" in values:  # SmolLM3
         return layer in config.nope_layers
     if "sliding_window_pattern" in values:  # Gemma 3
@@ -172,7 +172,7 @@ def _refuse(key: str, value: Any, where: str) -> CheckpointError:
 
 
 def _read_rope(config: Json, where: str) -> dict[str, Any]:
-    """Return the settings of rotary embedding in one level, with the keys of transformers 4."""
+    """Return the settings of rotary embedding as one flat dict, with the keys of transformers 4."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # v5, v4
     if rope.keys() & {FULL, SLIDING}:
         local = rope.get(SLIDING) or {}
