@@ -185,7 +185,7 @@ def test_metrics(served: Served):
         return {name.removeprefix("megatoken_"): float(value) for name, value in rows}
 
     before = read()
-    served.complete("hello", max_tokens=5)
+    served.complete("hello", seed=1, max_tokens=5)
     served.post(COMPLETIONS, prompt="a", n=0)
     after = read()
     change = {name: after[name] - before.get(name, 0) for name in after}
