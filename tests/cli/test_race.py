@@ -14,7 +14,7 @@ import pytest
 
 from megatoken.cli import race_report
 from megatoken.cli.main import main
-from megatoken.cli.race import CALIBRATION_STEPS
+from megatoken.cli.race import CALIBRATION_STEPS, CALIBRATIONS
 from megatoken.cli.race_report import Curve, compare, describe, read_curve
 from megatoken.cli.runs import read_config
 from megatoken.errors import ExitCode
@@ -135,10 +135,12 @@ def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
     runs = sorted(tmp_path.glob("out/*/seed-1337"))
     budgets = [read_config(run).budget.tokens for run in runs]
     for run, tokens in zip(runs, budgets, strict=True):
-        steps = read_rows(run.with_name("calibration"), "train")
-        assert len(steps) == CALIBRATION_STEPS
-        pace = statistics.median(row["seconds"] for row in steps) / steps[0]["tokens"]
-        assert tokens == round(0.3 / pace)
+        paces = []
+        for number in range(CALIBRATIONS):
+            steps = read_rows(run.with_name(f"calibration-{number}"), "train")
+            assert len(steps) == CALIBRATION_STEPS
+            paces.append(statistics.median(row["seconds"] for row in steps) / steps[0]["tokens"])
+        assert tokens == round(0.3 / min(paces))
     trained = sorted(row["runs"][0]["trained_tokens"] for row in answer["contenders"])
     assert trained == sorted(max(1, round(tokens / 256)) * 256 for tokens in budgets)
     assert ask(line) == answer

@@ -168,7 +168,13 @@ def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
     with serve(rows=1, waiting=1) as served, ExitStack() as stack:
         hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.02))
         stack.callback(hook.remove)
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 150, "temperature": 0, "stream": stream}
+        body = {
+            "model": "tiny",
+            "prompt": "a",
+            "max_tokens": 150,
+            "temperature": 0,
+            "stream": stream,
+        }
         connections = []
         for count in (1, 2):
             connection = HTTPConnection("127.0.0.1", served.port)

@@ -6,8 +6,8 @@ held-out text. Each run is a `megatoken train` in a folder below OUT. The runs t
 minutes, so that slow hours of the machine affect all of them. Repeating the command continues a
 race, and trains seeds or contenders that were added.
 
-With `--minutes`, a short run of each contender first measures its pace, which sets how many tokens
-it trains on. The budget is fixed from then on, so schedules end with it and runs are deterministic.
+With `--minutes`, short runs of each contender first measure its pace, which sets how many tokens it
+trains on. The budget is fixed from then on, so schedules end with it and runs are deterministic.
 """
 
 import re
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
 EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
-CALIBRATION_STEPS = 20  # whose median measures the pace of a contender
+CALIBRATIONS = 3  # short runs that measure the pace of a contender
+CALIBRATION_STEPS = 20
 VALIDATIONS = (10, 50)  # minimum and maximum number of validations of the longest contender
 SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
 # Only train and validate, and log every step.
@@ -151,7 +152,7 @@ def run(options: Namespace, console: Console) -> Result:
     with lock_folder(options.out, "race"):
         with stop_on_signal(stopping):
             if options.minutes:
-                contenders = [fit_time(entry, options, stopping, console) for entry in contenders]
+                contenders = fit_time(contenders, options, stopping, console)
             rounds = list_rounds(contenders, options)
             for runs in rounds.values():
                 check_unchanged(list(runs.values()))
@@ -184,29 +185,38 @@ def open_contender(label: str, options: Namespace) -> Contender:
 
 
 def fit_time(
-    contender: Contender, options: Namespace, stopping: threading.Event, console: Console
-) -> Contender:
-    """Return the contender with the budget that it trains in `--minutes`.
+    contenders: list[Contender], options: Namespace, stopping: threading.Event, console: Console
+) -> list[Contender]:
+    """Return the contenders with the budgets that they train in `--minutes`.
 
-    Its pace is measured once, by a run of CALIBRATION_STEPS steps below OUT. If `stopping` is set
-    meanwhile, the contender is returned unchanged.
+    Paces are measured once, by CALIBRATIONS runs of each contender below OUT that take turns; the
+    fastest counts, because other work on the machine only slows a run down. If `stopping` is set
+    meanwhile, the contenders are returned unchanged.
     """
     from megatoken.cli.race_report import read_pace
 
-    folder = options.out / contender.folder / "calibration"
-    words = [*contender.words, *FIXED, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0"]
-    run = Run(f"{contender.label}, calibration", folder, words, 0)
-    if not run.is_finished:
-        train_turn(run, stopping)
-    if not run.is_finished:
-        return contender
-    _, pace = read_pace(read_metrics(folder, console.warn))
-    tokens = round(60 * options.minutes / float(median(pace)))
-    console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
-    recipe, *overrides = contender.words
-    overrides.append(f"budget.tokens={tokens}")
-    config = resolve(recipe, overrides).config
-    return replace(contender, words=(recipe, *overrides), config=config)
+    settings = (*FIXED, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
+    paces: dict[str, list[float]] = {contender.label: [] for contender in contenders}
+    for number in range(CALIBRATIONS):
+        for contender in contenders:
+            folder = options.out / contender.folder / f"calibration-{number}"
+            name = f"{contender.label}, {folder.name}"
+            run = Run(name, folder, [*contender.words, *settings], 0)
+            if not run.is_finished:
+                train_turn(run, stopping)
+            if not run.is_finished:
+                return contenders
+            _, pace = read_pace(read_metrics(folder, console.warn))
+            paces[contender.label].append(float(median(pace)))
+    fitted = []
+    for contender in contenders:
+        tokens = round(60 * options.minutes / min(paces[contender.label]))
+        console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
+        recipe, *overrides = contender.words
+        overrides.append(f"budget.tokens={tokens}")
+        config = resolve(recipe, overrides).config
+        fitted.append(replace(contender, words=(recipe, *overrides), config=config))
+    return fitted
 
 
 def check_contenders(contenders: Sequence[Contender]) -> str:
