@@ -34,6 +34,7 @@ from megatoken.system.atomic_write import MALFORMED
 
 FIX_KEYS = "rename the keys, or skip such rows with --invalid skip; for plain text, set --text-key"
 Row = dict[str, Any]  # as read
+Parts = tuple[Any, ...]  # a prompt, or None in a chat, and complete conversations
 Kind = Literal["chat", "preference", "kto", "prompt"]
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # values in CSV are text
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
@@ -69,7 +70,7 @@ class Format(NamedTuple):
 
     name: str
     kind: Kind
-    read: Callable[[Row], tuple[Any, ...]]
+    read: Callable[[Row], Parts]
 
     @property
     def keys(self) -> list[str]:
@@ -184,15 +185,15 @@ def _system_rows(row: Row) -> list[Any]:
     return _to_rows(row["system"], "system") if row.get("system") else []
 
 
-def _read_messages(row: Row) -> tuple[Any, ...]:
+def _read_messages(row: Row) -> Parts:
     return None, row["messages"]
 
 
-def _read_sharegpt(row: Row) -> tuple[Any, ...]:
+def _read_sharegpt(row: Row) -> Parts:
     return None, _system_rows(row) + list(map(_parse_turn, row["conversations"]))
 
 
-def _read_rated_turns(row: Row) -> tuple[Any, ...]:
+def _read_rated_turns(row: Row) -> Parts:
     _, prompt = _read_sharegpt(row)
     return prompt, *([*prompt, _parse_turn(row[key])] for key in ("chosen", "rejected"))
 
@@ -205,7 +206,7 @@ def _parse_turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, "role": _ROLES.get(role, role), "content": content}
 
 
-def _read_alpaca(row: Row) -> tuple[Any, ...]:
+def _read_alpaca(row: Row) -> Parts:
     rows = _system_rows(row)
     question = row["instruction"]
     context = row.get("input") or row.get("context") or ""
@@ -217,18 +218,18 @@ def _read_alpaca(row: Row) -> tuple[Any, ...]:
     return None, rows
 
 
-def _read_completion(row: Row) -> tuple[Any, ...]:
+def _read_completion(row: Row) -> Parts:
     return None, _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant")
 
 
-def _read_preference(row: Row) -> tuple[Any, ...]:
+def _read_preference(row: Row) -> Parts:
     prompt = _to_rows(row["prompt"], "user")
     answers = [_to_rows(row[key], "assistant") for key in ("chosen", "rejected")]
     # trl allows answers with and without the prompt.
     return prompt, *(rows if rows[: len(prompt)] == prompt else prompt + rows for rows in answers)
 
 
-def _read_implicit(row: Row) -> tuple[Any, ...]:
+def _read_implicit(row: Row) -> Parts:
     """Read a preference whose prompt is the beginning that both conversations share."""
     chosen, rejected = (_parse_hh(row[key]) for key in ("chosen", "rejected"))
     n_prompt = min(len(chosen), len(rejected)) - 1
@@ -248,7 +249,7 @@ def _parse_hh(value: Any) -> list[Any]:
     return [{"role": _ROLES[name], "content": content} for name, content in turns]
 
 
-def _read_question(row: Row) -> tuple[Any, ...]:
+def _read_question(row: Row) -> Parts:
     if "choices" in row:  # as in MMLU, whose answer is the number of a choice
         raise ValueError("a multiple-choice question")
     row["prompt"] = row["question"]
@@ -257,7 +258,7 @@ def _read_question(row: Row) -> tuple[Any, ...]:
     return _read_prompt(row)
 
 
-def _read_prompt(row: Row) -> tuple[Any, ...]:
+def _read_prompt(row: Row) -> Parts:
     answer = row["answer"]
     if not isinstance(answer, (str, int, float)) or not str(answer).strip():
         raise ValueError("the answer is not text or a number")

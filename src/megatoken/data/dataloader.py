@@ -22,6 +22,7 @@ from megatoken.config.schema import DataOrder
 from megatoken.data.chat_dataset import START, TRAINED, ChatRows, Marks
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
+from megatoken.data.tokenizer import Ints
 from megatoken.data.window_order import (
     CachedOrder,
     MixedOrder,
@@ -171,14 +172,14 @@ class DataLoader:
         inputs = rows[:, :-1].astype(np.int64)
         return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
-    def _find_tokens(self, step: int) -> NDArray[np.int64]:
+    def _find_tokens(self, step: int) -> Ints:
         """Return the token index at which each of this rank's windows of a step starts."""
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
         place = np.searchsorted(self._first_windows, windows, side="right") - 1
         in_source = windows - self._first_windows[place]
-        starts: NDArray[np.int64] = self._first_tokens[place] + in_source * self._stride
+        starts: Ints = self._first_tokens[place] + in_source * self._stride
         return starts
 
     def _entries(self, step: int) -> tuple[int, int]:
@@ -209,7 +210,7 @@ def separate_documents(batch: Batch, document_start: int) -> Batch:
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
-def _latest_start(is_start: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _latest_start(is_start: NDArray[np.bool_]) -> Ints:
     """Return for each position (B, T) the index of the last start at or before it; 0 if none."""
     index = np.where(is_start, np.arange(is_start.shape[1]), 0)
     return np.maximum.accumulate(index, axis=1)
@@ -248,7 +249,7 @@ class EvaluationWindows:
         """Return windows [first, first + count), or fewer at the end, as ids (n, seq_len + 1)."""
         return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
 
-    def starts(self, first: int, count: int) -> NDArray[np.int64]:
+    def starts(self, first: int, count: int) -> Ints:
         """Return the token index at which each of the windows [first, first + count) starts."""
         n_windows = (len(self.tokens) - 1) // self.seq_len
         return _spread(first, count, self.count, n_windows) * self.seq_len
@@ -269,7 +270,7 @@ class EvaluationRows:
         return make_batch(*self.source.read(_spread(first, count, self.count, len(self.source))))
 
 
-def _spread(first: int, count: int, n_chosen: int, n_items: int) -> NDArray[np.int64]:
+def _spread(first: int, count: int, n_chosen: int, n_items: int) -> Ints:
     """Choose `n_chosen` of `n_items` items, evenly spaced; return `count` of the choices.
 
     The choices are the middles of `n_chosen` equal intervals. Those from number `first` on are

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from megatoken.data.documents import Ids
 from megatoken.data.external_shards import list_external, read_layout
@@ -30,7 +29,7 @@ from megatoken.data.shard_format import (
     read_errors,
     read_manifest,
 )
-from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.data.tokenizer import Ints, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
 
@@ -135,7 +134,7 @@ class Tokens:
         """Return a copy of tokens [start, start + count). Raises DataError as `gather` does."""
         return self.gather(np.array([start]), count).reshape(count)
 
-    def gather(self, starts: NDArray[np.int64], length: int) -> Ids:
+    def gather(self, starts: Ints, length: int) -> Ids:
         """Return windows (n, length) that begin at tokens `starts` (n,), in the shards' dtype.
 
         Verifies each block on first use. Raises DataError if a shard cannot be read, or if a block
@@ -184,14 +183,14 @@ class Tokens:
             self._verified[self._first_block[index] : self._first_block[index + 1]] = False
         return bool(changed)
 
-    def _find_shards(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_shards(self, positions: Ints) -> Ints:
         return np.searchsorted(self._starts, positions, side="right") - 1
 
-    def _find_blocks(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_blocks(self, positions: Ints) -> Ints:
         index = self._find_shards(positions)
         return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
 
-    def _verify_windows(self, starts: NDArray[np.int64], length: int) -> None:
+    def _verify_windows(self, starts: Ints, length: int) -> None:
         """Verify the blocks that the windows overlap, if not verified already. Thread-safe."""
         first = self._find_blocks(starts)
         last = self._find_blocks(starts + length - 1)

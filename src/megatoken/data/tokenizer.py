@@ -48,6 +48,7 @@ LARGEST_TRAINED = 1_000_000  # ids; the trainer holds all of them in memory
 _SECRET = secrets.token_hex(8)
 
 Ids = NDArray[np.uint32]
+Ints = NDArray[np.int64]
 SplitPoints = Literal["anywhere", "words", "nowhere"]
 
 
@@ -132,7 +133,7 @@ class Tokenizer:
         bytes_as_text = {f"<0x{byte:02X}>" for byte in range(256)}
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
-    def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
+    def count_bytes(self, inputs_BT: Ints, targets_BT: Ints) -> int:
         """Return the number of bytes of text in the targets >= 0, without special tokens.
 
         inputs_BT: needed because the text of a token can depend on the token before it.
@@ -146,7 +147,7 @@ class Tokenizer:
             total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
         return total
 
-    def measure_tokens(self, text: str) -> NDArray[np.int64]:
+    def measure_tokens(self, text: str) -> Ints:
         """Encode `text`; return how many of its bytes each id stands for, (n,)."""
         sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
         starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
@@ -154,7 +155,7 @@ class Tokenizer:
         return np.diff(sizes[[0, *starts[1:], -1]] if starts else [])
 
     @cached_property
-    def _byte_lengths(self) -> NDArray[np.int64] | None:
+    def _byte_lengths(self) -> Ints | None:
         """Bytes of text per id, (vocab_size,), or None if the tokenizer is not byte-level."""
         if "ByteLevel" not in json.dumps(self._content["decoder"]):
             return None
@@ -165,7 +166,7 @@ class Tokenizer:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
 
-    def _count_decoded(self, ids: NDArray[np.int64]) -> int:
+    def _count_decoded(self, ids: Ints) -> int:
         text = self._inner.decode(ids.tolist(), skip_special_tokens=True)
         return len(text.replace("\ufffd", "?").encode())  # part of a character is 1 byte
 
@@ -202,7 +203,7 @@ class Tokenizer:
             raise DataError(what, self.name, "use another tokenizer")
         return Tokenizer(inner, name, self.eot)
 
-    def encode(self, text: str) -> NDArray[np.int64]:
+    def encode(self, text: str) -> Ints:
         """Return the ids (n,) of `text`.
 
         Adds no special tokens; those spelled in `text` are encoded as plain text.

@@ -6,9 +6,9 @@ from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
+from megatoken.data.tokenizer import Ints
 
 _CHUNK_WINDOWS = 4096  # windows computed at once, to amortize numpy's overhead
 _FIRST_SOURCE_KEY = 2**32  # above the keys of epochs
@@ -18,7 +18,7 @@ _ONE = 2**64  # 1.0 in units of 2**-64
 class WindowOrder(Protocol):
     """An endless list of window numbers, which goes through 0 to n - 1 again and again."""
 
-    def windows(self, first: int, size: int) -> NDArray[np.int64]:
+    def windows(self, first: int, size: int) -> Ints:
         """Return entries [first, first + size) of the endless list."""
         ...
 
@@ -29,7 +29,7 @@ class SequentialOrder:
     def __init__(self, n_windows: int) -> None:
         self._n_windows = n_windows
 
-    def windows(self, first: int, size: int) -> NDArray[np.int64]:
+    def windows(self, first: int, size: int) -> Ints:
         return np.arange(first, first + size, dtype=np.int64) % self._n_windows
 
 
@@ -40,7 +40,7 @@ class ShuffledOrder:
         self._n_windows = n_windows
         self._seed = seed
 
-    def windows(self, first: int, size: int) -> NDArray[np.int64]:
+    def windows(self, first: int, size: int) -> Ints:
         parts = [np.empty(0, np.int64)]
         while size:
             epoch, start = divmod(first, self._n_windows)
@@ -73,7 +73,7 @@ class MixedOrder:
         ]
         self._first_windows = np.cumsum([0, *n_windows])
 
-    def windows(self, first: int, size: int) -> NDArray[np.int64]:
+    def windows(self, first: int, size: int) -> Ints:
         index = np.arange(size, dtype=np.uint64)
         points = index * np.uint64(GOLDEN) + np.uint64((first * GOLDEN + self._key) % _ONE)
         sources = np.searchsorted(np.array(self._share_ends[1:-1], np.uint64), points, side="right")
@@ -102,9 +102,9 @@ class CachedOrder:
     def __init__(self, order: WindowOrder, chunk: int) -> None:
         self._order = order
         self._size = min(_CHUNK_WINDOWS, chunk)
-        self._chunk: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._chunk: tuple[int, Ints] = (-1, np.empty(0, np.int64))
 
-    def windows(self, first: int, size: int) -> NDArray[np.int64]:
+    def windows(self, first: int, size: int) -> Ints:
         assert first >= 0
         parts = []
         for number in range(first // self._size, (first + size - 1) // self._size + 1):

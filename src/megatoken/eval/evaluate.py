@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatoken.config.schema import MachineConfig
 from megatoken.data.chat_dataset import require_kind
@@ -23,7 +22,7 @@ from megatoken.data.documents import PrepareOptions, encode_segments
 from megatoken.data.prepare import prepare
 from megatoken.data.remote import local_dataset
 from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import Tokenizer
+from megatoken.data.tokenizer import Ints, Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, DataError, NumericsError
@@ -220,7 +219,7 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
     return {"train": dataset.train, "val": dataset.val}[split], split
 
 
-def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
+def measure_text(source: str, tokenizer: Tokenizer) -> Ints:
     """Tokenize a text as `prepare` does; return the cumulative bytes of text after each token."""
     options = PrepareOptions()
     # A stand-in for a tokenizer, whose `encode` returns bytes per token instead of ids.

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.data.tokenizer import Ints
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.tensor_parallel import gather_lm_head
 from megatoken.errors import NumericsError
@@ -26,8 +27,6 @@ from megatoken.model.loss import cap_logits
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
-
-Ints = NDArray[np.int64]
 
 BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, including padding
 

@@ -28,7 +28,7 @@ IGNORED = {
     "parallel_tool_calls",
 }
 # Unsupported parameters, with the values that change nothing.
-NEUTRAL: dict[str, Any] = {
+NEUTRAL = {
     "best_of": 1,
     "echo": False,
     "frequency_penalty": 0,
@@ -38,8 +38,6 @@ NEUTRAL: dict[str, Any] = {
     "suffix": "",
     "tools": [],
 }
-
-
 # The tags in which models mark parts of an answer: per field, tags and the field of the text after.
 TAGS = {
     "content": {"<think>": "reasoning_content"},
@@ -47,6 +45,7 @@ TAGS = {
     "tool_calls": {"</tool_call>": "content"},
 }
 THINK_IDS = 16  # last prompt ids in which a template may have opened <think>
+JsonObject = dict[str, Any]
 TokenLogprobs = list[tuple[bytes, float]]  # of a token, then of the most likely ones
 
 
@@ -58,7 +57,7 @@ class ApiError(HTTPException):
         self.code = code or None
         self.param = param or None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the JSON body of the response."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
@@ -80,7 +79,7 @@ class ServedModel:
     no_template: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the model's entry in /v1/models."""
         return {
             "id": self.name,
@@ -170,8 +169,8 @@ class ChatRequest(CommonRequest):
     Responses API.
     """
 
-    messages: list[dict[str, Any]] = Field(max_length=512)
-    tools: list[dict[str, Any]] = []
+    messages: list[JsonObject] = Field(max_length=512)
+    tools: list[JsonObject] = []
     tool_choice: Literal["none", "auto"] = "auto"
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -238,7 +237,7 @@ class Choice:
         self.n_tokens = self.cached = 0
         self.finish_reason: str | None = None
         # Fields of the message and the log-probabilities, and how much of each has been taken.
-        self.fields: dict[str, Any] = {"content": ""}
+        self.fields: JsonObject = {"content": ""}
         if request.top_logprobs is not None:
             self.fields["logprobs"] = list[TokenLogprobs]()
         self._taken: dict[str, int] = {}
@@ -274,7 +273,7 @@ class Choice:
             self.finish_reason = "tool_calls"
             self.fields["content"] = self.fields["content"].rstrip()
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> JsonObject:
         """Return what was added to the fields since the last call."""
         added = {name: value[self._taken.get(name, 0) :] for name, value in self.fields.items()}
         self._taken = {name: len(value) for name, value in self.fields.items()}
@@ -343,12 +342,12 @@ class ResponseBuilder:
             "object": "chat.completion" if self._is_chat else "text_completion",
         }
 
-    def build_full(self) -> dict[str, Any]:
+    def build_full(self) -> JsonObject:
         """Build the JSON object of an answer that is not streamed."""
         choices = [self._build(choice, "message", choice.fields) for choice in self.choices]
         return self._head | {"choices": choices, "usage": self.count_tokens()}
 
-    def build_event(self, *choices: Choice) -> dict[str, Any]:
+    def build_event(self, *choices: Choice) -> JsonObject:
         """Build an event of a stream, with what was added to choices since the last one."""
         event = self._head | {
             "choices": [self._build(choice, "delta", choice.take()) for choice in choices]
@@ -357,7 +356,7 @@ class ResponseBuilder:
             event["object"] = "chat.completion.chunk"
         return event
 
-    def _build(self, choice: Choice, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _build(self, choice: Choice, name: str, fields: JsonObject) -> JsonObject:
         fields = dict(fields)
         logprobs = fields.pop("logprobs", None)
         content = {name: fields} if self._is_chat else {"text": fields.get("content", "")}
@@ -366,7 +365,7 @@ class ResponseBuilder:
         reason = choice.finish_reason
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def count_tokens(self) -> dict[str, Any]:
+    def count_tokens(self) -> JsonObject:
         """Return token counts, which include the tokens that ended the answers."""
         step = self.body.n  # choices of a prompt
         prompt = sum(len(request.prompt_ids) for request in self._requests[::step])
@@ -380,7 +379,7 @@ class ResponseBuilder:
         }
 
 
-def format_chat(tokens: list[TokenLogprobs]) -> dict[str, Any]:
+def format_chat(tokens: list[TokenLogprobs]) -> JsonObject:
     """Format log-probabilities as chat completions have them."""
     rows = [
         [
@@ -392,7 +391,7 @@ def format_chat(tokens: list[TokenLogprobs]) -> dict[str, Any]:
     return {"content": [{**row[0], "top_logprobs": row[1:]} for row in rows], "refusal": None}
 
 
-def format_text(tokens: list[TokenLogprobs]) -> dict[str, Any]:
+def format_text(tokens: list[TokenLogprobs]) -> JsonObject:
     """Format log-probabilities as completions have them."""
     return {
         "tokens": [_decode(pairs[0][0]) for pairs in tokens],
