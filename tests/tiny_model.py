@@ -25,7 +25,8 @@ TINY_LLAMA = replace(
 )
 TINY_MODERN = replace(  # every switch but zero_init, under which most gradients begin at 0
     TINY_GPT, n_kv_head=1, norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False,
-    qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, logit_softcap=5.0, window=5,
+    qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, smear=True,
+    backout=True, logit_softcap=5.0, window=5,
 )  # fmt: skip
 TINY_GEMMA = replace(
     TINY_LLAMA, head_dim=8, bias=True, bias_in="qkv", norm_position="both", mlp="geglu", qk_norm=True,

@@ -20,12 +20,20 @@ from megatoken.errors import CheckpointError, DataError
 tiktoken = pytest.importorskip("tiktoken")
 
 SIZES = {
-    "sequence_len": 24,
+    "sequence_len": 300,
     "vocab_size": 280,
-    "n_layer": 2,
+    "n_layer": 3,
     "n_head": 4,
     "n_kv_head": 2,
     "n_embd": 32,
+}
+# Rotary base, factor of queries and keys, largest gate, window, channels of the gates, whether smeared.
+VERSIONS: dict[str, tuple[float, float, int, int, int, bool]] = {
+    "2025": (1e4, 1, 0, 0, 0, False),
+    "January 11": (1e4, 1, 0, 150, 0, False),
+    "January 16": (1e4, 1, 2, 150, 32, False),
+    "March 9": (1e5, 1.15, 3, 128, 12, False),
+    "March 14": (1e5, 1.2, 3, 128, 12, True),
 }
 WORDS = (b"th", b"the", b" the", b"in", b"ing", b"wo", b"  ", b"\n\n", b"12", "\u00e9".encode())
 SPECIAL = (
@@ -42,7 +50,8 @@ PATTERN = (
 )
 
 
-def make_state(*, scales: bool = False) -> dict[str, Tensor]:
+def make_state(version: str = "2025") -> dict[str, Tensor]:
+    _, _, _, _, channels, smeared = VERSIONS[version]
     width, kv = SIZES["n_embd"], 16
     rows = 320  # 280, padded to a multiple of 64
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (rows, width)}
@@ -53,8 +62,13 @@ def make_state(*, scales: bool = False) -> dict[str, Tensor]:
         shapes[f"{block}mlp.c_fc.weight"] = (4 * width, width)
         shapes[f"{block}mlp.c_proj.weight"] = (width, 4 * width)
     shapes["lm_head.weight"] = (rows, width)
-    if scales:
+    if version != "2025":
         shapes |= dict.fromkeys(("resid_lambdas", "x0_lambdas"), (SIZES["n_layer"],))
+    for layer in (0, 2) if channels else ():
+        shapes[f"value_embeds.{layer}.weight"] = (rows, kv)
+        shapes[f"transformer.h.{layer}.attn.ve_gate.weight"] = (2, channels)
+    if smeared:
+        shapes |= {"smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
@@ -86,8 +100,10 @@ def write_nanochat(folder: Path, state: dict[str, Tensor], **fields: Any) -> Pat
     return checkpoint
 
 
-def forward(state: dict[str, Tensor], ids: Tensor) -> Tensor:
+def forward(state: dict[str, Tensor], ids: Tensor, version: str) -> Tensor:
     """Return the logits of one sequence, head by head."""
+    base, scale, largest_gate, window, channels, smeared = VERSIONS[version]
+    distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
 
     def norm(x: Tensor) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
@@ -95,11 +111,15 @@ def forward(state: dict[str, Tensor], ids: Tensor) -> Tensor:
     def rotate(x: Tensor) -> Tensor:
         """Rotate each pair of channels by minus its angle."""
         pairs = torch.complex(x[:, :4], x[:, 4:])
-        angles = torch.arange(len(x))[:, None] / 10_000 ** (torch.arange(4) / 4)
+        angles = torch.arange(len(x))[:, None] / base ** (torch.arange(4) / 4)
         pairs = pairs * torch.exp(-1j * angles)
         return torch.cat([pairs.real, pairs.imag], -1)
 
-    x = x0 = norm(state["transformer.wte.weight"][ids])
+    x = norm(state["transformer.wte.weight"][ids])
+    if smeared:
+        gates = state["smear_lambda"] * (x[1:, :24] @ state["smear_gate.weight"].T).sigmoid()
+        x = torch.cat([x[:1], x[1:] + gates * x[:-1]])
+    x0 = middle = x
     for layer in range(SIZES["n_layer"]):
         if "resid_lambdas" in state:
             x = state["resid_lambdas"][layer] * x + state["x0_lambdas"][layer] * x0
@@ -110,34 +130,44 @@ def forward(state: dict[str, Tensor], ids: Tensor) -> Tensor:
         }
         mlp = [state[f"transformer.h.{layer}.mlp.c_{name}.weight"] for name in ("fc", "proj")]
         q, k, v = ((norm(x) @ block[f"c_{part}"].T).split(8, -1) for part in "qkv")
+        if channels and layer != 1:
+            gates = largest_gate * (norm(x)[:, :channels] @ block["ve_gate"].T).sigmoid()
+            values = state[f"value_embeds.{layer}.weight"][ids].split(8, -1)
+            v = [each + gates[:, [i]] * values[i] for i, each in enumerate(v)]
+        hidden = distance < 0
+        if window and layer == 0:
+            hidden = hidden | (distance > window)
         heads = []
         for head in range(4):
             scores = norm(rotate(q[head])) @ norm(rotate(k[head // 2])).T / 8**0.5
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            scores = (scale**2 * scores).masked_fill(hidden, -torch.inf)
             heads.append(scores.softmax(-1) @ v[head // 2])
         x = x + torch.cat(heads, -1) @ block["c_proj"].T
         x = x + F.relu(norm(x) @ mlp[0].T).square() @ mlp[1].T
+        middle = x if layer == 1 else middle
+    if smeared:
+        x = x - state["backout_lambda"] * middle
     logits = (norm(x) @ state["lm_head.weight"].T)[:, : SIZES["vocab_size"]]
     return 15 * torch.tanh(logits / 15)
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_logits_equal_the_architecture(tmp_path: Path, scales: bool):
-    state = make_state(scales=scales)
-    fields = {"window_pattern": "L"} if scales else {}
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_equal_the_architecture(tmp_path: Path, version: str):
+    state = make_state(version)
+    fields = {"window_pattern": "SL"} if version != "2025" else {}
     folder = write_nanochat(
         tmp_path, {f"_orig_mod.{name}": state[name] for name in state}, **fields
     )
-    ids = torch.randint(0, 280, (24,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 280, (300,), generator=torch.Generator().manual_seed(1))
     older = load_pretrained(folder / "model_000009.pt").model.eval()
     newest = load_pretrained(folder).model.eval()
     with torch.no_grad():
         for model in (older, newest):
-            expected = forward(state, ids)
+            expected = forward(state, ids, version)
             torch.testing.assert_close(model.logits(ids[None])[0], expected, rtol=0, atol=2e-5)
             state = {name: tensor + 0.01 for name, tensor in state.items()}
     assert read_model_config(folder) == older.config
-    assert older.config.seq_len == 24
+    assert older.config.seq_len == 300
 
 
 def test_ids_equal_tiktoken(tmp_path: Path):
@@ -171,9 +201,8 @@ def test_conversation_is_rendered_as_in_nanochat(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tensor", "fields", "name"),
     [
-        ("smear_gate.weight", {}, "smear_gate.weight"),
+        ("value_embed.weight", {}, "value_embed.weight"),
         ("transformer.h.1.attn.ve_gate.weight", {}, "ve_gate"),
-        ("", {"window_pattern": "SSSL"}, "window"),
         ("", {"n_experts": 8}, "n_experts"),
     ],
 )

@@ -45,7 +45,7 @@ WORLD, STEPS = 4, 3
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 MODERN = replace(
     TINY_MODERN, n_head=4, n_kv_head=2, dropout=0.2, head_dim=16, norm_position="both", bias=True, bias_in="qkv",
-    embedding_scale=True,
+    embedding_scale=True, smear=False, backout=False,
 )  # fmt: skip
 FAMILIES = {"gpt2": TINY_GPT, "modern": MODERN}
 BF16 = replace(CPU, precision="bf16")

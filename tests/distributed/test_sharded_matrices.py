@@ -25,7 +25,7 @@ from tests.tiny_model import TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_config
 STEPS = 3
 GPT2 = replace(TINY_GPT, n_head=4)
 LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, tie_embeddings=False)
-MODERN = replace(TINY_MODERN, n_head=4, n_kv_head=4)
+MODERN = replace(TINY_MODERN, n_head=4, n_kv_head=4, smear=False)
 # model, sharding, tensor-parallel size, processes per machine
 LAYOUTS = {
     "ddp on 4": (GPT2, "none", 1, 4),

@@ -15,6 +15,8 @@ SWITCHES = (
     "embedding_norm",
     "residual_scales",
     "value_embeddings",
+    "smear",
+    "backout",
     "logit_softcap",
     "window",
     "embedding_scale",
@@ -143,6 +145,12 @@ class ModelConfig:
     )
     value_embeddings: bool = config_field(
         False, "add gated token embeddings to the values of every other layer"
+    )
+    smear: bool = config_field(
+        False, "add a gated share of the preceding token's embedding to each embedding"
+    )
+    backout: bool = config_field(
+        False, "subtract a learned share of the middle block's output from the last block's"
     )
     logit_softcap: float = config_field(
         0.0, "logits become cap x tanh(logits / cap); 0: no cap", low=0.0, high=1000.0

@@ -37,8 +37,9 @@ def fill_model(
             what = f"{name} ({tensor.dtype}) does not hold finite numbers"
             raise CheckpointError(what, where, AGAIN)
         param.copy_(tensor)
-    for weight in (model.tokens.weight, model.lm_head_weight):
-        weight.data[config.vocab_size :] = 0.0
+    for name, param in model.named_parameters():
+        if name.endswith(("tokens.weight", "head.weight")):
+            param.data[config.vocab_size :] = 0.0
     if model.head is None and HEAD in tensors:
         tokens = model.tokens.weight[: config.vocab_size]
         if not torch.equal(tensors[HEAD].to(tokens.dtype), tokens):

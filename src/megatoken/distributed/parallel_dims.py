@@ -122,6 +122,9 @@ def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
         if size % dims.tp_size:
             what = f"{dims.tp_size} does not divide the {name} of {size:,}"
             raise ConfigError(what, "machine.tensor_parallel", "choose a number that does")
-    if dims.tp_size > 1 and model_config.qk_norm and model_config.qk_norm_over == "width":
-        what = "ranks have only some of the heads that qk_norm_over=width normalizes together"
+    is_over_width = model_config.qk_norm and model_config.qk_norm_over == "width"
+    if dims.tp_size > 1 and (is_over_width or model_config.smear):
+        what = (
+            "ranks have only some of the heads and tokens, which qk_norm_over=width and smear mix"
+        )
         raise ConfigError(what, "machine.tensor_parallel", "set it to 1")

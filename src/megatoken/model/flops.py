@@ -20,7 +20,7 @@ def count_parameters(config: ModelConfig) -> int:
     others = config.seq_len * d if config.pos_emb == "learned" else 0
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
     others += 2 * config.n_layer if config.residual_scales else 0
-    others += d + 1 if config.value_head else 0
+    others += (d + 1) * (config.value_head + config.smear) + config.backout
     return (
         _count_embeddings(config, config.vocab_size)
         + config.n_layer * count_block_parameters(config)

@@ -20,6 +20,7 @@ Switches that are off in both:
 | embedding_norm | normalize the embedding | Scao et al. 2022 (BLOOM) |
 | residual_scales | a block's input is a x + b embedding | Jordan et al. 2024 (modded-nanogpt) |
 | value_embeddings | add a gated embedding to some values | the same; Zhou et al. 2024 |
+| smear, backout | mix neighboring embeddings; subtract a middle block's output | the same |
 | window | a query sees that many tokens in some layers | Beltagy et al. 2020; Mistral |
 | logit_softcap | bound logits by a tanh (model/loss.py) | Riviere et al. 2024 (Gemma 2) |
 | mlp=geglu | tanh GELU with a gate | Shazeer 2020; Gemma |
@@ -368,6 +369,12 @@ class GPT(Module):
         if config.residual_scales:
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
+        self.smear_gate = self.smear_scale = self.backout_scale = None
+        if config.smear:
+            self.smear_gate = nn.Parameter(torch.zeros(config.d_model))
+            self.smear_scale = nn.Parameter(torch.zeros(1))
+        if config.backout:
+            self.backout_scale = nn.Parameter(torch.zeros(1))
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config)
         self.head = None
@@ -410,7 +417,9 @@ class GPT(Module):
             x_BTC = x_BTC + self.positions(positions)
         if self.embedding_norm is not None:
             x_BTC = self.embedding_norm(x_BTC)
-        x_BTC = embedding_BTC = self.drop(dropout_keys_B, x_BTC)
+        if self.smear_gate is not None:
+            x_BTC = x_BTC + self._smear(x_BTC, positions, cache, mask)
+        x_BTC = embedding_BTC = middle_BTC = self.drop(dropout_keys_B, x_BTC)
         for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
             if self.residual_scales is not None and self.embedding_scales is not None:
                 x_BTC = (
@@ -427,9 +436,35 @@ class GPT(Module):
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
                 run = partial(checkpoint, block, use_reentrant=False)
             x_BTC = run(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
+            if layer == self.config.n_layer // 2:
+                middle_BTC = x_BTC
+        if self.backout_scale is not None:
+            x_BTC = x_BTC - self.backout_scale * middle_BTC
         if cache is not None:
             cache.advance(T)
         return self.norm(x_BTC)
+
+    def _smear(
+        self, x_BTC: Tensor, positions: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+    ) -> Tensor:
+        """Return what each embedding gets from the preceding token's; 0 for the first token.
+
+        positions, mask: as from `_place`.
+        """
+        assert self.smear_gate is not None
+        assert self.smear_scale is not None
+        gate_BT1 = (x_BTC * self.smear_gate).sum(-1, keepdim=True).sigmoid()
+        gate_BT1 = self.smear_scale * gate_BT1 * (positions > 0)[..., None]
+        rows_B1 = torch.arange(len(x_BTC), device=x_BTC.device)[:, None]
+        if cache is not None:
+            halves = cache.append(self.config.n_layer, *x_BTC[:, None].chunk(2, dim=-1))
+            x_BTC = torch.cat([half[rows_B1, 0, positions - 1] for half in halves], dim=-1)
+        elif mask is None or mask.dim() == 1:
+            x_BTC = x_BTC.roll(1, dims=1)
+        else:
+            is_before = mask[:, 0] & (positions[:, None] == positions[..., None] - 1)
+            x_BTC = x_BTC[rows_B1, is_before.int().argmax(-1)]
+        return gate_BT1 * x_BTC
 
     def _place(
         self, ids_BT: Tensor, cache: KeyValueCache | None, tree_mask: TreeMask | None

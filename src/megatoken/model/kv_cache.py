@@ -16,9 +16,10 @@ from megatoken.config.model_config import ModelConfig
 class KeyValueCache:
     """Keys and values of every layer; a row holds one sequence.
 
-    A layer's tensor is (2, rows, K, capacity, D), keys before values. In each forward, the model
-    calls `place` to get the new tokens' positions, each layer calls `append`, and the model calls
-    `advance` at the end. If rows differ in length, they can grow only by one token per forward.
+    A layer's tensor is (2, rows, K, capacity, D), keys before values. With `model.smear`, one more
+    holds the halves of each embedding. In each forward, the model calls `place` to get the new
+    tokens' positions, each layer calls `append`, and the model calls `advance` at the end. If rows
+    differ in length, they can grow only by one token per forward.
 
     lengths: number of tokens in each row in use. Rows in use come before unused ones.
     """
@@ -32,10 +33,11 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        sizes = (2, rows, config.kv_heads, capacity, config.d_head)
+        sizes = [(config.kv_heads, config.d_head)] * config.n_layer
+        sizes += [(1, config.d_model // 2)] * config.smear
         # Zeros, because unused positions of short rows are read with weight 0, and 0 * NaN is NaN.
         self._layers = [
-            torch.zeros(sizes, dtype=dtype, device=device) for _ in range(config.n_layer)
+            torch.zeros(2, rows, K, capacity, D, dtype=dtype, device=device) for K, D in sizes
         ]
         self.lengths = [0] * rows
         self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
@@ -114,12 +116,12 @@ class KeyValueCache:
                 layer[:, row, :, :length] = layer[:, last, :, :length]
         self.lengths.pop()
 
-    def copy_row(self, row: int) -> Tensor:
-        """Return a copy of a row's keys and values: (layers, 2, K, S, D)."""
+    def copy_row(self, row: int) -> list[Tensor]:
+        """Return a copy of a row's keys and values: (2, K, S, D) per layer."""
         length = self.lengths[row]
-        return torch.stack([layer[:, row, :, :length] for layer in self._layers])
+        return [layer[:, row, :, :length].clone() for layer in self._layers]
 
-    def fill(self, sequences: Sequence[Tensor], length: int) -> None:
+    def fill(self, sequences: Sequence[Sequence[Tensor]], length: int) -> None:
         """Start each row with the first `length` tokens of a sequence from `copy_row`."""
         for row, sequence in enumerate(sequences):
             for layer, pairs in zip(self._layers, sequence, strict=True):
@@ -127,22 +129,25 @@ class KeyValueCache:
         self.lengths = [length] * len(sequences)
 
 
-Prefix = tuple[int, Tensor]  # number of tokens, and a sequence from `copy_row` with as many or more
-NO_PREFIX: Prefix = 0, torch.empty(0)
+# Number of tokens, and a sequence from `copy_row` with as many or more.
+Prefix = tuple[int, list[Tensor]]
+NO_PREFIX: Prefix = 0, []
 
 
 class PrefixStore:
     """Keys and values of finished sequences, for prompts that begin with the same tokens."""
 
     def __init__(self) -> None:
-        self._sequences: dict[tuple[int, ...], Tensor] = {}  # by ids, least recently used first
+        self._sequences: dict[
+            tuple[int, ...], list[Tensor]
+        ] = {}  # by ids, least recently used first
 
     @property
     def tokens(self) -> int:
         """Number of tokens stored."""
         return sum(map(len, self._sequences))
 
-    def add(self, ids: Sequence[int], pairs: Tensor) -> None:
+    def add(self, ids: Sequence[int], pairs: list[Tensor]) -> None:
         """Store a sequence from `KeyValueCache.copy_row`, instead of those that it begins with."""
         new = tuple(ids)
         for prefix in [old for old in self._sequences if old == new[: len(old)]]:
@@ -175,4 +180,5 @@ def _count_equal(a: Sequence[int], b: Sequence[int]) -> int:
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the size of one token's keys and values."""
-    return 2 * config.n_layer * config.kv_heads * config.d_head * dtype.itemsize
+    pairs = 2 * config.n_layer * config.kv_heads * config.d_head
+    return (pairs + config.smear * config.d_model) * dtype.itemsize

@@ -68,6 +68,7 @@ def count_activation_bytes(
     kv = config.kv_heads * config.d_head  # of value embeddings: the table's rows, and the sum
     values = len(config.value_embedding_layers) * kv * (item + residual)
     ends = d * (3 * residual + item + config.embedding_norm * 2 * FP32)  # embedding and last norm
+    ends += d * residual * (2 * config.smear + config.backout)
     root = head if config.tie_embeddings else 2 * head
     if config.pos_emb == "learned" and head:
         root += d * config.seq_len

@@ -77,6 +77,7 @@ class Family:
             "v": slice(q + kv, q + 2 * kv),
             "tokens": slice(config.vocab_size),
             "head": slice(config.vocab_size),
+            "blocks.{}.attention.value_tokens": slice(config.vocab_size),
         }
         views = {}
         for hf_module, our_module in self.modules.items():
