@@ -382,6 +382,7 @@ def test_the_manifest_has_these_field_names(tmp_path: Path):
         "value_head": False, "head_dim": 0, "norm_position": "pre", "rope_scaling": "llama3",
         "rope_attention": 0.0, "rope_local_theta": 0.0, "nope_interval": 0, "bias_in": "all",
         "qk_norm_over": "head", "embedding_scale": False, "lora_rank": 0, "lora_alpha": 0.0,
+        "smear": False, "backout": False,
     }  # fmt: skip
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
 
