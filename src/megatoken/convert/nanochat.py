@@ -1,11 +1,11 @@
 """Read checkpoints of nanochat: model_NNNNNN.pt and meta_NNNNNN.json.
 
-Its norms have no weights, so all norm weights are 1, but for factors of queries and keys. It rotates
-queries and keys in the opposite direction, so the two halves of each head are swapped. Gates read
-the first channels, so their weights are padded with zeros.
+Its norms have no weights, so all norm weights are 1, except those of queries and keys, which hold a
+constant factor. It rotates queries and keys in the opposite direction, so the two halves of each
+head are swapped. Its gates read only the first channels, so their weights are padded with zeros.
 
-The files do not name nanochat's version, which its tensors tell. Models of March 2 to 9, 2026 have
-a softcap of 20 instead of 15, which nothing tells.
+The files do not name nanochat's version; it is inferred from the tensors. Models of March 2 to 9,
+2026 have a softcap of 20 instead of 15, which cannot be inferred.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from megatoken.system.atomic_write import read_object
 
 FILES = "model_[0-9]*.pt"
 FAMILY = OTHERS["nanochat"]
-ROOT = {  # its tensors outside modules
+ROOT = {  # parameters of the whole model
     "resid_lambdas": "residual_scales",
     "x0_lambdas": "embedding_scales",
     "smear_gate.weight": "smear_gate",
@@ -36,7 +36,7 @@ ROOT = {  # its tensors outside modules
 
 @dataclass(frozen=True)
 class Version:
-    """What changed between versions of nanochat, without a trace in their files.
+    """Constants in nanochat's code that its checkpoints do not hold.
 
     qk_scale: factor of normalized queries and keys. gate_scale: the largest gate of value
     embeddings. window: a window is the context divided by the first number, rounded up to a

@@ -124,7 +124,5 @@ def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
             raise ConfigError(what, "machine.tensor_parallel", "choose a number that does")
     is_over_width = model_config.qk_norm and model_config.qk_norm_over == "width"
     if dims.tp_size > 1 and (is_over_width or model_config.smear):
-        what = (
-            "ranks have only some of the heads and tokens, which qk_norm_over=width and smear mix"
-        )
+        what = "qk_norm_over=width and smear combine heads and tokens of different ranks"
         raise ConfigError(what, "machine.tensor_parallel", "set it to 1")

@@ -20,7 +20,8 @@ Switches that are off in both:
 | embedding_norm | normalize the embedding | Scao et al. 2022 (BLOOM) |
 | residual_scales | a block's input is a x + b embedding | Jordan et al. 2024 (modded-nanogpt) |
 | value_embeddings | add a gated embedding to some values | the same; Zhou et al. 2024 |
-| smear, backout | mix neighboring embeddings; subtract a middle block's output | the same |
+| smear | add a gated share of the preceding embedding | modded-nanogpt, nanochat |
+| backout | subtract a share of the middle block's output | the same |
 | window | a query sees that many tokens in some layers | Beltagy et al. 2020; Mistral |
 | logit_softcap | bound logits by a tanh (model/loss.py) | Riviere et al. 2024 (Gemma 2) |
 | mlp=geglu | tanh GELU with a gate | Shazeer 2020; Gemma |
@@ -590,7 +591,7 @@ def init_weights(model: GPT, seed: int, part: str = "") -> Iterator[tuple[str, T
     Only the names and shapes of `model`'s parameters are read. All architectures use GPT-2's rule,
     since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
     sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
-    padding rows 0; norms 1. Gates of value embeddings and the value head are 0. With `zero_init`,
+    padding rows 0; norms 1. Gates of value embeddings, smear, backout and the value head are 0. With `zero_init`,
     the two projections and an untied output layer are also 0. Adapters start as in PEFT (lora.py).
 
     part: yield only the parameters whose name contains it.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 
+Pairs = list[Tensor]  # keys and values of a sequence: (2, K, S, D) per layer
+
 
 class KeyValueCache:
     """Keys and values of every layer; a row holds one sequence.
@@ -116,12 +118,12 @@ class KeyValueCache:
                 layer[:, row, :, :length] = layer[:, last, :, :length]
         self.lengths.pop()
 
-    def copy_row(self, row: int) -> list[Tensor]:
-        """Return a copy of a row's keys and values: (2, K, S, D) per layer."""
+    def copy_row(self, row: int) -> Pairs:
+        """Return a copy of a row's keys and values."""
         length = self.lengths[row]
         return [layer[:, row, :, :length].clone() for layer in self._layers]
 
-    def fill(self, sequences: Sequence[Sequence[Tensor]], length: int) -> None:
+    def fill(self, sequences: Sequence[Pairs], length: int) -> None:
         """Start each row with the first `length` tokens of a sequence from `copy_row`."""
         for row, sequence in enumerate(sequences):
             for layer, pairs in zip(self._layers, sequence, strict=True):
@@ -129,8 +131,7 @@ class KeyValueCache:
         self.lengths = [length] * len(sequences)
 
 
-# Number of tokens, and a sequence from `copy_row` with as many or more.
-Prefix = tuple[int, list[Tensor]]
+Prefix = tuple[int, Pairs]  # number of tokens, and a sequence with as many or more
 NO_PREFIX: Prefix = 0, []
 
 
@@ -138,17 +139,15 @@ class PrefixStore:
     """Keys and values of finished sequences, for prompts that begin with the same tokens."""
 
     def __init__(self) -> None:
-        self._sequences: dict[
-            tuple[int, ...], list[Tensor]
-        ] = {}  # by ids, least recently used first
+        self._sequences: dict[tuple[int, ...], Pairs] = {}  # by ids, least recently used first
 
     @property
     def tokens(self) -> int:
         """Number of tokens stored."""
         return sum(map(len, self._sequences))
 
-    def add(self, ids: Sequence[int], pairs: list[Tensor]) -> None:
-        """Store a sequence from `KeyValueCache.copy_row`, instead of those that it begins with."""
+    def add(self, ids: Sequence[int], pairs: Pairs) -> None:
+        """Store a sequence instead of those that it begins with."""
         new = tuple(ids)
         for prefix in [old for old in self._sequences if old == new[: len(old)]]:
             del self._sequences[prefix]
