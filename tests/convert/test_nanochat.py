@@ -213,6 +213,13 @@ def test_other_versions_are_refused(tmp_path: Path, tensor: str, fields: dict[st
         load_pretrained(folder)
 
 
+def test_missing_meta_is_named(tmp_path: Path):
+    folder = write_nanochat(tmp_path, make_state())
+    (folder / "meta_000010.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model_config — .*meta_000010\.json"):
+        load_pretrained(folder)
+
+
 class Call:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("called",)

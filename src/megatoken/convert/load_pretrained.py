@@ -153,4 +153,4 @@ def find_tokenizer(folder: Path, vocab_size: int) -> str:
     if vocab_size == GPT2_VOCABULARY:
         return "gpt2"
     what = f"no tokenizer for {vocab_size} token ids"
-    raise CheckpointError(what, folder, "copy the model's tokenizer.json into the folder")
+    raise CheckpointError(what, folder, "copy the model's tokenizer into the folder")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.convert.fill_model import fill_model
+from megatoken.convert.fill_model import AGAIN, fill_model
 from megatoken.convert.hf.families import OTHERS, build_config
 from megatoken.convert.nanogpt import WRAPPERS, load_archive, select_weights
 from megatoken.errors import CheckpointError
@@ -70,6 +70,8 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in load_archive(path).items()}
     meta = path.with_name(path.name.replace("model", "meta")).with_suffix(".json")
     sizes = dict(read_object(meta).get("model_config", {}))
+    if not sizes:
+        raise CheckpointError("no model_config", meta, AGAIN)
     pattern = sizes.pop("window_pattern", "L")
     known = ("transformer.", "value_embeds.", "lm_head.", *ROOT)
     unknown = sizes.keys() - FAMILY.fields.values()
