@@ -152,7 +152,7 @@ def run(options: Namespace, console: Console) -> Result:
     with lock_folder(options.out, "race"):
         with stop_on_signal(stopping):
             if options.minutes:
-                contenders = fit_time(contenders, options, stopping, console)
+                contenders = fit_budgets(contenders, options, stopping, console)
             rounds = list_rounds(contenders, options)
             for runs in rounds.values():
                 check_unchanged(list(runs.values()))
@@ -184,7 +184,7 @@ def open_contender(label: str, options: Namespace) -> Contender:
     return Contender(label, (recipe, *words), config, data)
 
 
-def fit_time(
+def fit_budgets(
     contenders: list[Contender], options: Namespace, stopping: threading.Event, console: Console
 ) -> list[Contender]:
     """Return the contenders with the budgets that they train in `--minutes`.

@@ -89,7 +89,7 @@ def export(
 def _prepare(loaded: LoadedModel, warn: Warn) -> int:
     """Modify the model for export; return how many ids were dropped.
 
-    Removes ids that the tokenizer lacks, and the value head, because no format can hold it.
+    Removes ids that have no token, and the value head, which no format supports.
     """
     model = loaded.model.eval()
     if model.attention_name not in BUILT_IN:

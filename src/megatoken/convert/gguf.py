@@ -50,7 +50,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
     A chat model also gets ollama's Modelfile and a README. dtype: of the matrices, fp32, fp16, bf16
     or a quantization of `gguf.quants`; norms, biases and learned positions stay fp32, and rows that
     do not divide into a quantization's blocks become fp16. Raises ConfigError for an architecture
-    or a tokenizer that llama.cpp lacks, and if `gguf` is not installed.
+    or a tokenizer that llama.cpp does not support, and if `gguf` is not installed.
     """
     try:
         import gguf
@@ -91,7 +91,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
 
 
 def _list_features(config: ModelConfig) -> dict[str, Any]:
-    """Return the features of a model that some of llama.cpp's architectures lack."""
+    """Return the features of a model that not all of llama.cpp's architectures support."""
     scaling: str | None = config.rope_scaling if config.rope_factor != 1 else None
     if scaling == "yarn" and (config.rope_low, config.rope_high) != (1, 32):
         scaling = "yarn, but between other turns than 1 and 32"
@@ -202,7 +202,7 @@ def _find_pre_tokenizer(words: list[str], model: dict[str, Any], name: str) -> s
         is_same = words == [word for word, _ in split.pre_tokenize_str(PROBE)]
         if is_same and is_bpe and row["skips_merges"] == model["ignore_merges"]:
             return str(pre)
-    what = f"llama.cpp lacks the normalizer or pre-tokenizer of tokenizer {name} ({model['type']})"
+    what = f"llama.cpp does not support the normalizer or pre-tokenizer of {name} ({model['type']})"
     raise ConfigError(what, "--to gguf", FIX)
 
 

@@ -99,7 +99,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 def read_nanochat(path: Path) -> GPT:
     """Load the model of a checkpoint on the CPU in fp32.
 
-    Raises CheckpointError for a file that is damaged, would run code, or holds another version.
+    Raises CheckpointError for a file that is damaged, would run code, or has unsupported parts.
     """
     tensors, config = read_content(path)
     version = find_version(tensors)
@@ -110,7 +110,7 @@ def read_nanochat(path: Path) -> GPT:
 
     weights = select_weights(tensors, FAMILY, config.vocab_size)
     for name, tensor in weights.items():
-        if name.startswith("value_embeds."):  # our gates reach 2
+        if name.startswith("value_embeds."):  # the gates here are at most 2
             weights[name] = tensor[: config.vocab_size].float() * (version.gate_scale / 2)
         elif name.endswith("_gate.weight"):
             tensor = tensor[0] if name in ROOT else tensor

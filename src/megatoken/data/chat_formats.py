@@ -34,7 +34,7 @@ from megatoken.system.atomic_write import MALFORMED
 
 FIX_KEYS = "rename the keys, or skip such rows with --invalid skip; for plain text, set --text-key"
 Row = dict[str, Any]  # as read
-Parts = tuple[Any, ...]  # a prompt, or None in a chat, and complete conversations
+Parts = tuple[Any, ...]  # messages: the prompt (None in a chat), then each complete conversation
 Kind = Literal["chat", "preference", "kto", "prompt"]
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # values in CSV are text
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
@@ -64,8 +64,7 @@ class Format(NamedTuple):
     """A row format.
 
     name: the keys that identify it, joined by slashes; a remark in parentheses may follow. read:
-    returns a row's prompt, or None in a chat, and its complete conversations, as lists of messages.
-    For a prompt, it also sets the row's `prompt` and `answer`.
+    converts a row. For a prompt, it also sets the row's `prompt` and `answer`.
     """
 
     name: str

@@ -448,7 +448,7 @@ class GPT(Module):
     def _smear(
         self, x_BTC: Tensor, positions: Tensor, cache: KeyValueCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return what each embedding gets from the preceding token's; 0 for the first token.
+        """Return the gated share of each preceding embedding; 0 for the first token.
 
         positions, mask: as from `_place`.
         """

@@ -147,7 +147,7 @@ class PrefixStore:
         return sum(map(len, self._sequences))
 
     def add(self, ids: Sequence[int], pairs: Pairs) -> None:
-        """Store a sequence instead of those that it begins with."""
+        """Store a sequence in place of its stored prefixes."""
         new = tuple(ids)
         for prefix in [old for old in self._sequences if old == new[: len(old)]]:
             del self._sequences[prefix]

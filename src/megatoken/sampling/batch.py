@@ -113,7 +113,7 @@ class BatchDecoder:
 
     The cache grows with the sequences. cache_tokens: bound of the cache; finished sequences stay in
     it for prompts that begin with them, until running ones need the space. None: no bound, and
-    nothing stays.
+    finished sequences are dropped.
     """
 
     def __init__(
