@@ -4,12 +4,14 @@ import importlib
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatoken.config.schema import flatten
 from megatoken.convert.hf.families import OTHERS
@@ -241,6 +243,62 @@ def test_prefixes_are_stripped(tmp_path: Path, prefix: str):
     tensors[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     torch.save({"model": tensors, "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
     assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
+
+
+def nanogpt_logits(
+    tensors: dict[str, torch.Tensor], n_head: int, ids_T: torch.Tensor, approximate: str
+) -> torch.Tensor:
+    """Return the logits (T, vocab) of nanoGPT's model in plain PyTorch."""
+
+    def weights(module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors[f"transformer.{module}.weight"], tensors[f"transformer.{module}.bias"]
+
+    def normalize(x: torch.Tensor, module: str) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], *weights(module))
+
+    x = tensors[EMBEDDING][ids_T] + tensors["transformer.wpe.weight"][: len(ids_T)]
+    for layer in range(2):
+        block = f"h.{layer}"
+        qkv = F.linear(normalize(x, f"{block}.ln_1"), *weights(f"{block}.attn.c_attn"))
+        q, k, v = (part.unflatten(1, (n_head, -1)).transpose(0, 1) for part in qkv.chunk(3, 1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        x = x + F.linear(attended.flatten(1), *weights(f"{block}.attn.c_proj"))
+        up = F.linear(normalize(x, f"{block}.ln_2"), *weights(f"{block}.mlp.c_fc"))
+        x = x + F.linear(F.gelu(up, approximate=approximate), *weights(f"{block}.mlp.c_proj"))
+    return F.linear(normalize(x, "ln_f"), tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("written", "approximate", "tied"),
+    [
+        ("2022-12", "tanh", False),
+        ("2023-01", "tanh", True),  # without a bias in model_args
+        ("2023-02", "tanh", True),  # before PyTorch's attention, so with masks
+        ("2023-06", "none", True),
+    ],
+)
+def test_gelu_and_head_are_those_of_the_version(
+    tmp_path: Path, written: str, approximate: str, tied: bool
+):
+    torch.manual_seed(1)
+    model = draw_model(replace(NANOGPT, tie_embeddings=tied))
+    tensors = to_nanogpt(model)
+    sizes = model_args(model, BYTES)
+    if written < "2023-02":
+        del sizes["bias"]
+    masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 24, 24).tril() for n in range(2)}
+    content = tensors | (masks if written < "2023-06" else {})
+    content = {f"_orig_mod.{name}": tensor for name, tensor in content.items()}
+    byte_tokenizer().save(tmp_path)
+    torch.save({"model": content, "model_args": sizes}, tmp_path / "ckpt.pt")
+    lines: list[str] = []
+    loaded = load_pretrained(tmp_path, lines.append).model
+    assert loaded.config.tie_embeddings == tied
+    assert any("GELU" in line for line in lines)
+    ids = torch.randint(BYTES, (24,))
+    expected = nanogpt_logits(tensors, model.config.n_head, ids, approximate)
+    with torch.no_grad():
+        assert relative(loaded.logits(ids[None])[0], expected) <= 1e-6
 
 
 def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path):

@@ -52,10 +52,11 @@ def load_pretrained(
 
     name: a run, a checkpoint, a Hugging Face folder or hub name, which may hold a LoRA adapter of
     PEFT, llm.c's model.bin, nanoGPT's ckpt.pt or nanochat's model_NNNNNN.pt or their folder, or the
-    address of a run's mirror. warn: called for each damaged checkpoint that is skipped, and for a
-    tokenizer that cannot encode all text. merge: whether to merge a run's LoRA adapters into its
-    weights; if not, the config names their base as `init`. Raises CheckpointError if nothing can be
-    loaded or the tokenizer does not fit the model, and DataError if the tokenizer is missing.
+    address of a run's mirror. warn: called for each damaged checkpoint that is skipped, for a
+    tokenizer that cannot encode all text, and with the GELU of nanoGPT. merge: whether to merge a
+    run's LoRA adapters into its weights; if not, the config names their base as `init`. Raises
+    CheckpointError if nothing can be loaded or the tokenizer does not fit the model, and DataError
+    if the tokenizer is missing.
     """
     kind, path = find_format(name, warn)
     source = str(path if kind in READERS else name)
@@ -79,6 +80,9 @@ def load_pretrained(
             model, folder = load_hf(str(folder))
         else:
             model = READERS[kind][1](path)
+            if kind == "nanogpt":  # the file does not name it
+                gelu = "erf, as since June 2023" if model.config.mlp == "gelu-erf" else "tanh"
+                warn(f"{path.name}: nanoGPT's GELU is taken as {gelu}")
             if kind == "nanochat" and not (folder / TIKTOKEN_NAME).is_file():
                 folder /= "../../tokenizer"  # where nanochat writes it
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))

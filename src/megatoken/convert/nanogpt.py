@@ -4,6 +4,7 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,8 +84,18 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     sizes = {"bias": True, **args}
     if sizes.get("vocab_size") == PADDED_VOCABULARY:
         sizes["vocab_size"] = GPT2_VOCABULARY
-    mlp = "gelu" if is_build_nanogpt else "gelu-erf"
-    return state, build_config(sizes, FAMILY.fields, str(path), {"mlp": mlp})
+    # Before 2023-01-27, model_args had no bias, and until 2023-01-14 the output layer was not tied.
+    # Until 2023-06-14, the GELU was tanh; that was before PyTorch's attention replaced the mask.
+    is_old = "bias" not in args
+    has_mask = any(re.search(FAMILY.buffers, name) for name in state)
+    is_tanh = is_build_nanogpt or is_old or has_mask
+    switches = {"mlp": "gelu" if is_tanh else "gelu-erf"}
+    config = build_config(sizes, FAMILY.fields, str(path), switches)
+    weights = select_weights(state, FAMILY, config.vocab_size)
+    if is_old and HEAD in weights:
+        is_tied = torch.equal(weights[HEAD], weights.get(EMBEDDING, weights[HEAD]))
+        config = replace(config, tie_embeddings=is_tied)
+    return state, config
 
 
 def load_archive(path: Path) -> dict[str, Any]:
