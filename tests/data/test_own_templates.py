@@ -285,6 +285,26 @@ def test_reasoning_is_trained_where_the_template_keeps_it():
     assert text == "4<|im_end|><think>\nadd\n</think>\n\n6<|im_end|>"
 
 
+# Names of reasoning; the template reads some, and transformers (5.24) fills in the others.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("given", THOUGHTS)
+@pytest.mark.parametrize("read", THOUGHTS[:2])
+def test_reasoning_and_variables_reach_the_template(read: str, given: str):
+    template, oracle = open_template("thinking", tagged=False)
+    jinja = THINKING.replace("m.reasoning_content", f"m.{read}").replace("[[", "").replace("]]", "")
+    jinja += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    own = ChatTemplate("own", template.tokenizer, jinja)
+    rows = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4", given: "add"}]
+    for variables in ({}, {"enable_thinking": False}):
+        ids, _ = own.encode(parse_messages(rows, "f:1"), variables=variables)
+        assert "add" in own.tokenizer.decode(ids)
+        assert ids == oracle.apply_chat_template(
+            rows, chat_template=jinja, return_dict=False, **variables
+        )
+
+
 def test_what_a_template_does_not_render_is_refused():
     turns, _ = open_template("turns", tagged=False)
     user = Message("user", "a")
@@ -348,6 +368,7 @@ def test_rows_with_tools_are_prepared(tmp_path: Path):
     template, _ = open_template("tools", tagged=False)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"messages": messages, "tools": tools} for tools in (None, [TOOL], json.dumps([TOOL]))]
+
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = find_source(f"{tmp_path}/rows.jsonl")
     prepare_chats(source, tmp_path / "out", template.tokenizer, seq_len=999, val_fraction=0)

@@ -63,8 +63,14 @@ FORMATS = r"""
 {"prompt": "2+2", "completion": "4"} -> 2+2 4
 {"instruction": "2", "context": "+2", "response": "4", "category": "sum"} -> 2\n\n+2 4
 {"prompt": [SYSTEM, USER], "completion": [ANSWER], "label": null, "weight": 1.0} -> Add. 2+2 4
+{"messages": [USER, ANSWER], "system": "Add."} -> Add. 2+2 4
+{"prompt": "2+2", "completion": "4", "system": "Add.", "label": ""} -> Add. 2+2 4
+{"instruction": "2+2", "output": "4", "system": "Add."} -> Add. 2+2 4
+{"instruction": "2+2", "response": "4", "system": "Add."} -> Add. 2+2 4
+{"messages": [USER, {"role": "assistant", "content": "4", "tool_calls": []}]} -> 2+2 4
+{"messages": [{"role": "system", "content": null}, ANSWER], "system": "Add."} -> Add. NULL 4
 """
-ROLES = {"Add.": "system", "4": "assistant"}
+ROLES = {"Add.": "system", "NULL": "system", "4": "assistant"}
 
 
 def fill_in(text: str) -> str:
@@ -79,8 +85,31 @@ def test_formats_of_conversations(line: str, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(row)
     ((found, example),) = read_examples(find_source(f"{tmp_path}/a.jsonl"))
     texts = [text.replace(r"\n", "\n") for text in contents.split()]
-    messages = [Message(ROLES.get(text, "user"), text) for text in texts]
+    messages = [Message(ROLES.get(text, "user"), text.replace("NULL", "")) for text in texts]
     assert (found.kind, example.answers) == ("chat", [messages])
+
+
+OTHER_KINDS = """
+{"prompt": "2+2", "chosen": "4", "rejected": "5"}
+{"conversations": [{"from": "human", "value": "2+2"}], "chosen": {"from": "gpt", "value": "4"}, \
+"rejected": {"from": "gpt", "value": "5"}}
+{"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "5"}]}
+{"prompt": "2+2", "completion": "4", "label": true}
+{"messages": [USER, ANSWER], "kto_tag": false}
+{"prompt": "2+2", "answer": "4"}
+{"question": "2+2", "answer": "4"}
+"""
+
+
+@pytest.mark.parametrize("line", OTHER_KINDS.replace("\\\n", "").strip().splitlines())
+def test_the_system_message_comes_first(line: str, tmp_path: Path):
+    row = json.loads(fill_in(line))
+    for number, system in enumerate((None, "Add.")):
+        path = write_rows(tmp_path / f"{number}.jsonl", [{**row, "system": system}])
+        ((_, example),) = read_examples(find_source(path))
+        first = [Message("system", "Add.")] if system else []
+        assert example.prompt == [*first, PLAIN[0]]
+        assert all(answer[:-1] == example.prompt for answer in example.answers)
 
 
 def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path):
@@ -218,7 +247,15 @@ RATED = [
         {"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER], "kto_tag": 1},
         {"messages": [USER, {**ANSWER, "content": "5"}], "kto_tag": 0},
     ],
+    [  # as pandas writes a column with gaps
+        {"prompt": "2+2", "completion": "4", "label": 1.0},
+        {"prompt": "2+2", "completion": "5", "label": "0.0"},
+    ],
 ]
+
+
+def decode_trained(ids: Sequence[int], trained: Sequence[bool]) -> str:
+    return BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark])
 
 
 @pytest.mark.parametrize("rows", RATED)
@@ -228,10 +265,16 @@ def test_labels_are_marks_and_only_the_last_answer_is_rated(rows: list[Any], tmp
     assert find_kind(dataset.manifest) == "kto"
     assert [rated.is_desirable(row) for row in range(2)] == [True, False]
     for row, answer in enumerate("45"):
-        ids, trained = rated.sequence(row)
-        assert BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == (
-            f"{answer}<|im_end|>"
-        )
+        assert decode_trained(*rated.sequence(row)) == f"{answer}<|im_end|>"
+
+
+def test_keys_that_change_nothing_are_counted(tmp_path: Path):
+    """Those that are set, except an id or a source, in the first door that all rows share."""
+    extra = {"margin": 0.5, "images": [], "score_chosen": 0, "prompt_id": "7", "note": None}
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c", **extra}, {**PAIR, "prompt": "d"}]
+    manifest = load_dataset(prepare(tmp_path, rows)).manifest
+    expected = {f"rows whose {key} is not used": 1 for key in ("margin", "score_chosen")}
+    assert manifest.source["counts"] == {"skipped": 0, **expected}
 
 
 def test_a_row_of_weight_0_is_left_out(tmp_path: Path):
@@ -251,13 +294,16 @@ def test_damaged_marks_are_noticed(tmp_path: Path):
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
+@pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss", "loss_mask"])
 @pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path):
+def test_an_answer_of_weight_0_is_context(key: str, flag: str, tmp_path: Path):
+    is_weight = "weight" in flag or "mask" in flag
+    off, on = (0, 1.0) if is_weight else (False, True)
     turns = [
         USER,
-        {**ANSWER, "weight": 0},
+        {**ANSWER, flag: off},
         {"role": "user", "content": "3+3"},
-        {**ANSWER, "content": "6", "weight": 1},
+        {**ANSWER, "content": "6", flag: on},
     ]
     if key == "conversations":
         turns = [
@@ -266,10 +312,20 @@ def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path):
         ]
     dataset = load_dataset(prepare(tmp_path, [{key: turns}]))
     ids, trained = open_rows(dataset, "train").sequence(0)
-    assert (
-        BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "6<|im_end|>"
-    )
+    assert decode_trained(ids, trained) == "6<|im_end|>"
     assert "4<|im_end|>" in BYTES.decode(ids)
+
+
+@pytest.mark.parametrize("earlier", [[USER, ANSWER, USER], [USER, ANSWER]])
+def test_answers_in_a_prompt_are_context(earlier: list[Any], tmp_path: Path):
+    """As in trl, which trains on the completion alone."""
+    rows = [{"prompt": earlier, "completion": [{**ANSWER, "content": "6"}]}]
+    ids, trained = open_rows(load_dataset(prepare(tmp_path, rows)), "train").sequence(0)
+    assert decode_trained(ids, trained) == "6<|im_end|>"
+    assert "4<|im_end|>" in BYTES.decode(ids)
+    rows[0]["completion"][0]["content"] = " "  # "4" is no answer to train on
+    with pytest.raises(DataError):
+        prepare(tmp_path, rows, "blank")
 
 
 def test_parquet_of_messages(tmp_path: Path):
@@ -363,6 +419,11 @@ BAD_ROWS = """
 1: {"prompt": "a", "answer": null}
 1: {"prompt": "a", "answer": [4]}
 1: {"question": "a", "choices": ["b", "c"], "answer": 1}
+1: {"prompt": "a", "completion": "b", "label": "yes"}
+2: {"messages": [USER, ANSWER], "label": 1.0} | {"messages": [USER, ANSWER], "label": "good"}
+1: {"system": "a", "question": "b", "chosen": "c", "rejected": "d"}
+1: {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER]}
+1: {"messages": [USER, ANSWER], "chat_template_kwargs": [1]}
 1: {"messages": "\udce9"}
 """
 

@@ -183,7 +183,8 @@ def print_summary(
         console.print(f"{summary}, {format_duration(prepared.seconds)} ({rate} tokens/s)")
     for name, number in prepared.counts.items():
         if number:
-            console.print(f"  {name.replace('_', ' ')}: {number:,}")
+            words = name if " " in name else name.replace("_", " ")
+            console.print(f"  {words}: {number:,}")
     if prepared.skipped_files:
         console.print(f"  files skipped: {describe_skipped(prepared.skipped_files)}")
     setting = shlex.quote(f"data.path={out}")

@@ -14,9 +14,11 @@
 | prompt, answer | prompt with its answer | verl |
 | question, answer | prompt; the answer is what follows the last #### | GSM8K (Cobbe et al. 2021) |
 
-Prompts and answers are text or a list of messages. If a row has the keys of several formats, the
-first match in FORMATS wins. Any row can have a `weight` of 0, which drops it, or 1, and `tools`, a
-list of OpenAI's function schemas or its JSON.
+Prompts and answers are text or a list of messages; answers in a prompt are context. If a row has
+the keys of several formats, the first match in FORMATS wins. Any row can have a `weight` of 0, which
+drops it, or 1; `system`, which is put in front; `tools`, a list of OpenAI's function schemas; and
+`chat_template_kwargs`, variables of the template. The last two can also be JSON. Other keys are
+counted, except those in HARMLESS.
 """
 
 import json
@@ -34,9 +36,14 @@ from megatoken.system.atomic_write import MALFORMED
 
 FIX_KEYS = "rename the keys, or skip such rows with --invalid skip; for plain text, set --text-key"
 Row = dict[str, Any]  # as read
-Parts = tuple[Any, ...]  # messages: the prompt (None in a chat), then each complete conversation
+Parts = tuple[Any, ...]  # messages: the prompt or None, then each complete conversation
 Kind = Literal["chat", "preference", "kto", "prompt"]
-_LABELS = {"true": True, "1": True, "false": False, "0": False}  # values in CSV are text
+# Values in CSV are text, and pandas writes a column with gaps as floats.
+_LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
+_COMMON = {"system", "weight", "tools", "chat_template_kwargs"}
+_NOT_SET: tuple[Any, ...] = (None, "", [], {})
+_RATED = ("label", "kto_tag")  # trl's key, LLaMA-Factory's key
+HARMLESS = {"id", "prompt_id", "idx", "index", "uuid", "source", "dataset", "category"}
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
@@ -45,10 +52,11 @@ _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 class Example:
     """A parsed row.
 
-    where: file:line. prompt: the messages before the answer or, in a chat, before the first answer.
-    answers: complete conversations, each with the prompt; a chat has one, a preference has two
-    (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable: the
-    label of a row for KTO. weight: 0 if the row is not trained on. tools: JSON schemas of functions.
+    where: file:line. prompt: the messages before the answer or, in a chat, before the first answer
+    to train on. answers: complete conversations, each with the prompt; a chat has one, a preference
+    has two (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable:
+    the label of a row for KTO. weight: 0 if the row is not trained on. tools: JSON schemas of
+    functions. variables: of the template. unused: keys of the row that are set and change nothing.
     """
 
     where: str
@@ -58,18 +66,22 @@ class Example:
     is_desirable: bool
     weight: int
     tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None
+    unused: list[str]
 
 
 class Format(NamedTuple):
     """A row format.
 
     name: the keys that identify it, joined by slashes; a remark in parentheses may follow. read:
-    converts a row. For a prompt, it also sets the row's `prompt` and `answer`.
+    converts a row. For a prompt, it also sets the row's `prompt` and `answer`. optional: further
+    keys that `read` uses.
     """
 
     name: str
     kind: Kind
     read: Callable[[Row], Parts]
+    optional: tuple[str, ...] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -129,8 +141,9 @@ def _match_format(row: Row, where: str) -> Format:
     """
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
-            if row_format.kind == "chat" and _read_label(row) is not None:
-                return row_format._replace(name=f"{row_format.name}/label", kind="kto")
+            if row_format.kind == "chat" and _read_label(row, where) is not None:
+                name, optional = f"{row_format.name}/label", (*row_format.optional, *_RATED)
+                return row_format._replace(name=name, kind="kto", optional=optional)
             return row_format
     similar = [each for each in FORMATS if row.keys() & {*each.keys}] or FORMATS
     missing = {each.name: [key for key in each.keys if key not in row] for each in similar}
@@ -142,37 +155,53 @@ def _match_format(row: Row, where: str) -> Format:
     raise DataError(what, where, FIX_KEYS)
 
 
-def _read_label(row: Row) -> bool | None:
-    label = row.get("label", row.get("kto_tag"))  # trl's key, LLaMA-Factory's key
-    return _LABELS.get(str(label).lower())
+def _read_label(row: Row, where: str) -> bool | None:
+    """Return a rating, or None without one. Raises DataError for a label that is not a rating."""
+    for key in _RATED:
+        if row.get(key) not in _NOT_SET:
+            label = _LABELS.get(str(row[key]).lower())
+            if label is None:
+                what = f"{key} is {row[key]!r:.40}, neither true nor false"
+                raise DataError(what, where, "rename the key, or fix the label")
+            return label
+    return None
 
 
 def _parse(row: Row, row_format: Format, where: str) -> Example:
     kind = row_format.kind
+    used = {*row_format.keys, *row_format.optional, *_COMMON, *HARMLESS}
+    unused = [key for key, value in row.items() if key not in used and value not in _NOT_SET]
     weight = row.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"the weight is {weight}, only 0 and 1 are supported")
-    prompt_rows, *conversations = row_format.read(row)
-    answers = [parse_messages(rows, where) for rows in conversations]
+    system = _to_rows(row["system"], "system") if row.get("system") else []
+    prompt_rows, *conversations = (rows and [*system, *rows] for rows in row_format.read(row))
+    n_context = len(conversations[0]) - 1 if kind == "kto" else len(prompt_rows or ())
+    answers = [parse_messages(rows, where, n_context=n_context) for rows in conversations]
     if kind in ("preference", "kto") and any(each[-1].role != "assistant" for each in answers):
         raise ValueError("a conversation does not end with an answer")
-    if kind == "chat":
-        first_answer = [message.role for message in answers[0]].index("assistant")
-        prompt = answers[0][:first_answer]
-    elif kind == "kto":  # only the last answer is rated
-        prompt = answers[0][:-1]
+    if kind in ("chat", "kto"):
+        is_trained = [message.role == "assistant" and message.weight for message in answers[0]]
+        prompt = answers[0][: is_trained.index(1)]
     else:
         prompt = parse_messages(prompt_rows, where, reply=True)
-    tools = row.get("tools")
+    variables = _load(row.get("chat_template_kwargs")) or {}
     return Example(
         where,
         prompt,
         answers,
         row=row if kind == "prompt" else {},
-        is_desirable=kind == "kto" and bool(_read_label(row)),
+        is_desirable=kind == "kto" and bool(_read_label(row, where)),
         weight=0 if weight == 0 else 1,
-        tools=json.loads(tools or "null") if isinstance(tools, str) else tools,
+        tools=_load(row.get("tools")),
+        variables={key: value for key, value in variables.items() if value is not None} or None,
+        unused=unused,
     )
+
+
+def _load(value: Any) -> Any:
+    """Return a value of a row, which can be given as JSON."""
+    return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
@@ -180,16 +209,12 @@ def _to_rows(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _system_rows(row: Row) -> list[Any]:
-    return _to_rows(row["system"], "system") if row.get("system") else []
-
-
 def _read_messages(row: Row) -> Parts:
     return None, row["messages"]
 
 
 def _read_sharegpt(row: Row) -> Parts:
-    return None, _system_rows(row) + list(map(_parse_turn, row["conversations"]))
+    return None, list(map(_parse_turn, row["conversations"]))
 
 
 def _read_rated_turns(row: Row) -> Parts:
@@ -206,7 +231,7 @@ def _parse_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_alpaca(row: Row) -> Parts:
-    rows = _system_rows(row)
+    rows: list[Any] = []
     question = row["instruction"]
     context = row.get("input") or row.get("context") or ""
     if context.strip():
@@ -218,7 +243,8 @@ def _read_alpaca(row: Row) -> Parts:
 
 
 def _read_completion(row: Row) -> Parts:
-    return None, _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant")
+    prompt = _to_rows(row["prompt"], "user")
+    return prompt, prompt + _to_rows(row["completion"], "assistant")
 
 
 def _read_preference(row: Row) -> Parts:
@@ -243,7 +269,7 @@ def _parse_hh(value: Any) -> list[Any]:
         return value
     start, *parts = _HH_TURN.split(value)
     if start.strip() or not parts:
-        raise ValueError("neither messages nor text that starts with Human:")
+        raise ValueError("chosen has no prompt: rename the key of the prompt to `prompt`")
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": _ROLES[name], "content": content} for name, content in turns]
 
@@ -273,6 +299,6 @@ FORMATS = (
     Format("question/answer (GSM8K)", "prompt", _read_question),
     Format("messages", "chat", _read_messages),
     Format("conversations (ShareGPT)", "chat", _read_sharegpt),
-    Format("instruction/output (alpaca)", "chat", _read_alpaca),
-    Format("instruction/response (Dolly)", "chat", _read_alpaca),
+    Format("instruction/output (alpaca)", "chat", _read_alpaca, ("input", "history")),
+    Format("instruction/response (Dolly)", "chat", _read_alpaca, ("context",)),
 )

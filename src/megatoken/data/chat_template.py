@@ -10,9 +10,10 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +29,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NANOCHAT = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
+# Keys of a message that say whether it is trained on, in OpenAI's and other programs' files.
+WEIGHTS = ("weight", "train", "trainable", "loss", "loss_mask")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 TRAIN_SFT = "megatoken train sft --init RUN --out OUT data.path=DATA"
 
 _CHATML = (
@@ -58,6 +62,9 @@ BUILT_IN = {  # control tokens, template
 # Marks of what {% generation %} encloses, and another answer. No message contains them.
 _START, _END, _OTHER = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003\ue004")
 _MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
+
+
+Render = Callable[[Sequence["Message"], bool], tuple[str, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ class ChatTemplate:
         reply: bool = False,
         where: str = "",
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
@@ -122,13 +130,15 @@ class ChatTemplate:
         token that is partly in an answer is trained on too. reply: also append the assistant's
         header, for the model to continue; answers are then not searched for. where: location of the
         conversation, for error messages. tools: JSON schemas of the functions that the model can
-        call. Raises DataError if the template rejects the conversation or has no place for tools.
+        call. variables: further variables of the template, such as enable_thinking. Raises DataError
+        if the template rejects the conversation or has no place for tools.
         """
-        text, marks = self._render(messages, reply, tools, where)
+        render = partial(self._render, tools=tools, where=where, variables=variables)
+        text, marks = render(messages, reply)
         encoding = self.tokenizer.encode_control(text)
         spans = list(zip(marks[::2], marks[1::2], strict=True))
         if not (reply or (spans and all(message.weight for message in messages))):
-            answers = self._find_answers(messages, text, tools)
+            answers = self._find_answers(messages, text, render)
             spans = [span for span in spans if any(a <= span[0] < b for a, b in answers)] or answers
         trained = []
         spans.append((len(text) + 1, len(text) + 1))
@@ -139,7 +149,7 @@ class ChatTemplate:
         return encoding.ids, trained
 
     def _find_answers(
-        self, messages: Sequence[Message], text: str, tools: Any
+        self, messages: Sequence[Message], text: str, render: Render
     ) -> list[tuple[int, int]]:
         """Return the (start, end) of each answer to train on in `text`, which holds all messages.
 
@@ -152,11 +162,11 @@ class ChatTemplate:
                 continue
             prompt = ""
             with suppress(DataError):  # the template can reject the messages before the answer
-                prompt, _ = self._render(messages[:i], True, tools)
+                prompt, _ = render(messages[:i], True)
             start = len(prompt)
             if i == 0 or not prompt or not text.startswith(prompt):
                 answer = replace(message, content=_OTHER, fields={})
-                other, _ = self._render([*messages[:i], answer, *messages[i + 1 :]], False, tools)
+                other, _ = render([*messages[:i], answer, *messages[i + 1 :]], False)
                 pairs = enumerate(zip(other, text, strict=False))
                 start = next((at for at, (a, b) in pairs if a != b), len(text))
             stop = self._stop.search(text, start)
@@ -164,7 +174,13 @@ class ChatTemplate:
         return spans
 
     def _render(
-        self, messages: Sequence[Message], reply: bool, tools: Any = None, where: str = ""
+        self,
+        messages: Sequence[Message],
+        reply: bool,
+        *,
+        tools: Any = None,
+        where: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
         """Return the text of a conversation, and where {% generation %} tags start and end in it."""
         jinja, template = self._templates[bool(tools)]
@@ -188,7 +204,7 @@ class ChatTemplate:
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=reply,
-                **self._variables,
+                **{**self._variables, **(variables or {})},
             )
         except Exception as error:  # a template can fail in any way
             what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
@@ -326,18 +342,24 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
 
 
-def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Message]:
+def parse_messages(
+    rows: Any, where: str, *, reply: bool = False, n_context: int = 0
+) -> list[Message]:
     """Convert OpenAI's rows {"role", "content", "weight" (optional), ...} to messages.
 
     Roles can come in any order; the template decides which orders it renders. reply: whether a
     model will answer. If not, there must be an answer to train on. where: location of the rows, for
-    error messages. Raises DataError if the rows are not such a conversation.
+    error messages. n_context: answers in this many first messages get weight 0. Raises DataError if
+    the rows are not such a conversation.
     """
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')
     messages = [
         _parse_message(row, f"{where}, message {number}") for number, row in enumerate(rows, 1)
     ]
+    for i in range(min(n_context, len(messages))):
+        if messages[i].role == "assistant":
+            messages[i] = replace(messages[i], weight=0)
     if reply and messages[-1].role == "assistant":
         raise DataError("the last message is the assistant's", where, "remove it")
     if not reply and any(message.role == "user" and _is_blank(message) for message in messages):
@@ -355,27 +377,27 @@ def _is_blank(message: Message) -> bool:
 def _parse_message(row: Any, where: str) -> Message:
     try:
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate
-        fields = {key: value for key, value in row.items() if value is not None}
-        role, weight, content = (
-            fields.pop("role"),
-            fields.pop("weight", 1),
-            fields.pop("content", None),
-        )
-        for key in ("thinking", "reasoning"):  # other names of the key that templates read
-            if key in fields:
-                fields.setdefault("reasoning_content", fields[key])
+        fields = {key: value for key, value in row.items() if value not in (None, [])}
+        role, content = fields.pop("role"), fields.pop("content", "")
+        weights = [fields.pop(key) for key in WEIGHTS if key in fields]
+        thoughts = [fields[key] for key in THOUGHTS if key in fields]
+        if thoughts:  # under the names that templates read
+            fields = {"thinking": thoughts[0], **fields, "reasoning_content": thoughts[0]}
         if "tool_calls" in fields:
             fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
-            content = content or ""
         if isinstance(content, list):
+            other = [part["type"] for part in content if "text" not in part]
+            if other:
+                what = f"content of type {other[0]!s:.40} is not supported"
+                raise DataError(what, where, "leave it out, only text is supported")
             content = "".join(part["text"] for part in content)
-        is_valid = role in ROLES and isinstance(content, str) and weight in (0, 1)
+        is_valid = role in ROLES and isinstance(content, str) and {*weights} <= {0, 1}
     except MALFORMED:
         is_valid = False
     if not is_valid:
         fix = f"use a role of {', '.join(ROLES)}, text as content, and a weight of 0 or 1 or none"
         raise DataError("not a message", where, fix)
-    return Message(role, content, weight, fields)
+    return Message(role, content, int(all(weights)), fields)
 
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:

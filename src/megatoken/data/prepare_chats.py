@@ -3,9 +3,8 @@
 import json
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -86,15 +85,11 @@ def prepare_chats(
         return summarize(finished, started, source, unchanged=True)
     with hold_lock(out):
         state, _ = start_or_resume(out, ResumeState(recipe, source.digest(times=True)))
-        rows, row_format, n_invalid = _encode_rows(source, template, invalid)
+        rows, row_format, counts = _encode_rows(source, template, invalid)
         fitting = _drop_long(rows, seq_len, long)
         splits = _split_rows(fitting, val_fraction)
-        n_skipped = n_invalid + len(rows) - len(fitting)
-        described = recipe | {
-            "kind": row_format.kind,
-            "format": row_format.name,
-            "counts": {"skipped": n_skipped},
-        }
+        counts["skipped"] += len(rows) - len(fitting)
+        described = recipe | {"kind": row_format.kind, "format": row_format.name, "counts": counts}
         with storage_errors(out):
             manifest = _write_splits(out, splits, tokenizer, seq_len + 1, shard_tokens, described)
             finish_dataset(out, manifest, state)
@@ -135,39 +130,36 @@ def _write_splits(
 
 def _encode_rows(
     source: Source, template: ChatTemplate, invalid: Invalid
-) -> tuple[list[Row], Format, int]:
-    """Return the encoded rows, their format, and the number of rows skipped."""
+) -> tuple[list[Row], Format, Counter[str]]:
+    """Return the encoded rows, their format, and counts of rows: skipped, or with an unused key."""
     rows: list[Row] = []
-    n_read = 0
+    counts = Counter(skipped=0)
     row_format: Format | None = None
     for where, line in read_rows(source):
-        n_read += 1
+        counts["skipped"] += 1
         try:
             row_format, example = parse_row(line, where, row_format)
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template)))
+                counts["skipped"] -= 1
+                counts.update(f"rows whose {key} is not used" for key in example.unused)
         except DataError:
             if invalid != "skip":
                 raise
-    n_skipped = n_read - len(rows)
     if row_format is None or not rows:
-        raise DataError(f"no rows, {n_skipped:,} skipped", source.files[0].path, "name other files")
-    return rows, row_format, n_skipped
+        what = f"no rows, {counts['skipped']:,} skipped"
+        raise DataError(what, source.files[0].path, "name other files")
+    return rows, row_format, counts
 
 
 def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
-    encode = partial(template.encode, where=example.where, tools=example.tools)
-    if kind == "prompt":
-        encoded = [encode(example.prompt, reply=True)]
-    elif kind == "chat":
-        encoded = [encode(messages) for messages in example.answers]
-    else:  # train only on what follows the prompt, not on earlier answers in it
-        context = [replace(message, weight=0) for message in example.prompt]
-        n_prompt = len(context)
-        encoded = [encode([*context, *messages[n_prompt:]]) for messages in example.answers]
-        if kind == "preference" and encoded[0][0] == encoded[1][0]:
-            what = "chosen and rejected are the same tokens"
-            raise DataError(what, example.where, "leave the pair out")
+    encode = partial(
+        template.encode, where=example.where, tools=example.tools, variables=example.variables
+    )
+    encoded = list(map(encode, example.answers)) or [encode(example.prompt, reply=True)]
+    if kind == "preference" and encoded[0][0] == encoded[1][0]:
+        what = "chosen and rejected are the same tokens"
+        raise DataError(what, example.where, "leave the pair out")
     sequences = []
     for ids, trained in encoded:
         marks = np.array(trained, np.uint8) * TRAINED

@@ -31,13 +31,15 @@ NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 class Question:
     """A conversation to answer, and the right answer.
 
-    where: file:line of its row. tools: JSON schemas of the functions that can be called.
+    where: file:line of its row. tools: JSON schemas of the functions that can be called. variables:
+    of the chat template.
     """
 
     messages: list[Message]
     right: str
     where: str
     tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] | None = None
 
 
 def read_questions(source: str, limit: int) -> list[Question]:
@@ -61,7 +63,8 @@ def read_questions(source: str, limit: int) -> list[Question]:
             right = str(example.row["answer"])
         else:
             right = example.answers[0][len(example.prompt)].content
-        questions.append(Question(example.prompt, right, example.where, example.tools))
+        shared = (example.where, example.tools, example.variables)
+        questions.append(Question(example.prompt, right, *shared))
         if len(questions) == limit:
             break
     if not questions:
@@ -172,7 +175,9 @@ def _make_request(
     model: GPT, template: ChatTemplate, question: Question, sampling: Sampling
 ) -> Request:
     context = model.config.seq_len
-    ids, _ = template.encode(question.messages, reply=True, tools=question.tools)
+    ids, _ = template.encode(
+        question.messages, reply=True, tools=question.tools, variables=question.variables
+    )
     if len(ids) > context:
         what = f"the prompt has {len(ids):,} tokens, the context {context:,}"
         raise DataError(what, question.where, "use a model with a longer context")
