@@ -94,7 +94,7 @@ class Contender:
             raise PeerError(f"{self.name} failed: {self.worker.skipped}", "busy", fix)
 
 
-def run_busy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_busy(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure each contender at each load; return the result for the record. Raises PeerError."""
     from megatoken.native.selection import find_library  # which older sources lack
 
@@ -120,7 +120,7 @@ def run_busy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     rows = [describe(turn, load) for load in options.loads for turn in contenders]
     show_table(rows, console)
     library = find_library()
-    return {
+    yield {
         "case": options.case,
         "optimizer": options.optimizer,
         "batch_seqs": contenders[0].worker.spec.batch_seqs,

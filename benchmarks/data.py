@@ -49,7 +49,7 @@ TRAIN_DOCUMENTS = 2000  # for a vocabulary trained here
 COMPARED_DOCUMENTS = 200  # whose ids must be the same for all encoders
 
 
-def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_loader(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure tokens/s of the loader on one core, from the page cache.
 
     The first epoch checks every block; later ones do not. Raises ConfigError if an epoch is less
@@ -81,7 +81,7 @@ def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     heads |= {"first_epoch": "first epoch, tokens/s", "later_epochs": "later epochs, tokens/s"}
     show_rows(heads, [row | row["tokens_per_second"] for row in rows], console)
     sizes = {"shards": options.shards, "shard_tokens": options.shard_tokens}
-    return {"unit": "tokens per second on one core", **sizes, "rows": rows}
+    yield {"unit": "tokens per second on one core", **sizes, "rows": rows}
 
 
 def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
@@ -147,7 +147,7 @@ def time_epochs(
     return {name: timing.rate(steps * batch_tokens) for name, timing in timings.items()}
 
 
-def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_prepare(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure MB/s of `prepare` and of the `tokenizers` library on the same documents.
 
     ratio: prepare's median over the library's. Raises NumericsError if the ids differ.
@@ -184,7 +184,7 @@ def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]
     print_rates(rates, "MB/s", console)
     about = {"source": "python, shuffled", "tokenizer": tokenizer.name, "megabytes": megabytes}
     about |= {"documents": len(documents), "workers": cpu_count(), "megabytes_per_second": rates}
-    return {
+    yield {
         **about,
         "ratio": {"tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]},
     }

@@ -3,8 +3,8 @@
     python -m benchmarks.documents [--mode blocks]
 
 On an NVIDIA GPU. Attention of GPT-2 124M alone, forward and backward, then whole steps. Documents
-begin at every 600th token on average. Prints one JSON line: median milliseconds, and peak GB of
-the steps.
+begin at every 600th token on average. Prints a JSON line after each variant, with all so far:
+median milliseconds, and peak GB of the steps.
 """
 
 import argparse
@@ -133,8 +133,7 @@ def main() -> None:
         "window varlen",
     ):
         answer[f"{name}: ms, GB"] = time_step(*name.split(), starts, options)
-        print(name, answer[f"{name}: ms, GB"], flush=True)
-    print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

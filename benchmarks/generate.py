@@ -10,7 +10,7 @@ import copy
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatoken.system.timing import time_interleaved
 GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
 
 
-def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_generate(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure tokens/s, prompt included, of each program in interleaved rounds.
 
     Raises ConfigError if prompt and new tokens exceed the preset's context.
@@ -96,7 +96,7 @@ def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any
     ratios = {name: rates[name]["median"] / max(theirs) if theirs else None for name in models}
     about |= {"precision": device.precision, "threads": thread_count(), "tokens_per_second": rates}
     about |= {"ratio": ratios["megatoken"], "ratio_int8": ratios.get("megatoken int8")}
-    return {**about, "same_ids": same}
+    yield {**about, "same_ids": same}
 
 
 def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu --out FOLDER
 
-Each figure is a record of its own, written as soon as it is known. A benchmark that has a record in
-the folder is not run again, so after a stop or a kill the same command continues. Batches follow
-the memory of the card. Needs no installation: PYTHONPATH=src. `--tiny` runs most of the list at
-sizes for any machine, also a CPU.
+Each figure is a record of its own, rewritten after every value. A benchmark that has a finished
+record in the folder is not run again, so after a stop or a kill the same command continues. Batches
+follow the memory of the card. `--data` is trained on; without it, the standard library is prepared
+in the folder first, which takes half a minute of the time. Needs no installation: PYTHONPATH=src.
+`--tiny` runs most of the list at sizes for any machine, also a CPU.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.journey import prepare_python
 from megatoken.bench.arguments import DOCS
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
@@ -62,10 +64,10 @@ class Bench:
         return [sys.executable, "-m", *program, *words, "--out", str(out), "--name", self.name]
 
 
-def list_benches(memory_bytes: int, sources: str) -> list[Bench]:
+def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
     """Return the benchmarks of a card with this memory, most wanted first.
 
-    sources: options of `peers`.
+    sources: options of `peers`. data: a dataset folder.
     """
     steps = {
         preset: f"--preset {preset} --batch-seqs {find_batch(preset, most, memory_bytes)}"
@@ -80,33 +82,67 @@ def list_benches(memory_bytes: int, sources: str) -> list[Bench]:
         for preset, step in steps.items()
         if step != small
     ]
+    seqs = find_batch("gpt2-124m", MOST_SEQS["gpt2-124m"], memory_bytes)
+    double = f"--preset gpt2-124m --batch-seqs {2 * seqs}"
+    parts = f"parts --batch-tokens {1024 * seqs}"
     return [
         Bench(name="gpu-124m", words=f"knob compile {small} --values blocks"),
-        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
-        Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
-        Bench(name="gpu-gradients", words="", module="benchmarks.gradients"),
-        Bench(name="gpu-journey", words="", module="benchmarks.journey"),
-        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
-        Bench(name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on,off"),
-        Bench(name="gpu-masters-124m", words=f"knob master_weights {small} --values on,off"),
+        Bench(name="gpu-parts-124m", words=parts),
         Bench(
-            name="gpu-peers-124m",
-            words=f"peers {small} --micro-batch 64 --precision bf16 --compile on {sources}",
+            name="gpu-sustained-124m",
+            words=f"--data {data} --batch-seqs {seqs},{8 * seqs}",
+            module="benchmarks.sustained",
             seconds=150,
         ),
+        Bench(
+            name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on", seconds=150
+        ),
+        Bench(name="gpu-chunk-124m", words=f"knob loss_chunk {small} --values 4096,16384"),
+        Bench(
+            name="gpu-accumulate-124m",
+            words=f"knob micro_batch {double} --values {2 * seqs},{seqs}",
+            seconds=150,
+        ),
+        Bench(
+            name="gpu-parts-accumulate-124m",
+            words=f"parts --batch-tokens {2048 * seqs} machine.micro_batch={seqs}",
+        ),
+        Bench(
+            name="gpu-fp8-1558m",
+            words=f"knob fp8 {steps['gpt2-1558m']} --values off,all --repeats 3",
+            seconds=150,
+        ),
+        Bench(name="gpu-journey", words=f"--data {data}", module="benchmarks.journey", seconds=150),
+        Bench(
+            name="gpu-peers-124m",
+            words=f"peers {small} --micro-batch {seqs} --precision bf16 --compile on {sources}",
+            seconds=150,
+        ),
+        Bench(name="gpu-generate", words="generate --tokens 128 --repeats 3"),
+        Bench(name="gpu-gradients", words="", module="benchmarks.gradients"),
+        Bench(name="gpu-parts-compile-124m", words=f"{parts} machine.compile=on"),
+        Bench(name="gpu-parts-fp8-124m", words=f"{parts} machine.fp8=all"),
+        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
+        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
+        Bench(name="gpu-masters-124m", words=f"knob master_weights {small} --values on,off"),
         Bench(name="gpu-products-124m", words="products --repeats 10", seconds=60),
         Bench(name="gpu-documents-124m", words="", module="benchmarks.documents"),
         *larger,
         Bench(
             name="gpu-loss-124m",
-            words="--steps 60 --batch-tokens 16384",
+            words=f"--steps 60 --batch-tokens 16384 --data {data}",
             module="benchmarks.loss_parity",
             seconds=150,
         ),
         Bench(name="gpu-graphs-small", words=f"knob compile {few} --values blocks,graphs,off"),
-        Bench(name="gpu-generate", words="generate --tokens 128 --repeats 3"),
-        Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}"),
-        Bench(name="gpu-batch-124m", words=f"knob micro_batch {small} --values 64,32,16,8"),
+        Bench(
+            name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}", seconds=150
+        ),
+        Bench(
+            name="gpu-batch-124m",
+            words=f"knob micro_batch {small} --values 64,32,16,8",
+            seconds=150,
+        ),
         Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
         Bench(name="gpu-gemm", words="gemm --largest 8192"),
         Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
@@ -127,17 +163,27 @@ def find_batch(preset: str, most: int, memory_bytes: int) -> int:
     return seqs
 
 
-def list_tiny_benches() -> list[Bench]:
+def list_tiny_benches(data: str) -> list[Bench]:
     """Return most of the commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
         Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks"),
         Bench(name="gpu-fused-124m", words=f"knob fused {tiny} --values off,on"),
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(
+            name="gpu-parts-accumulate-124m",
+            words="parts --batch-tokens 64 --seq-len 32 --repeats 1 machine.micro_batch=1",
+        ),
+        Bench(
+            name="gpu-sustained-124m",
+            words=f"--data {data} --seq-len 64 --batch-seqs 2,4 --tokens 0 {TINY_RUN}",
+            module="benchmarks.sustained",
+        ),
+        Bench(name="gpu-chunk-124m", words=f"knob loss_chunk {tiny} --values 16,64"),
         Bench(name="gpu-gradients", words="--presets llama-5m", module="benchmarks.gradients"),
         Bench(
             name="gpu-journey",
-            words=f"--steps 16 --batch-seqs 2 {TINY_RUN}",
+            words=f"--data {data} --steps 16 --batch-seqs 2 {TINY_RUN}",
             module="benchmarks.journey",
         ),
         Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
@@ -146,7 +192,7 @@ def list_tiny_benches() -> list[Bench]:
         Bench(name="gpu-peers-124m", words=f"peers {tiny} --compile off --only transformers"),
         Bench(
             name="gpu-loss-124m",
-            words="--steps 5 --batch-tokens 256 --tiny",
+            words=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
             module="benchmarks.loss_parity",
         ),
         Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
@@ -173,16 +219,24 @@ def main() -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
     parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
+    parser.add_argument("--data", type=Path, help="dataset folder (default OUT/python)")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     try:
         memory_bytes = open_device(MachineConfig(device=options.device)).memory_bytes(1)
     except ConfigError as error:
         parser.error(str(error))
-    benches = list_tiny_benches() if options.tiny else list_benches(memory_bytes, options.sources)
+    data = options.data or options.out / "python"
+    benches = (
+        list_tiny_benches(str(data))
+        if options.tiny
+        else list_benches(memory_bytes, options.sources, str(data))
+    )
     if options.only:
         names = options.only.split(",")
         benches = [bench for name in names for bench in benches if bench.name == name]
+    if any(str(data) in bench.words and not has_record(bench, options.out) for bench in benches):
+        prepare_python(data)
     outcomes: dict[str, str] = {}
     for bench in benches:
         seconds = min(deadline - time.monotonic(), bench.seconds)
@@ -193,8 +247,8 @@ def main() -> int:
 
 
 def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
-    """Run one benchmark, unless it has a record, and return its outcome."""
-    if (out / f"{bench.name}.json").exists():
+    """Run one benchmark, unless it has a finished record, and return its outcome."""
+    if has_record(bench, out):
         return "has a record"
     if seconds < SKIP_SECONDS:
         return "skipped: no time left"
@@ -211,6 +265,12 @@ def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
             os.killpg(process.pid, signal.SIGKILL)  # with its workers
         process.wait()
     return f"done in {time.monotonic() - start:.0f} s" if code == 0 else f"failed with code {code}"
+
+
+def has_record(bench: Bench, out: Path) -> bool:
+    """Return whether the folder holds the benchmark's finished record."""
+    path = out / f"{bench.name}.json"
+    return path.exists() and "unfinished" not in json.loads(path.read_text())["answer"]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gradients --device cuda --presets gpt2-124m,llama-110m
 
-Two sequences through a model with its initial weights. Prints one JSON line: per configuration, the
-loss, the loss of the CPU, and the relative L2 error of the full gradient. Use no preset
+Two sequences through a model with its initial weights. Prints a JSON line after each configuration,
+with all so far: the loss, the loss of the CPU, and the relative L2 error of the full gradient. Use no preset
 with zero_init: its blocks start without gradients.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
             error = float(torch.nn.utils.get_total_norm(apart) / size)
             row = {"preset": preset, "configuration": name, "loss": loss, "cpu_loss": cpu_loss}
             rows.append(row | {"error": error, "kernels": kernels})
-    print(json.dumps({"rows": rows}))
+            print(json.dumps({"rows": rows}), flush=True)
 
 
 if __name__ == "__main__":

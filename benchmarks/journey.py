@@ -4,7 +4,7 @@
 
 Kills a run halfway between two checkpoints, resumes it, and compares the losses of the steps that
 ran twice. On a GPU they may differ, because it adds some sums in any order. Needs no installation:
-PYTHONPATH=src. Prints one JSON line.
+PYTHONPATH=src. Prints a JSON line after each stage; the last one is complete.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from megatoken.checkpoint.commit import list_steps
+from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.system.metrics_log import read_metrics
 
 PROMPT = "def read_lines(path):\n"
@@ -29,6 +30,13 @@ FIRST_STEPS = 5  # after the start, not counted in the speed
 def megatoken(*words: str) -> list[str]:
     """Return the command that runs `megatoken WORDS` with this interpreter."""
     return [sys.executable, "-m", "megatoken", *words]
+
+
+def prepare_python(folder: Path) -> Path:
+    """Prepare the standard library with a BPE of 4,096 tokens, unless it is."""
+    if not (folder / MANIFEST_NAME).exists():
+        run_json("prepare", "python", "--out", str(folder), "--tokenizer", "bpe:4096")
+    return folder
 
 
 def run_json(*words: str) -> tuple[dict[str, Any], float]:
@@ -76,9 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
-        data = options.data or Path(name) / "data"
-        if not options.data:
-            run_json("prepare", "python", "--out", str(data), "--tokenizer", "bpe:4096")
+        data = options.data or prepare_python(Path(name) / "data")
         interval = options.steps // 4
         recipe = ["gpt2-124m", f"data.path={data}", "model.vocab_size=50257"]
         recipe += [f"budget.steps={options.steps}"]
@@ -89,37 +95,42 @@ def main() -> None:
         command = megatoken("train", *recipe, "--out", str(run))
         first_seconds = train_until(command, run, 2 * interval + interval // 2)
         before = read_losses(run)
+        steady = [row for row in read_metrics(run) if row["kind"] == "train"][FIRST_STEPS:]
+        answer: dict[str, Any] = {
+            "steps": options.steps,
+            "first_loss": before[1],
+            "first_row_seconds": first_seconds,
+            "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+        }
+        print(json.dumps(answer), flush=True)
         last_saved = max(list_steps(run / "checkpoints"))
-        answer, resumed_seconds = run_json("train", *recipe, "--out", str(run))
+        resumed, resumed_seconds = run_json("train", *recipe, "--out", str(run))
         rows = [row for row in read_metrics(run) if row["kind"] == "train"]
         after = {row["step"]: row["loss"] for row in rows}
         again = [step for step in before if step > last_saved]
         steady = [row for row in rows if row["step"] > 2 * interval + FIRST_STEPS]
+        answer |= {
+            "loss": resumed["loss"],
+            "val_loss": resumed["val_loss"],
+            "resumed_seconds": resumed_seconds,
+            "repeated_steps": len(again),
+            "largest_difference": max(abs(before[step] - after[step]) for step in again),
+            "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+        }
+        print(json.dumps(answer), flush=True)
         sample, sample_seconds = run_json(
             "sample", str(run), PROMPT, "--device", options.device, "--tokens", str(TOKENS)
         )
         machine = json.loads((run / "machine.json").read_text())
-    print(
-        json.dumps(
-            {
-                "steps": options.steps,
-                "first_loss": before[1],
-                "loss": answer["loss"],
-                "val_loss": answer["val_loss"],
-                "first_row_seconds": first_seconds,
-                "resumed_seconds": resumed_seconds,
-                "repeated_steps": len(again),
-                "largest_difference": max(abs(before[step] - after[step]) for step in again),
-                "tokens_per_second": median(row["tokens_per_second"] for row in steady),
-                "sample_seconds": sample_seconds,
-                "sample": sample["text"][0],
-                "kernels": machine["forms"]["kernels"],
-                "errors": machine["forms"]["errors"],
-                "micro_batch": machine["micro_batch"],
-                "tuning": machine["tokens_per_second"],
-            }
-        )
-    )
+    answer |= {
+        "sample_seconds": sample_seconds,
+        "sample": sample["text"][0],
+        "kernels": machine["forms"]["kernels"],
+        "errors": machine["forms"]["errors"],
+        "micro_batch": machine["micro_batch"],
+        "tuning": machine["tokens_per_second"],
+    }
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

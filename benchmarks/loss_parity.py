@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.journey import prepare_python
+
 LAST = 20  # steps whose losses are averaged
 SMALL = ["model.n_layer=2", "model.n_head=2", "model.d_model=64", "model.seq_len=64"]
 EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "machine.compile=off"]
@@ -54,9 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = options.data or folder / "data"
-        if not options.data:
-            megatoken("prepare", "python", "--out", str(data), "--tokenizer", "bpe:4096")
+        data = options.data or prepare_python(folder / "data")
         model = ["model.vocab_size=50257", *(SMALL if options.tiny else [])]
         common = [*model, f"data.path={data}", f"budget.batch_tokens={options.batch_tokens}", "log.plots=false",
                   f"budget.tokens={options.steps * options.batch_tokens}", f"machine.device={options.device}",

@@ -5,7 +5,7 @@ Each program is a worker process, interleaved with ours, which is the reference.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +37,7 @@ COLUMNS = {
 }
 
 
-def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_peers(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Compare a default run's step with every program, eager and compiled, in fp32 and fast bf16.
 
     Raises ConfigError for a program that is missing, PeerError if ours fails.
@@ -56,14 +56,15 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for name, source in sources.items()
         for spec in list_specs(ours, name, source, precisions, compiles)
     ]
-    workers = measure_workers([ours, *specs], options.repeats, console)
-    if workers[0].skipped:
-        what = f"our own worker failed: {workers[0].skipped}"
-        raise PeerError(what, "peers", "use a smaller shape or batch")
-    answer = summarize(workers, device)
+    answer: dict[str, Any] = {}
+    for workers in measure_workers([ours, *specs], options.repeats, console):
+        if workers[0].skipped:
+            what = f"our own worker failed: {workers[0].skipped}"
+            raise PeerError(what, "peers", "use a smaller shape or batch")
+        answer = describe_step(options, ours) | summarize(workers, device)
+        yield answer
     show_rows(COLUMNS, answer["rows"], console)
     print_ratio(answer, console)
-    return {**describe_step(options, ours), **answer}
 
 
 def list_specs(

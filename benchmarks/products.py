@@ -44,7 +44,7 @@ class Layer:
     chunk: int = 0
 
 
-def run_products(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_products(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Time all products of a step of a preset, and sum their seconds by library."""
     device = open_device(MachineConfig(device=options.device))
     tokens = options.batch_tokens or TOKENS[device.type]
@@ -52,14 +52,18 @@ def run_products(options: argparse.Namespace, console: Console) -> dict[str, Any
     layers = list_layers(PRESETS[options.preset], tokens, chunks)
     libraries = ("cublas", "cublaslt") if device.type == "cuda" else ("torch",)
     groups = list_cases(layers, libraries, device)
-    rows = time_cases(groups, device, "flops_per_second", options.repeats, console)
+    about = {"device": device.name, "precision": device.precision, "preset": options.preset}
+    about["tokens"] = tokens
+    rows: list[Row] = []
+    for new in time_cases(groups, device, "flops_per_second", options.repeats, console):
+        rows += new
+        yield {**about, "rows": rows}
     totals = [sum_step(rows, library, chunk) for chunk in chunks for library in libraries]
     title = f"{options.preset}, {tokens} tokens, {device.precision} on {device.name}"
     console.print(f"matrix products of a step of {title}")
     show_rows(COLUMNS, rows, console)
     show_rows(COLUMNS, totals, console)
-    about = {"device": device.name, "precision": device.precision, "preset": options.preset}
-    return {**about, "tokens": tokens, "totals": totals, "rows": rows}
+    yield {**about, "totals": totals, "rows": rows}
 
 
 def list_layers(config: ModelConfig, tokens: int, chunks: Sequence[int]) -> list[Layer]:

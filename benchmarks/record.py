@@ -1,9 +1,9 @@
-"""Run a program and write its last line, a JSON object, as a record.
+"""Run a program and write its last line that is a JSON object as a record.
 
     python benchmarks/record.py [--out FOLDER] NAME -- python -m tests.soak.commit_soak
 
-Writes FOLDER/NAME.json (default records/), as `megatoken bench` does. Exits with the program's
-code.
+Writes FOLDER/NAME.json (default records/), as `megatoken bench` does. Each JSON line is written at
+once, marked as unfinished until the program ends with code 0. Exits with the program's code.
 """
 
 import json
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatoken.bench.report import write_record
 from megatoken.config.schema import MachineConfig
@@ -29,13 +30,20 @@ def main() -> int:
     assert dashes == "--", __doc__
     # Background jobs of a shell ignore SIGINT, and the program would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    sys.stdout.write(done.stdout)
-    if done.returncode:
-        return done.returncode
-    answer = json.loads(done.stdout.splitlines()[-1])
+    device = open_device(MachineConfig()).name
     words = [Path(command[0]).name, *command[1:]]
-    write_record(records, name, answer, open_device(MachineConfig()).name, words)
+    answer: dict[str, Any] = {}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        if line.startswith("{"):
+            answer = json.loads(line)
+            write_record(records, name, answer | {"unfinished": True}, device, words)
+    if code := process.wait():
+        return code
+    write_record(records, name, answer, device, words)
     return 0
 
 

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,8 @@ class Case:
     needed_bytes: float = 0.0
 
 
-def show(
-    title: str, answer: dict[str, Any], options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    """Print and draw the rows of an answer, and return it."""
+def show(title: str, answer: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
+    """Print and draw the rows of an answer."""
     view = VIEWS[options.bench]
     console.print(title)
     show_rows(view.columns, answer["rows"], console)
@@ -143,7 +142,6 @@ def show(
     if timed:
         picture = partial(draw, view, timed, title)
         save_picture(picture, options.out / f"{options.name}.png", console)
-    return answer
 
 
 def time_cases(
@@ -153,15 +151,15 @@ def time_cases(
     repeats: int,
     console: Console,
     optional: tuple[type[Exception], ...] = (),
-) -> list[Row]:
-    """Time all cases, interleaved within a group, and return their rows.
+) -> Iterator[list[Row]]:
+    """Time all cases, interleaved within a group; after each group, yield its rows.
 
     rate: key of the amount per second. optional: errors that skip the rest of a series.
     """
-    rows: list[Row] = []
     ended: dict[str, str] = {}
     allowed = find_allowed_bytes(device)
     for group in groups:
+        rows: list[Row] = []
         calls: dict[str, Call] = {}
         for case in group:
             console.step(f"measuring {case.series}, {case.label}")
@@ -191,20 +189,23 @@ def time_cases(
             row["peak_memory_bytes"] = device.peak_memory_bytes()
             if device.type == "cuda":
                 row["extra_memory_bytes"] = row["peak_memory_bytes"] - before
-        if not calls:
-            continue
-        longest, first = LONGEST_SECONDS * len(group), len(rows) - len(group)
-        timings = time_calls(
-            calls, repeats=repeats, longest=longest, fewest=3, synchronize=device.synchronize
-        )
+        timings = {}
+        if calls:
+            timings = time_calls(
+                calls,
+                repeats=repeats,
+                longest=LONGEST_SECONDS * len(group),
+                fewest=3,
+                synchronize=device.synchronize,
+            )
         for index, timing in timings.items():
-            amount = group[int(index) - first].amount
+            amount = group[int(index)].amount
             row = rows[int(index)]
             row["seconds"] = describe_seconds(timing)
             row[rate] = timing.rate(amount)
             row["best"] = amount / timing.best
+        yield rows
     console.close()
-    return rows
 
 
 def draw(view: View, rows: Sequence[Row], title: str, path: Path) -> Path:
@@ -277,7 +278,7 @@ def list_powers(largest: int) -> list[int]:
     return [1 << power for power in range(SMALLEST.bit_length() - 1, largest.bit_length())]
 
 
-def run_gemm(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_gemm(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Time square products by size, dtype and library, and products of N tokens with K x K weights.
 
     The best of each dtype is cached as this machine's peak.
@@ -287,18 +288,17 @@ def run_gemm(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for dtype, device in open_dtypes(options.device):
         sizes = list_powers(options.largest or LARGEST_SQUARE[device.type])
         groups = list_squares(device, dtype, sizes)
-        rows += time_cases(groups, device, "flops_per_second", options.repeats, console)
         if not peaks:
-            groups = list_layers(device, dtype, sizes)
-            rows += time_cases(groups, device, "flops_per_second", options.repeats, console)
-        peaks[dtype] = max(
-            (row["best"] for row in rows if row["dtype"] == dtype and row["best"]), default=0.0
-        )
+            groups = chain(groups, list_layers(device, dtype, sizes))
+        peaks[dtype] = 0.0
+        for new in time_cases(groups, device, "flops_per_second", options.repeats, console):
+            rows += new
+            peaks[dtype] = max(peaks[dtype], *(row["best"] or 0.0 for row in new))
+            yield {"device": device.name, "peak": peaks, "rows": rows}
         cache_peak(device, peaks[dtype])
     found = ", ".join(f"{dtype} {format_quantity(peak, 'FLOP/s')}" for dtype, peak in peaks.items())
     title = f"matrix products on {device.name}; peak: {found}"
-    answer = {"device": device.name, "peak": peaks, "rows": rows}
-    return show(title, answer, options, console)
+    show(title, {"rows": rows}, options, console)
 
 
 def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[list[Case]]:
@@ -368,19 +368,24 @@ def list_layers(device: Device, dtype: str, widths: Sequence[int]) -> Iterator[l
         ]
 
 
-def run_attention(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_attention(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Time one layer's causal attention, forward and backward, by implementation and context."""
-    config, rows = PRESETS[options.preset], []
+    config = PRESETS[options.preset]
+    rows: list[Row] = []
+    title = ""
     for dtype, device in open_dtypes(options.device):
+        about = {"device": device.name, "preset": options.preset, "seqs": options.seqs}
+        about |= {"n_head": config.n_head, "d_head": config.d_head}
+        title = f"causal attention of {options.preset}, batch of {options.seqs}, forward and backward, on {device.name}"
         lengths = list_powers(options.longest or LONGEST_CONTEXT[device.type])
         groups = list_attention(device, dtype, config, options.seqs, lengths)
         # A backend may lack this dtype or head width, or not be installed.
         optional = (RuntimeError, ImportError)
-        rows += time_cases(groups, device, "flops_per_second", options.repeats, console, optional)
-    sizes = {"n_head": config.n_head, "d_head": config.d_head}
-    title = f"causal attention of {options.preset}, batch of {options.seqs}, forward and backward, on {device.name}"
-    about = {"device": device.name, "preset": options.preset, "seqs": options.seqs}
-    return show(title, {**about, **sizes, "rows": rows}, options, console)
+        repeats = options.repeats
+        for new in time_cases(groups, device, "flops_per_second", repeats, console, optional):
+            rows += new
+            yield {**about, "rows": rows}
+    show(title, {"rows": rows}, options, console)
 
 
 def list_attention(
@@ -446,20 +451,21 @@ class Size:
         return self.seqs * self.model_config.seq_len
 
 
-def run_size(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_size(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Measure how the cost per token grows with the model and with the context."""
     device = with_peak(open_device(MachineConfig(device=options.device)))
     sizes = list_sizes(device.type, options.batch_tokens)
-    rows = measure_steps(sizes, device, options.repeats, console)
-    answer = {**describe_peak(device), "rows": rows}
-    return show(f"training steps, {format_peak(device)}", answer, options, console)
+    answer: Row = {**describe_peak(device), "rows": []}
+    for row in measure_steps(sizes, device, options.repeats, console):
+        answer["rows"].append(row)
+        yield answer
+    show(f"training steps, {format_peak(device)}", answer, options, console)
 
 
 def measure_steps(
     sizes: Sequence[Size], device: Device, repeats: int, console: Console
-) -> list[Row]:
+) -> Iterator[Row]:
     """Time training steps one model at a time, in order of memory, as a CPU's peak only grows."""
-    rows: list[Row] = []
     allowed = find_allowed_bytes(device)
     machine = MachineConfig(device=str(device.torch_device))
     for size in sizes:
@@ -482,9 +488,8 @@ def measure_steps(
         row = describe_size(workload, device, size.seqs, timing)
         row |= {"name": size.name, "sweep": size.sweep}
         row["peak_memory_bytes"] = device.peak_memory_bytes()
-        rows.append(row)
+        yield row
     console.close()
-    return rows
 
 
 def list_sizes(device_type: str, step_tokens: int | None = None) -> list[Size]:

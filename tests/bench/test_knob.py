@@ -4,7 +4,8 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from megatoken.bench import runner
 from megatoken.bench.knob import apply_setting, read_values
+from megatoken.bench.main import run_bench
+from megatoken.bench.report import Row
 from megatoken.bench.runner import Worker, measure_workers
 from megatoken.bench.training import Training, build_training
 from megatoken.bench.worker import WorkerSpec
@@ -55,14 +58,17 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     monkeypatch.setenv("ADDED", "123")
     names = ("build_failing", "build_exiting", "build_summing", "build_summing")
     specs = [replace(SPEC, builder=f"{__name__}:{name}", prepare_process=False) for name in names]
-    workers = measure_workers([SPEC, *specs], 2, QUIET)
+    measured: list[int] = []
+    for workers in measure_workers([SPEC, *specs], 2, QUIET):
+        measured.append(sum(bool(worker.seconds) for worker in workers))
+    assert measured == [1, 1, 1, 2, 3]
     assert [bool(worker.skipped) for worker in workers] == [False, True, True, False, False]
     assert workers[1].skipped == "ValueError: no room None"
     assert "code 3" in workers[2].skipped
     ours = workers[0]
     last = workers[-1]
-    assert (len(ours.seconds), len(last.seconds)) == (4, 2), "ours runs in every pair"
-    pairs = zip(ours.seconds[2:], last.seconds, strict=True)
+    assert (len(ours.seconds), len(last.seconds)) == (6, 2), "ours runs alone, and in every pair"
+    pairs = zip(ours.seconds[4:], last.seconds, strict=True)
     assert last.ratios == [reference / seconds for reference, seconds in pairs]
     assert ours.steps == last.steps, "losses after the same number of steps"
     assert last.loss == workers[-2].loss, "the same ids"
@@ -126,8 +132,20 @@ def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, a
         assert row["skipped"] is None
         assert row["chosen"].startswith(precision)
         assert row["gain"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
-    assert rows[0]["tokens_per_second"]["repeats"] == 2 * (len(rows) - 1)
+    assert rows[0]["tokens_per_second"]["repeats"] == 2 * len(rows)
     assert rows[1]["tokens_per_second"]["repeats"] == 2
+
+
+def test_a_killed_benchmark_keeps_what_it_measured(tmp_path: Path):
+    def bench(options: Namespace, console: Console) -> Iterator[Row]:
+        yield {"rows": [1]}
+        raise KeyboardInterrupt
+
+    options = Namespace(out=tmp_path, name="killed", bench="knob", device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(bench, options, QUIET, [])
+    answer = json.loads((tmp_path / "killed.json").read_text())["answer"]
+    assert answer == {"rows": [1], "unfinished": True}
 
 
 def test_values_are_parsed_and_applied():

@@ -223,8 +223,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     sizes = "--preset tiny --repeats 1 --seq-len 8 --device cpu"
     words = f"bench parts {sizes} --trace --out {tmp_path} --batch-tokens"
-    answer = ask(f"{words} 32")
+    answer = ask(f"{words} 32 machine.micro_batch=2 machine.attention=blocked")
     assert (answer["preset"], answer["batch_tokens"], answer["seq_len"]) == ("tiny", 32, 8)
+    assert (answer["micro_batch"], "blocked" in answer["forms"]) == (2, True)
     assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer
     assert (tmp_path / "trace.json").stat().st_size > 1000
     assert main([*words.split(), "30"]) == ExitCode.CONFIG

@@ -55,6 +55,8 @@ def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     arg("--seq-len", type=count, help=doc)
     choices = ("auto", "fp32", "bf16", "fp16")
     arg("--precision", choices=choices, default="auto", help="machine.precision")
+    doc = "settings of `machine`, such as machine.fp8=all, machine.micro_batch=8"
+    arg("overrides", metavar="section.field=value", nargs="*", help=doc)
     doc = "write the last profiled step to OUT/trace.json, for Perfetto"
     arg("--trace", action="store_true", help=doc)
 

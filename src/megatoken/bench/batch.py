@@ -4,7 +4,7 @@ The micro-batch size doubles until memory runs out. All sizes are timed in inter
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -43,8 +43,8 @@ COLUMNS = {
 }
 
 
-def run(options: argparse.Namespace, console: Console) -> Row:
-    """Measure micro-batches of 1, 2, 4, ... sequences; return the result for the record.
+def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Measure micro-batches of 1, 2, 4, ... sequences; yield the result for the record.
 
     Raises ConfigError if a single sequence does not fit in memory.
     """
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, console: Console) -> Row:
         raise ConfigError(ended, "--seq-len", "use a smaller one, or a smaller preset")
     console.print(f"{options.preset} at {config.seq_len}, {format_peak(device)}; ended at {ended}")
     show_rows(COLUMNS, rows, console)
-    return {
+    yield {
         **describe_peak(device),
         "preset": options.preset,
         "seq_len": config.seq_len,

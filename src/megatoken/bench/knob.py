@@ -1,10 +1,11 @@
 """`bench knob`: time the training step with each value of a machine setting.
 
-Rounds alternate between the first value and each other one, as in A B A C A B A C. The benchmarks
-against other programs also use `open_step` and `describe_step`.
+The first value is timed alone, then in rounds that alternate with each other value, as in A A B A B
+A C A C. The benchmarks against other programs also use `open_step` and `describe_step`.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -26,8 +27,8 @@ TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen"
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 
-def run(options: argparse.Namespace, console: Console) -> Row:
-    """Time the step with each value of a setting; return the result for the record.
+def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Time the step with each value of a setting; after each, yield the result for the record.
 
     The result includes the losses: equal ones show that a value changes only the speed. Raises
     ConfigError for an unknown setting or value, and PeerError if no value runs.
@@ -43,21 +44,22 @@ def run(options: argparse.Namespace, console: Console) -> Row:
         if each.micro_batch and spec.batch_seqs % each.micro_batch:
             what = f"micro-batch {each.micro_batch} does not divide {spec.batch_seqs} sequences"
             raise ConfigError(what, "--batch-seqs", "use a multiple")
-    workers = measure_workers(specs, options.repeats, console)
-    rows: list[Row] = [
-        {"value": worker.spec.configuration} | worker.describe(device) for worker in workers
-    ]
+    step = {"knob": options.setting, **describe_step(options, spec), **describe_peak(device)}
+    rows: list[Row] = []
+    for workers in measure_workers(specs, options.repeats, console):
+        rows = [
+            {"value": worker.spec.configuration} | worker.describe(device) for worker in workers
+        ]
+        first_seconds = rows[0]["seconds"]
+        for row in rows:
+            is_measured = first_seconds and row["seconds"]
+            row["gain"] = first_seconds / row["seconds"] if is_measured else None
+            row["batch_tokens"] = spec.batch_tokens
+        yield {**step, "rows": rows}
     if all(row["skipped"] for row in rows):
         what = f"no value ran: {rows[0]['skipped']}"
         raise PeerError(what, "bench knob", "use a smaller batch or preset")
-    first_seconds = rows[0]["seconds"]
-    for row in rows:
-        is_measured = first_seconds and row["seconds"]
-        row["gain"] = first_seconds / row["seconds"] if is_measured else None
-        row["batch_tokens"] = spec.batch_tokens
     show_rows({"value": setting, **SPEED, "gain": "gain", **TRAILING_COLUMNS}, rows, console)
-    step = describe_step(options, spec)
-    return {"knob": options.setting, **step, **describe_peak(device), "rows": rows}
 
 
 def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> Row:

@@ -95,8 +95,8 @@ class Rung:
         return replace(spec, configuration=self.name, machine=machine, **self.fields)
 
 
-def run(options: argparse.Namespace, console: Console) -> Row:
-    """Measure the rungs, save a table and a picture, and return the result for the record.
+def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Measure the rungs; after each, yield the result for the record. Save a table and a picture.
 
     Raises ConfigError if a rung is unknown or the batch is not a multiple of the context.
     """
@@ -123,9 +123,16 @@ def run(options: argparse.Namespace, console: Console) -> Row:
         rungs = select_rungs(list_rungs(device, config, seqs), options.rungs)
         draw = draw_bars
     console.print(f"{options.preset}: {format_peak(device)}")
-    rows = []
+    rows: list[Row] = []
     for row in measure_rungs(first, rungs, device, options.repeats, console):
         rows.append(row)
+        yield {
+            "preset": options.preset,
+            **describe_peak(device),
+            "batch_tokens": first.batch_tokens,
+            "speedup": max((row["speedup"] for row in rows if row["kept"]), default=None),
+            "rungs": rows,
+        }
         rate = format_cell("rate", row["rate"]) or f"skipped: {row['skipped']}"
         console.print(f"{row['name']}, {rate}  {row['note']}")
     shown = rows
@@ -138,13 +145,6 @@ def run(options: argparse.Namespace, console: Console) -> Row:
     console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
     picture = partial(draw, shown, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
-    return {
-        "preset": options.preset,
-        **describe_peak(device),
-        "batch_tokens": first.batch_tokens,
-        "speedup": max((row["speedup"] for row in rows if row["kept"]), default=None),
-        "rungs": rows,
-    }
 
 
 NATIVE = {

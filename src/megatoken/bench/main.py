@@ -3,7 +3,7 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatoken.bench import batch, knob, ladder, parts
 from megatoken.bench.report import Row, write_record
@@ -12,7 +12,7 @@ from megatoken.console import Console
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import memory_errors, open_device
 
-Bench = Callable[[argparse.Namespace, Console], Row]
+Bench = Callable[[argparse.Namespace, Console], Iterator[Row]]
 BENCHES: dict[str, Bench] = {
     "ladder": ladder.run,
     "knob": knob.run,
@@ -32,7 +32,10 @@ def run(options: argparse.Namespace, console: Console) -> Row:
 def run_bench(
     bench: Bench, options: argparse.Namespace, console: Console, command: list[str]
 ) -> Row:
-    """Run a benchmark, write its record to `options.out`, and return its result.
+    """Run a benchmark and return its result, the last one that it yields.
+
+    Each result is written to the record in `options.out` at once, marked as unfinished until the
+    benchmark ends.
 
     Raises StorageError if the folder is not writable, before anything is measured.
     """
@@ -41,9 +44,12 @@ def run_bench(
         with tempfile.TemporaryFile(dir=options.out):
             pass
     options.name = options.name or options.bench
+    device = open_device(MachineConfig(device=options.device)).name
+    answer: Row = {}
     with memory_errors(f"bench {options.bench}", "use smaller sizes"):
-        answer = bench(options, console)
-    device = open_device(MachineConfig(device=options.device))
-    record = write_record(options.out, options.name, answer, device.name, command)
+        for answer in bench(options, console):
+            unfinished = answer | {"unfinished": True}
+            write_record(options.out, options.name, unfinished, device, command)
+    record = write_record(options.out, options.name, answer, device, command)
     console.print(f"record: {record}")
     return answer

@@ -30,8 +30,7 @@ from megatoken.bench.workload import (
     describe_seconds,
     format_peak,
 )
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
+from megatoken.config.load import resolve_preset
 from megatoken.console import Console
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
 from megatoken.native.library import Library
@@ -67,19 +66,24 @@ SHOWN_KERNELS = 12
 LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
 
-def run(options: argparse.Namespace, console: Console) -> Row:
-    """Profile a training step of a preset; return the result for the record.
+def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Profile a training step of a preset; yield the result for the record.
 
     Raises ConfigError if the batch is not a multiple of the context.
     """
-    preset = PRESETS[options.preset]
-    seq_len = options.seq_len or min(preset.seq_len, options.batch_tokens)
-    model_config = replace(preset, seq_len=seq_len)
+    settings = [f"machine.device={options.device}", f"machine.precision={options.precision}"]
+    config = resolve_preset(options.preset, [*settings, *options.overrides]).config
+    seq_len = options.seq_len or min(config.model.seq_len, options.batch_tokens)
     seqs = count_seqs(options.batch_tokens, seq_len)
-    machine = MachineConfig(device=options.device, precision=options.precision)
+    machine = config.machine
+    micro_batch = seqs if machine.micro_batch == "auto" else machine.micro_batch
     mode, _ = wants_compile(machine, open_device(machine), STEPS)
     workload = build_workload(
-        model_config, machine, batch_seqs=seqs, micro_batch=seqs, compiled=mode != "off"
+        replace(config.model, seq_len=seq_len),
+        machine,
+        batch_seqs=seqs,
+        micro_batch=micro_batch,
+        compiled=mode != "off",
     )
     device = with_peak(workload.device)
     if mode != "off":
@@ -89,11 +93,13 @@ def run(options: argparse.Namespace, console: Console) -> Row:
     trace = options.out / "trace.json" if options.trace else None
     answer = measure(workload, device, options.repeats, console, trace)
     show_parts(answer, device, console)
-    return {
+    yield {
         **describe_peak(device),
         "preset": options.preset,
         "seq_len": seq_len,
         "batch_tokens": options.batch_tokens,
+        "micro_batch": micro_batch,
+        "settings": options.overrides,
         "forms": str(workload.choice),
         "compile": mode,
         **answer,

@@ -8,7 +8,7 @@ because other programs and power limits change it. A round next to a slow probe 
 import multiprocessing
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -232,37 +232,33 @@ def share_fastest_probe(workers: Sequence[Worker]) -> None:
         worker.fastest_probe = fastest
 
 
-def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console) -> list[Worker]:
-    """Measure each spec in rounds that alternate with rounds of the reference.
+def measure_workers(
+    specs: Sequence[WorkerSpec], repeats: int, console: Console
+) -> Iterator[list[Worker]]:
+    """Measure each spec; after each, yield the workers so far.
 
-    The reference is the first spec that runs. It runs again with each other spec and so takes more
-    steps than they do. The loss reported for it is therefore the one at their number of steps.
+    The reference is the first spec that runs. It is measured alone, then in rounds that alternate
+    with rounds of each other spec. The loss reported for it is the one after its first rounds,
+    which is at the others' number of steps.
     """
-    workers = [Worker(spec=spec) for spec in specs]
+    workers: list[Worker] = []
     reference: Worker | None = None
     loss: float | None = None
     steps = trained = 0
     with ExitStack() as stack:
         stack.callback(console.close)
-        for worker in workers:
+        for spec in specs:
+            worker = Worker(spec=spec)
             stack.callback(worker.close)
-            console.step(f"{worker.spec.name} {worker.spec.configuration}: first steps")
-            seconds = worker.warm_up()
-            if not seconds:
-                continue
-            if reference is None:
-                reference = worker
-                steps = count_steps(seconds)
-                continue
-            run_rounds(reference, worker, repeats, steps, console)
-            if loss is None:
-                loss = reference.loss
-                trained = reference.steps
-            worker.close()
-        if reference is not None and not reference.seconds:
-            run_rounds(None, reference, repeats, steps, console)
-    if reference is not None and loss is not None:
-        reference.loss = loss
-        reference.steps = trained
-    share_fastest_probe(workers)
-    return workers
+            workers.append(worker)
+            console.step(f"{spec.name} {spec.configuration}: first steps")
+            if seconds := worker.warm_up():
+                steps = steps or count_steps(seconds)
+                run_rounds(reference, worker, repeats, steps, console)
+                share_fastest_probe(workers)
+            if reference is not None:
+                worker.close()
+                reference.loss, reference.steps = loss, trained
+            elif worker.loss is not None:
+                reference, loss, trained = worker, worker.loss, worker.steps
+            yield workers
