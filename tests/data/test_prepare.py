@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -21,12 +22,14 @@ import filelock
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
 from megatoken.data import corpus_reader as reader
 from megatoken.data import documents
 from megatoken.data import prepare as preparation
 from megatoken.data.corpus_reader import Chunk
-from megatoken.data.documents import PrepareOptions
+from megatoken.data.documents import SEPARATOR, PrepareOptions
 from megatoken.data.encode_workers import encode_chunks
 from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
 from megatoken.data.prepare import PrepareResult, Progress
@@ -157,6 +160,73 @@ def test_tiny_shakespeare_has_the_published_number_of_tokens(
         load_saved_tokenizer(tmp_path / "tokenizer").decode(ids)
         == (DATA / "tinyshakespeare.txt").read_text()
     )
+
+
+CHANGES: dict[str, tuple[Any, Any, Any]] = {  # normalizer, pre-tokenizer, decoder
+    "spaces": (normalizers.Replace("  ", " "), pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "words": (None, pre_tokenizers.Whitespace(), None),
+    "NFKC": (normalizers.NFKC(), pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
+}
+
+
+def count_bytes(*texts: str) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [*itertools.product(["bpe:300", *CHANGES], ["txt", "jsonl"]), ("bytes", "md")]
+)
+def test_bytes_of_text_are_compared_with_what_shards_decode_to(
+    tmp_path: Path, small_chunks: None, kind: str, form: str
+):
+    draw = random.Random(kind + form)
+    texts = ["".join(draw.choices("abc  \n\ufb01\u00e9\u5927", k=500)) + "a" for _ in range(60)]
+    content = SEPARATOR.decode().join(texts)
+    if form == "jsonl":
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if form == "md":  # one document, whose end is moved to val
+        texts = [content]
+    source = write(tmp_path / f"a.{form}", content)
+    tokenizer = kind
+    if kind in CHANGES:
+        tokenizer = f"{tmp_path}/tokenizer.json"
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+        inner.normalizer, inner.pre_tokenizer, inner.decoder = CHANGES[kind]
+        special = ["<unk>", "</s>"]
+        inner.train_from_iterator(texts[:1], BpeTrainer(vocab_size=300, special_tokens=special))
+        inner.save(tokenizer)
+    out = tmp_path / "out"
+    result = prepare(source, out, tokenizer=tokenizer, val_fraction=0.3, workers=2)
+    manifest = read_manifest(out)
+    assert result.bytes == manifest.bytes
+    inner = tokenizers.Tokenizer.from_file(f"{out}/tokenizer/tokenizer.json")
+    n_lost = 0
+    for split, sizes in manifest.bytes.items():
+        ids = np.array(read_split(out, split))
+        cuts = np.flatnonzero(ids == manifest.tokenizer["eot"])
+        decoded = [inner.decode(document.tolist()) for document in np.split(ids, cuts)]
+        own = [text for text in texts if documents.choose_split(text, 0.3) == split]
+        own = decoded if form == "md" else own
+        assert sizes["text"] == count_bytes(*own)
+        assert sizes["decoded"] == count_bytes(*decoded) > 0
+        pairs = zip(own, decoded, strict=True)
+        lost = sum(count_bytes(*(Counter(text) - Counter(back)).elements()) for text, back in pairs)
+        assert sizes["lost"] == lost
+        n_lost += lost
+    assert sum(sizes["text"] for sizes in manifest.bytes.values()) == count_bytes(*texts)
+    assert (n_lost > 0) == (kind in CHANGES)
+
+
+def test_a_tokenizer_that_drops_much_of_the_text_is_refused(tmp_path: Path):
+    letters = {letter: id for id, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({**letters, "</s>": 27}, []))
+    inner.add_special_tokens(["</s>"])
+    inner.save(f"{tmp_path}/letters.json")
+    few = write(tmp_path / "few.txt", "gr\u00f6\u00dfe und k\u00e4se " * 9 + "a" * 500)
+    settings = {"tokenizer": f"{tmp_path}/letters.json", "val_fraction": 0}
+    assert prepare(few, tmp_path / "few", **settings).bytes["train"]["lost"] == 9 * 3 * 2
+    much = write(tmp_path / "much.txt", "\u043f\u0440\u0438\u0432\u0435\u0442 " * 99)
+    refuse(ExitCode.DATA, much, tmp_path / "much", **settings)
 
 
 @pytest.mark.fault(37)

@@ -79,6 +79,11 @@ def test_manifest_round_trip(tmp_path: Path):
     before = (tmp_path / "manifest.json").read_bytes()
     write_manifest(tmp_path, MANIFEST)
     assert (tmp_path / "manifest.json").read_bytes() == before
+    assert "bytes" not in content
+    measured = replace(MANIFEST, bytes={"train": {"text": 3, "decoded": 2, "lost": 1}})
+    write_manifest(tmp_path, measured)
+    assert read_manifest(tmp_path) == measured
+    assert measured.fingerprint == MANIFEST.fingerprint  # so that measuring changes no dataset
 
 
 def test_fingerprint_follows_the_content():

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
+from megatoken.data.shard_format import read_manifest
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
+from tests.tiny_run import read_rows, train
 
 BYTES = load_tokenizer("bytes")
 TEXT = "Größe, 大きさ, taille. " * 8
@@ -86,12 +90,9 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "text.jsonl").write_text(rows)
     result = evaluate(model, tokenizer, data=tmp_path / "text.jsonl")
-    first = 0 if kind in ("prefix", "added space") else 1  # bytes of the first token, no target
-    assert result["text_bytes"] == sum(len(text.encode()) for text in texts) - first
+    assert result["text_bytes"] == sum(len(text.encode()) for text in texts)
     nats = result["loss"] * result["target_tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
-    if kind not in ("no U+2581", "prefix"):  # the others change the text
-        return
     tokenizer.save(tmp_path / "tokenizer")
     prepare(
         f"{tmp_path}/text.jsonl",
@@ -99,10 +100,36 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
         tokenizer=f"{tmp_path}/tokenizer",
         val_fraction=0,
     )
-    tokens = load_dataset(tmp_path / "shards").train
-    ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
-    assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == result["text_bytes"]
-    if kind == "prefix":
-        few = evaluate(model, tokenizer, data=tmp_path / "text.jsonl", limit=32)
-        few_tokens = evaluate(model, tokenizer, data=tmp_path / "shards", limit=32)
-        assert few_tokens["text_bytes"] == few["text_bytes"]
+    for limit in (0, 32):
+        answers = [
+            evaluate(model, tokenizer, data=tmp_path / name, limit=limit)
+            for name in ("text.jsonl", "shards")
+        ]
+        for answer in answers:
+            del answer["data"], answer["split"]
+        assert answers[0] == answers[1]
+    first = {"no U+2581": 1, "prefix": 0}  # bytes of the first token, which is no target
+    if kind in first:  # the others change the text
+        tokens = load_dataset(tmp_path / "shards").train
+        ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
+        assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == result["text_bytes"] - first[kind]
+
+
+def test_a_run_measures_the_bytes_of_text_that_its_tokenizer_changes(tmp_path: Path):
+    build_tokenizer("NFKC").save(tmp_path / "tokenizer")
+    lines = [f"\ufb01n the{'  a' * (number % 5)} \ufb01" for number in range(200)]
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(lines))
+    shards = tmp_path / "shards"
+    prepare(tmp_path / "text.txt", shards, tokenizer=f"{tmp_path}/tokenizer", val_fraction=0.3)
+    train(tmp_path / "run", f"data.path={shards} budget.steps=1 evaluate.tokens=100000")
+    row = read_rows(tmp_path / "run", "val")[-1]
+    loaded = load_pretrained(tmp_path / "run")
+    settings: dict[str, Any] = {"data": shards, "split": "val", "limit": 100_000}
+    result = evaluate(loaded.model, loaded.tokenizer, **settings)
+    manifest = read_manifest(shards)
+    share = row["target_tokens"] / (manifest.tokens("val") - 1)
+    bits = row["loss"] * row["target_tokens"] / math.log(2)
+    assert manifest.bytes["val"]["text"] > manifest.bytes["val"]["decoded"]
+    for answer in (row, result):
+        expected = bits / (manifest.bytes["val"]["text"] * share)
+        assert answer["bits_per_byte"] == pytest.approx(expected, rel=1e-3)

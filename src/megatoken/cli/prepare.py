@@ -185,6 +185,11 @@ def print_summary(
         if number:
             words = name if " " in name else name.replace("_", " ")
             console.print(f"  {words}: {number:,}")
+    for split, sizes in prepared.bytes.items():
+        if sizes["text"] != sizes["decoded"] or sizes["lost"]:
+            text = f"{sizes['text']:,} bytes of text, {sizes['decoded']:,} after decoding"
+            share = sizes["lost"] / max(1, sizes["text"])
+            console.warn(f"{split}: {text}; lost: {sizes['lost']:,} ({share:.2%})")
     if prepared.skipped_files:
         console.print(f"  files skipped: {describe_skipped(prepared.skipped_files)}")
     setting = shlex.quote(f"data.path={out}")

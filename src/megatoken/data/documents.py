@@ -59,7 +59,7 @@ class Encoded:
 
     counts: how many documents are in "train" and "val", how many were "empty" or "skipped", and how
     many had invalid bytes "replaced". "seams" is the number of cuts inside documents that may have
-    changed ids.
+    changed ids. "train_text", "val_lost", ...: `Tokenizer.measure_text` of each split.
     """
 
     train: Ids
@@ -87,7 +87,10 @@ def encode_segments(
                 counts[split] += 1
                 ids[split].append(eot)
             for part in _split_text(text, options, counts):
-                ids[split].append(tokenizer.encode(part).astype(dtype))
+                encoded = tokenizer.encode(part)
+                ids[split].append(encoded.astype(dtype))
+                for name, size in tokenizer.measure_text(part, encoded).items():
+                    counts[f"{split}_{name}"] += size
             split = ""
     return Encoded(np.concatenate(ids["train"]), np.concatenate(ids["val"]), dict(counts))
 

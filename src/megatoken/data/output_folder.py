@@ -45,6 +45,7 @@ class PrepareResult:
     val_tokens: int
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
     counts: dict[str, int]  # from the manifest: empty, replaced and skipped documents, ...
+    bytes: dict[str, dict[str, int]]  # per split: `Tokenizer.measure_text`
     skipped_files: dict[str, int]  # in the source, by extension or reason
     resumed: bool  # an earlier call was interrupted
     unchanged: bool  # the dataset existed already
@@ -163,6 +164,7 @@ def summarize(
         val_tokens=val,
         tokenizer=manifest.tokenizer,
         counts=manifest.source["counts"],
+        bytes=manifest.bytes,
         skipped_files=dict(source.skipped),
         resumed=resumed,
         unchanged=unchanged,

@@ -39,6 +39,8 @@ SAMPLE_BYTES = 64 << 20  # size of the sample that a BPE is trained on
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
 WORKER_BYTES = 4 << 20  # of input per worker, at least; with less input, there are fewer workers
 MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
+LARGEST_LOSS = 0.1  # share of the text that a tokenizer without an unknown token can drop
+SIZES = ("text", "decoded", "lost")  # of `Tokenizer.measure_text`
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 
 
@@ -177,7 +179,8 @@ class _Writer:
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
         """Encode and write the part of the corpus that `state` does not cover yet.
 
-        Raises the errors of `read_chunks` and `encode_chunks`, and StorageError.
+        Raises the errors of `read_chunks` and `encode_chunks`, DataError for a tokenizer that drops
+        much of the text, and StorageError.
         """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
@@ -193,6 +196,7 @@ class _Writer:
                         writer.append(added if writer.tokens else added[1:])
                     self.state.counts.update(chunk.counts)
                     self.state.counts.update(ids.counts)
+                    self._check_loss()
                     self.state.position = chunk.next
                     if n_full != self._count_full_shards():
                         self._save()
@@ -213,8 +217,7 @@ class _Writer:
             raise DataError(what, self.corpus.files[0].path, "name files that hold text")
         with storage_errors(self.out):
             if not train.tokens:
-                counts["train"] = counts["val"]
-                counts["val"] = 0
+                counts["train"] = counts.pop("val")
                 self._move(val, 0, train)
             total = train.tokens + val.tokens
             least = min(MIN_VAL_TOKENS, total // 2)
@@ -233,6 +236,9 @@ class _Writer:
                 tokenizer=self.tokenizer.describe(),
                 dtype=self.dtype,
                 documents={split: counts[split] for split in SPLITS},
+                bytes={
+                    split: {size: counts[f"{split}_{size}"] for size in SIZES} for split in SPLITS
+                },
                 shards=tuple(shard for writer in self.splits.values() for shard in writer.finish()),
                 source=self.state.recipe | {"counts": {name: counts[name] for name in COUNTS}},
             )
@@ -246,8 +252,18 @@ class _Writer:
 
     def _move(self, source: ShardWriter, start: int, target: ShardWriter) -> None:
         """Move the tokens of `source` from index `start` on to the end of `target`."""
+        counts = self.state.counts
+        decoded = counts[f"{source.split}_decoded"]
+        moved = 0
+        before = np.array([[self.tokenizer.eot]])
         for ids in source.read_from(start):
             target.append(ids)
+            moved += self.tokenizer.count_bytes(before, ids[None])
+        for size in SIZES:
+            total = counts[f"{source.split}_{size}"]
+            part = total * moved // max(1, decoded) if start else total
+            counts[f"{source.split}_{size}"] -= part
+            counts[f"{target.split}_{size}"] += part
         self._save({source.split: start})
         source.truncate(start)
 
@@ -261,6 +277,15 @@ class _Writer:
         tokens = {split: writer.tokens for split, writer in self.splits.items()}
         self.state.tokens = tokens | (truncated or {})
         save_state(self.out, self.state)
+
+    def _check_loss(self) -> None:
+        counts = self.state.counts
+        text, lost = (
+            sum(counts[f"{split}_{size}"] for split in SPLITS) for size in ("text", "lost")
+        )
+        if lost > LARGEST_LOSS * text and self.tokenizer.drops_unknown:
+            what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
+            raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")
 
     def _count_full_shards(self) -> int:
         return sum(writer.tokens // self.shard_tokens for writer in self.splits.values())

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,17 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The tokenizer, token type, documents and shards of a dataset, and how they were made."""
+    """The tokenizer, token type, documents and shards of a dataset, and how they were made.
+
+    bytes: for each split, the sizes that `Tokenizer.measure_text` returns; empty if not measured.
+    """
 
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" if external)
     dtype: str  # "uint16" | "uint32"
     documents: dict[str, int]  # per split
     shards: tuple[Shard, ...]  # in reading order
     source: dict[str, Any]  # settings and counts, without times, workers and paths
+    bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # see `Tokenizer.measure_text`
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in `split`."""
@@ -66,8 +70,8 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """The xxh3_128 hex of the manifest, which contains a hash of every block of tokens."""
-        return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
+        """The xxh3_128 hex of the manifest without `bytes`. It covers every block of tokens."""
+        return str(xxhash.xxh3_128_hexdigest(_encode_manifest(replace(self, bytes={}))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +167,12 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
             documents=content["documents"],
             shards=tuple(_decode_shard(row) for row in content["shards"]),
             source=content["source"],
+            bytes=content.get("bytes", {}),
         )
         tokenizer = manifest.tokenizer
         numbers = [tokenizer["vocab_size"], tokenizer["eot"], *manifest.documents.values()]
         numbers += [shard.tokens for shard in manifest.shards]
+        numbers += [size for sizes in manifest.bytes.values() for size in sizes.values()]
         has_types = isinstance(manifest.source, dict) and manifest.dtype in MAGICS
         texts = [tokenizer["name"], tokenizer["fingerprint"]]
         if not has_types or {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
@@ -190,10 +196,11 @@ def _encode_manifest(manifest: Manifest) -> bytes:
         dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards
     )
     counts = {split: manifest.tokens(split) for split in SPLITS}
+    sizes = f'"bytes": {dump(manifest.bytes)},\n' if manifest.bytes else ""
     return (
         f'{{\n"format": "megatoken dataset",\n"version": {FORMAT_VERSION},\n'
         f'"dtype": {dump(manifest.dtype)},\n'
-        f'"tokens": {dump(counts)},\n"documents": {dump(manifest.documents)},\n'
+        f'"tokens": {dump(counts)},\n"documents": {dump(manifest.documents)},\n{sizes}'
         f'"tokenizer": {dump(manifest.tokenizer)},\n"source": {dump(manifest.source)},\n'
         f'"shards": [\n{shards}\n]'
     ).encode("ascii")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -138,8 +139,8 @@ class Tokenizer:
 
         inputs_BT: needed because the text of a token can depend on the token before it.
         """
-        if self._byte_lengths is not None:
-            return int(self._byte_lengths[targets_BT[targets_BT >= 0]].sum())
+        if self.byte_lengths is not None:
+            return int(self.byte_lengths[targets_BT[targets_BT >= 0]].sum())
         total = 0
         for inputs, targets in zip(inputs_BT, targets_BT, strict=True):
             ids = np.append(inputs[:1], targets[targets >= 0])  # text depends on the previous id
@@ -147,15 +148,20 @@ class Tokenizer:
             total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
         return total
 
-    def measure_tokens(self, text: str) -> Ints:
-        """Encode `text`; return how many of its bytes each id stands for, (n,)."""
-        sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
-        starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
-        # If several ids form one character, the last gets its bytes.
-        return np.diff(sizes[[0, *starts[1:], -1]] if starts else [])
+    def measure_text(self, text: str, ids: Ints) -> dict[str, int]:
+        """Return the bytes of `text`, of its ids `decoded`, and of characters `lost` by decoding."""
+        size = len(text.encode())
+        lengths = self.byte_lengths
+        is_bytes = self.split_points == "anywhere"
+        if is_bytes or (lengths is not None and lengths[ids].sum() == size):
+            return {"text": size, "decoded": size, "lost": 0}
+        decoded = self._inner.decode(ids.tolist(), skip_special_tokens=True)
+        lost = Counter(text) - Counter(decoded)
+        n_lost = sum(len(character.encode()) * count for character, count in lost.items())
+        return {"text": size, "decoded": len(decoded.encode()), "lost": n_lost}
 
     @cached_property
-    def _byte_lengths(self) -> Ints | None:
+    def byte_lengths(self) -> Ints | None:
         """Bytes of text per id, (vocab_size,), or None if the tokenizer is not byte-level."""
         if "ByteLevel" not in json.dumps(self._content["decoder"]):
             return None
@@ -258,7 +264,7 @@ class Tokenizer:
 
     def decode_bytes(self, id: int) -> bytes:
         """Return the bytes of a token, which can be a part of a character."""
-        if self._byte_lengths is not None:
+        if self.byte_lengths is not None:
             with suppress(ValueError):  # a special token with other characters
                 token = self._inner.id_to_token(id) or ""
                 return bytes(map(byte_bpe.byte_characters().index, token))

@@ -5,23 +5,19 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatoken.config.schema import MachineConfig
 from megatoken.data.chat_dataset import require_kind
-from megatoken.data.corpus_reader import ReadPosition, read_chunks
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
-from megatoken.data.documents import PrepareOptions, encode_segments
 from megatoken.data.prepare import prepare
 from megatoken.data.remote import local_dataset
-from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import Ints, Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -30,10 +26,13 @@ from megatoken.eval.dclm_core import CoreTask, center_accuracy, encode_core_task
 from megatoken.eval.multiple_choice import compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
 from megatoken.eval.tasks import CORE, SCORES, Example, find_tasks, read_examples
-from megatoken.eval.val_loss import loss_metrics, validation_loss
+from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
+
+# Token ids, what counts the bytes of text in inputs and targets, and the name for messages.
+Split = tuple[Tokens, Callable[[Ints, Ints], float], str]
 
 
 def evaluate(
@@ -139,7 +138,7 @@ def evaluate_loss(
     folder = local_dataset(data)
     rank = comm.dist_env.rank
     seq_len = model.config.seq_len
-    with open_tokens(folder, tokenizer, split, comm) as (tokens, split):
+    with open_tokens(folder, tokenizer, split, comm) as (tokens, count_bytes, split):
         windows = evaluation_windows(tokens, seq_len=seq_len, limit_tokens=limit or len(tokens))
         if not len(windows):
             raise DataError(f"no tokens to predict in {split}", str(data), "use more text")
@@ -156,17 +155,8 @@ def evaluate_loss(
             device,
             chunk=LOSS_CHUNK[device.type],
             comm=comm,
-            count_bytes=tokenizer.count_bytes,
+            count_bytes=count_bytes,
         )
-        if split == "all" and tokenizer.split_points == "nowhere":
-            # The text cannot be recovered from the ids, so its bytes are counted separately.
-            ends = measure_text(str(folder), tokenizer)
-            text_bytes = ends[-1] - ends[0]
-            if limit:
-                starts = windows.starts(0, len(windows))
-                text_bytes = (ends[starts + windows.seq_len] - ends[starts]).sum()
-            n_targets = metrics["target_tokens"]
-            metrics = loss_metrics(metrics["loss"] * n_targets, n_targets, int(text_bytes))
     if not math.isfinite(metrics["loss"]):
         raise NumericsError("the loss is not finite", str(data), "use an earlier checkpoint")
     if not metrics["text_bytes"]:
@@ -175,10 +165,8 @@ def evaluate_loss(
 
 
 @contextmanager
-def open_tokens(
-    data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm
-) -> Iterator[tuple[Tokens, str]]:
-    """Open token shards, or tokenize text into a temporary folder; yield (tokens, split name).
+def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -> Iterator[Split]:
+    """Open token shards, or tokenize text into a temporary folder.
 
     split: split of the shards; by default val, or train if val is empty. For text, the name is
     "all". Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
@@ -198,12 +186,13 @@ def open_tokens(
             prepare(str(data), folder / "data", tokenizer=saved, val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
-        yield load_dataset(folder / "data").train, "all"
+        dataset = load_dataset(folder / "data")
+        yield dataset.train, dataset.byte_counter("train", tokenizer), "all"
         comm.barrier()
 
 
-def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[Tokens, str]:
-    """Return a split of token shards, and its name. Raises DataError as `open_tokens` does."""
+def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> Split:
+    """Return a split of token shards. Raises DataError as `open_tokens` does."""
     dataset = load_dataset(data)
     require_kind(dataset, "text", "the loss on shards")
     origin = dataset.manifest.tokenizer
@@ -216,14 +205,5 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[To
         raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")
     dataset.set_vocab_size(tokenizer.vocab_size)
     split = split or ("val" if len(dataset.val) else "train")
-    return {"train": dataset.train, "val": dataset.val}[split], split
-
-
-def measure_text(source: str, tokenizer: Tokenizer) -> Ints:
-    """Tokenize a text as `prepare` does; return the cumulative bytes of text after each token."""
-    options = PrepareOptions()
-    # A stand-in for a tokenizer, whose `encode` returns bytes per token instead of ids.
-    meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)
-    chunks = read_chunks(find_source(source), options, ReadPosition())
-    sizes = np.concatenate([encode_segments(c.segments, options, meter).train for c in chunks])
-    return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token precedes the first document
+    tokens = {"train": dataset.train, "val": dataset.val}[split]
+    return tokens, dataset.byte_counter(split, tokenizer), split

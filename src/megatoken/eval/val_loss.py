@@ -30,7 +30,7 @@ def validation_loss(
     *,
     chunk: int,
     comm: Comm,
-    count_bytes: Callable[[NDArray[np.int64], NDArray[np.int64]], int],
+    count_bytes: Callable[[NDArray[np.int64], NDArray[np.int64]], float],
     dims: ParallelDims | None = None,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def validation_loss(
 
     windows: this rank's arrays of token ids (B, T+1), or batches. Ranks that share a sharded model
     (`dims`) must pass the same number of them, so some may have no rows. count_bytes:
-    `Tokenizer.count_bytes`. chunk, softmax_cross_entropy: as in `cross_entropy`.
+    `Dataset.byte_counter`. chunk, softmax_cross_entropy: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
     model.eval()
-    total = 0.0
-    count = text_bytes = 0
+    total = text_bytes = 0.0
+    count = 0
     for window in windows:
         if dims.is_unsharded and not len(window):
             continue
@@ -101,10 +101,11 @@ def loss_metrics(nats: float, n_targets: float, text_bytes: float) -> dict[str, 
     text.
     """
     loss = nats / max(n_targets, 1)
+    text_bytes = round(text_bytes)
     return {
         "loss": loss,
         "perplexity": perplexity(loss),
         "bits_per_byte": loss * n_targets / math.log(2) / text_bytes if text_bytes else math.nan,
         "target_tokens": int(n_targets),
-        "text_bytes": int(text_bytes),
+        "text_bytes": text_bytes,
     }
