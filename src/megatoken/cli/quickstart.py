@@ -3,13 +3,12 @@
 Each command is printed before it runs. If quickstart is run again, it skips finished commands.
 """
 
-import gzip
 import re
 import shlex
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.cli import Result, done, load_command
 from megatoken.cli.arguments import add_settings, parse
 from megatoken.config.load import prepare_words, resolve
-from megatoken.console import Console
+from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import local_path
 
@@ -28,6 +27,7 @@ HELP = "train a small GPT on this machine's Python files or your text, and sampl
 EXAMPLE = "megatoken quickstart"
 RECIPE = "quickstart"
 EVAL_TOKENS = 250_000  # limit; the default corpus holds out fewer
+XZ_BYTES = 15 << 20  # of training text for xz, at most; it compresses 1 or 2 MB/s
 SAMPLES = 3
 
 
@@ -45,8 +45,7 @@ def run(options: Namespace, console: Console) -> Result:
     """Run `prepare`, `train`, `eval` and `sample`.
 
     The result has the exit code of `train`. Its data holds the data of each command, by the name of
-    the command. The key `compressors` holds the bits per byte of gzip and xz on the text that
-    `eval` uses.
+    the command. The key `compressors` holds what `measure_xz` returns.
     """
     from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
@@ -83,7 +82,7 @@ def run(options: Namespace, console: Console) -> Result:
         limit = ["--limit", str(EVAL_TOKENS)] if len(dataset.val) > EVAL_TOKENS else []
         words = ["eval", out, "--data", data, "--split", "val", *limit]
         run_step(words, options, console, answers)
-        answers["compressors"] = measure_compressors(dataset, config.model.seq_len)
+        answers["compressors"] = measure_xz(dataset, config.model.seq_len)
     run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, answers)
     console.print("")
     console.table(describe_end(out, answers, prompt if source else "class", source is not None))
@@ -116,21 +115,34 @@ def find_prompt(dataset: "Dataset") -> str:
     return words[0] if words else document.strip()
 
 
-def measure_compressors(dataset: "Dataset", seq_len: int) -> dict[str, float]:
-    """Return the bits per byte of gzip -9 and, if available, xz -9 on the text that `eval` uses."""
+def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
+    """Return the bits per byte of xz -9 on the text that `eval` uses, after the training text.
+
+    Like the model, xz has then seen other text of this kind: `training_bytes`, the end of the
+    training text. Returns {} if Python has no lzma.
+    """
     from megatoken.data.dataloader import evaluation_windows
 
-    ids = dataset.val.read(1, len(dataset.val) - 1)
+    try:
+        import lzma
+    except ImportError:
+        return {}
+    n_train = min(len(dataset.train), XZ_BYTES // 4)  # a token has about 4 bytes
+    splits = [
+        dataset.train.read(len(dataset.train) - n_train, n_train),
+        dataset.val.read(1, len(dataset.val) - 1),
+    ]
     if len(dataset.val) > EVAL_TOKENS:
         windows = evaluation_windows(dataset.val, seq_len=seq_len, limit_tokens=EVAL_TOKENS)
-        ids = windows.rows(0, len(windows))[:, 1:].reshape(-1)
-    text = dataset.tokenizer.decode(ids[ids != dataset.tokenizer.eot]).encode()
-    sizes = {"gzip -9": len(gzip.compress(text, 9))}
-    with suppress(ImportError):
-        import lzma
-
-        sizes["xz -9"] = len(lzma.compress(text, preset=9))
-    return {name: 8 * size / len(text) for name, size in sizes.items()}
+        splits[1] = windows.rows(0, len(windows))[:, 1:].reshape(-1)
+    tokenizer = dataset.tokenizer
+    train, val = (tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in splits)
+    train = train[-XZ_BYTES:]
+    with ThreadPoolExecutor(2) as pool:  # preset 7 is -9 with less memory: 16 MiB hold all
+        both, alone = pool.map(
+            lambda text: len(lzma.compress(text, preset=7)), (train + val, train)
+        )
+    return {"xz -9": 8 * (both - alone) / len(val), "training_bytes": len(train)}
 
 
 def describe_end(
@@ -140,9 +152,11 @@ def describe_end(
     program = name_program()
     rows = [("run folder", out)]
     if "eval" in answers:
-        bits = f"{answers['eval']['bits_per_byte']:.3f} bits per byte"
-        sizes = [f"{name} {size:.3f}" for name, size in answers["compressors"].items()]
-        rows.append(("held out", ", ".join([bits, *sizes])))
+        text = f"{answers['eval']['bits_per_byte']:.3f} bits per byte"
+        if xz := answers["compressors"]:
+            size = format_quantity(xz["training_bytes"])
+            text += f"; xz -9 after {size}B of training text {xz['xz -9']:.3f}"
+        rows.append(("held out", text))
     curves = Path(out) / "plots" / "curves.png"
     if curves.is_file():
         rows.append(("curves", str(curves)))
