@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import shutil
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -258,7 +259,17 @@ def test_the_server_follows_the_runs_in_a_folder(tmp_path: Path):
     shutil.rmtree(run)
     assert read_data(fetch(address))["names"] == ["b"]
     assert refused(f"{address}../../etc/passwd") == 403
-    assert refused(address, host="evil.example:80") == 403
+    for host in ("evil.example:80", "evil.example", "[::2]:80", "localhost.evil:80"):
+        assert refused(address, host=host) == 403
+    for host in ("localhost", "localhost:80", "[::1]", "[::1]:80", "127.0.0.1"):
+        assert fetch(address, host=host)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_server_listens_on_an_address_of_ipv6(tmp_path: Path):
+    address = serve_runs(tmp_path, host="::1")
+    assert address.startswith("http://[::1]:")
+    assert read_data(fetch(address))["live"]
 
 
 def test_other_machines_need_the_key(tmp_path: Path):

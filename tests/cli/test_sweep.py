@@ -14,7 +14,7 @@ import pytest
 
 from megatoken.cli import child_runs
 from megatoken.cli.main import main
-from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_space
+from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_space, report
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
@@ -143,6 +143,14 @@ def test_choices_are_on_the_axis_in_their_order(recipe: str, tmp_path: Path):
     search = open_sweep(recipe, words, tmp_path, 2)
     picture = draw(search.study, search.space, tmp_path / "sweep.svg")
     assert re.findall(r"<!-- (\de-\d) -->", picture.read_text()) == ["4e-3", "1e-3", "2e-3"]
+
+
+def test_a_loss_of_zero_is_the_best(recipe: str, tmp_path: Path):
+    search = open_sweep(recipe, ["optim.lr=4e-3|1e-3|2e-3"], tmp_path, 3)
+    for loss in (0.7, 0.0, None):
+        state = optuna.trial.TrialState.PRUNED if loss is None else None
+        search.study.tell(search.ask(), loss, state)
+    assert [row["loss"] for row in report(search, Console())["trials"]] == [0.0, 0.7, None]
 
 
 def test_a_restarted_search_draws_the_same_values(recipe: str, tmp_path: Path):

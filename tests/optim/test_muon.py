@@ -246,7 +246,9 @@ def test_momentum_grows_from_085():
 
 
 @pytest.mark.parametrize(
-    "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
+    "model_config",
+    [TINY_GPT, UNTIED, TINY_MODERN, replace(TINY_GPT, value_head=True)],
+    ids=["gpt", "llama", "modern", "value head"],
 )
 def test_state_bytes_are_those_of_the_formula(model_config: ModelConfig):
     state = muon_state(model_config)

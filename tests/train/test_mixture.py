@@ -128,14 +128,18 @@ def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
 def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path):
     rng = np.random.default_rng(0)
     shards = [
-        rng.integers(0, 256, size).astype(np.uint16) for size in (1000, 8 * 16 + 1, 700, 8 * 16 * 3)
+        rng.integers(0, 256, size).astype(np.uint16)
+        for size in (100, 1000, 8 * 16 + 1, 700, 8 * 16 * 3)  # the first is less than a batch
     ]
     for number, ids in enumerate(shards):
         np.save(tmp_path / f"edufineweb_train_{number:06d}.npy", ids)
     tokens = load_dataset(tmp_path, external_tokenizer="bytes").train
-    loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=0, order="sequential")
+    sources = [(len(tokens), 1.0)]
+    loader = DataLoader(
+        tokens, seq_len=16, batch_size=8, seed=0, order="sequential", sources=sources
+    )
     assert loader.n_windows == 8 * (7 + 1 + 5 + 2)
-    for step, ids in enumerate(read_in_a_row(shards, 8 * 16)):
+    for step, ids in enumerate(read_in_a_row(shards[1:], 8 * 16)):
         rows = loader.rows(step)
         assert np.array_equal(rows[:, :-1].reshape(-1), ids[:-1])
         assert np.array_equal(rows[:, 1:].reshape(-1), ids[1:])

@@ -2,6 +2,7 @@
 
 import gzip
 import hmac
+import re
 import secrets
 import socket
 from argparse import ArgumentParser, Namespace
@@ -21,6 +22,7 @@ from megatoken.system.metrics_log import METRICS
 
 HELP = "write runs as one offline HTML page: curves, samples, scores, cost"
 EXAMPLE = "megatoken report runs/mine runs/other --out report.html"
+HOST = re.compile(r"\[?(.*?)\]?(:\d+)?$")  # of a Host header, whose port is optional
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -73,7 +75,7 @@ def serve(options: Namespace, console: Console) -> None:
             path, _, query = self.path.partition("?")
             has_key = hmac.compare_digest(path.encode(), folder.encode())
             # Send nothing to another site whose name resolves to this machine (DNS rebinding).
-            host = self.headers.get("Host", "").rpartition(":")[0]
+            host = HOST.sub(r"\1", self.headers.get("Host", ""))
             if not has_key or (is_local and host not in LOOPBACK):
                 self.send_error(403)
                 return
@@ -88,12 +90,16 @@ def serve(options: Namespace, console: Console) -> None:
         def log_message(self, *_: object) -> None:
             """Log nothing."""
 
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+
     build(None)
     try:
-        server = ThreadingHTTPServer((options.host, options.port), Handler)
+        server = Server((options.host, options.port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {options.host}: {error}", "--host, --port") from None
     host = socket.gethostname() if options.host == "0.0.0.0" else options.host
+    host = f"[{host}]" if ":" in host else host
     console.print(f"http://{host}:{server.server_address[1]}{folder} until Ctrl-C")
     with server:
         server.serve_forever()

@@ -5,7 +5,6 @@ loss is worse than the median of earlier trials at the same step. OUT/journal.lo
 search: repeating the command continues it, and unfinished trials resume from their checkpoints.
 """
 
-import math
 import re
 import shlex
 import threading
@@ -293,10 +292,10 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
         }
         if trial.params:
             rows.append(row)
-    rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] or math.inf))
+    rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] is None, row["loss"]))
     cells = [("trial", "state", "loss", *search.space)]
     for row in rows:
-        loss = f"{row['loss']:.4f}" if row["loss"] else "-"
+        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
         cells.append((row["trial"], row["state"], loss, *row["values"].values()))
     console.table(cells)
     if rows and all(row["state"] == "fail" for row in rows):

@@ -118,7 +118,8 @@ class DataLoader:
         self._check_ranks("budget.batch_tokens", self.batch_size)
         counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
         self.n_windows = sum(counts)
-        if self.n_windows < self.batch_size or not all(counts[: len(self.sources)]):
+        has_empty = self.order != "sequential" and not all(counts)  # a shard may be short
+        if self.n_windows < self.batch_size or has_empty:
             what = f"{self.n_windows:,} training sequences of {self.seq_len:,} tokens"
             fix = "use a smaller budget.batch_tokens or model.seq_len, or prepare more text"
             raise DataError(f"{what}, a batch has {self.batch_size:,}", "data.path", fix)

@@ -20,7 +20,8 @@ DEVIATIONS = 15.0
 LOSS_RATIO = 1.5
 GRAD_NORM_RATIO = 3.0
 MAD_TO_STD = 1.4826
-SMALLEST = 1e-30  # in place of a loss of 0
+SMALLEST = 1e-30  # in place of a value of 0
+LARGEST_LOG = 709.0  # of a float
 
 
 @dataclass
@@ -49,10 +50,14 @@ def upper_limit(values: Sequence[float], min_ratio: float) -> float:
     """Return the largest value that is not a spike, given the recent values.
 
     Its log lies DEVIATIONS standard deviations above the median log, with the deviation estimated
-    from the median absolute deviation. It is at least `min_ratio` times the median.
+    from the median absolute deviation. It is at least `min_ratio` times the median. It is infinite
+    if a value is negative, as losses of policies are, or if the median is 0.
     """
+    middle = len(values) // 2
+    if min(values) < 0 or sorted(values)[middle] == 0:
+        return math.inf
     logs = np.log(np.maximum(values, SMALLEST))
-    middle = len(logs) // 2
     median = np.partition(logs, middle)[middle]
     deviation = np.partition(abs(logs - median), middle)[middle]
-    return math.exp(median + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio)))
+    limit = median + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio))
+    return math.exp(min(limit, LARGEST_LOG))
