@@ -18,6 +18,8 @@ pytest.importorskip("shtab")
         ("megatoken tr", "megatoken train "),
         ("megatoken bench la", "megatoken bench ladder "),
         ("megatoken train gpt2-1558", "megatoken train gpt2-1558m "),
+        ("megatoken train llama3-8", "megatoken train llama3-8"),  # a preset, but no recipe
+        ("megatoken plan llama3-8", "megatoken plan llama3-8b "),
         ("megatoken sweep sft objective.na", "megatoken sweep sft objective.name="),  # no blank
         (
             "megatoken sweep sft 'optim.lr=1e-3|2e-3' budget.st",

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import read_manifest
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.eval.evaluate import evaluate
-from megatoken.eval.val_loss import loss_metrics, validation_loss
+from megatoken.eval.val_loss import loss_metrics, to_batch, validation_loss
+from megatoken.model.gpt import set_attention, set_block_kernels
+from megatoken.native.selection import find_library
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
 from tests.tiny_run import read_rows, train
 
@@ -40,6 +43,22 @@ def test_mean_over_all_targets_and_bits_per_byte():
     assert result["perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(float(loss) * 96 / 95 / math.log(2), rel=1e-6)
     assert model.training
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_the_precision_does_not_depend_on_masks():
+    model = make_model(seq_len=16, n_layer=1)
+    set_attention(model, "native")
+    set_block_kernels(model, "native")
+    device = replace(CPU, precision="bf16")
+    batch = to_batch(np.arange(34).reshape(2, 17))
+    losses = [
+        validation_loss(model, [rows], device, chunk=8, comm=SINGLE, count_bytes=BYTES.count_bytes)[
+            "loss"
+        ]
+        for rows in (batch, replace(batch, starts_BT=torch.zeros(2, 16, dtype=torch.int64)))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_extreme_values():

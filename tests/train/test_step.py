@@ -276,3 +276,16 @@ def test_rows_of_one_sequence_need_no_mask():
     first, second = Batch(inputs, targets, starts).split(4)
     assert first.starts_BT is not None
     assert (second.starts_BT, len(second)) == (None, 4)
+
+
+def test_only_weights_that_train_are_copied_in_a_step():
+    state = tiny_state(model_config=replace(TINY_GPT, lora_rank=2))
+    state.enable_master_weights(torch.bfloat16)
+    names = [name for name, _ in state.model.named_parameters()]
+    copies = list(state.compute_model.parameters())
+    writes = [low._version for low in copies]
+    train_step(state, tiny_step_config(), CPU, tiny_batch())
+    written = {name for name, low, n in zip(names, copies, writes, strict=True) if low._version > n}
+    assert written == {name for name in names if ".lora." in name}
+    for low, param in zip(copies, state.model.parameters(), strict=True):
+        assert torch.equal(low, param.to(torch.bfloat16))

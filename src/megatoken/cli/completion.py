@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatoken.cli import COMMANDS, Result, done, load_command
+from megatoken.cli.recipe import PRESET_HELP
 from megatoken.config.load import list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
@@ -16,10 +17,12 @@ EXAMPLE = 'eval "$(megatoken completion bash)"'
 PREAMBLE = {
     "bash": """
 _megatoken_recipe() {{ compgen -W "{recipes}" -- "$1"; compgen -f -- "$1"; }}
+_megatoken_preset() {{ compgen -W "{presets}" -- "$1"; _megatoken_recipe "$1"; }}
 _megatoken_setting() {{ compgen -W "{settings}" -- "$1"; }}
 """,
     "zsh": """
 _megatoken_recipe() {{ compadd -- {recipes}; _files; }}
+_megatoken_preset() {{ compadd -- {presets}; _megatoken_recipe; }}
 _megatoken_setting() {{ compadd -S '' -- {settings}; }}
 """,
 }
@@ -48,7 +51,8 @@ def write_completion(shell: str) -> str:
     except ImportError:
         raise ConfigError("shtab is not installed", "", "pip install shtab") from None
     words = {
-        "recipes": " ".join([*list_recipes(), *PRESETS]),
+        "recipes": " ".join(list_recipes()),
+        "presets": " ".join(PRESETS),
         "settings": " ".join(f"{key}=" for key in FIELDS),
     }
     preamble = {shell: PREAMBLE[shell].format(**words)}
@@ -65,8 +69,9 @@ def build_full_parser(file: Any) -> ArgumentParser:
         parser = commands.add_parser(name, help=command.HELP)
         command.add_arguments(parser)
         for action in parser._actions:
-            if action.dest in ("recipe", "contenders", "preset"):
-                completer = dict.fromkeys(PREAMBLE, "_megatoken_recipe")
+            if action.dest in ("recipe", "contenders"):
+                kind = "preset" if str(action.help).startswith(PRESET_HELP) else "recipe"
+                completer = dict.fromkeys(PREAMBLE, f"_megatoken_{kind}")
             elif action.dest == "overrides":
                 completer = dict.fromkeys(PREAMBLE, "_megatoken_setting")
             elif getattr(action.type, "__name__", "") == "local_path":

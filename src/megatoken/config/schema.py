@@ -168,7 +168,7 @@ class MachineConfig:
     )
     loss_chunk: int | Literal["auto"] = config_field(
         "auto",
-        "chunk of the output layer; auto: 512 on a CPU, else 4096; 0: no chunks",
+        "chunk of the output layer; auto: 1024 on a CPU, else 4096; 0: no chunks",
         "tokens",
         low=0,
     )

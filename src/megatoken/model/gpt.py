@@ -38,6 +38,7 @@ vocabulary, S keys (cached and new).
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -297,15 +298,18 @@ class Block(Module):
         mask: Tensor | None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        if cache is None and mask is None and (fused := self.fused):
+        fused = self.fused if cache is None else None
+        if fused and mask is None:
             norm, heads = self.norm1, self.attention.heads
             assert norm is not None
             return fused(x_BTC, cos_sin, heads, norm.eps, norm.rms, *self._list_parameters())
-        y_BTC = _apply(self.norm1, x_BTC)
-        y_BTC = self.attention(y_BTC, ids_BT, cache, cos_sin, mask, dropout_keys_B)
-        x_BTC = x_BTC + self.drop1(dropout_keys_B, _apply(self.post_norm1, y_BTC))
-        y_BTC = _apply(self.post_norm2, self.mlp(_apply(self.norm2, x_BTC)))
-        return x_BTC + self.drop2(dropout_keys_B, y_BTC)
+        # `fused` computes in the dtype of the weights, so with a mask they are used as well.
+        with torch.autocast(x_BTC.device.type, enabled=False) if fused else nullcontext():
+            y_BTC = _apply(self.norm1, x_BTC)
+            y_BTC = self.attention(y_BTC, ids_BT, cache, cos_sin, mask, dropout_keys_B)
+            x_BTC = x_BTC + self.drop1(dropout_keys_B, _apply(self.post_norm1, y_BTC))
+            y_BTC = _apply(self.post_norm2, self.mlp(_apply(self.norm2, x_BTC)))
+            return x_BTC + self.drop2(dropout_keys_B, y_BTC)
 
     @property
     def fused(self) -> Callable[..., Tensor] | None:

@@ -1,6 +1,8 @@
 """Recover from bad steps: skip the batch; after several in a row, rewind to a checkpoint.
 
-A skipped batch leaves no trace: the run is bit-identical to one without that batch in its data.
+With batches of one size, a skipped batch leaves no trace: the run is bit-identical to one without
+that batch in its data. In a batch ramp, sizes go by batch and learning rates by step.
+
 After `optim.max_skips` bad steps in a row, the weights may be at fault, so training rewinds to the
 newest checkpoint and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022,
 section 5.1). If replicas differ, training rewinds but skips no batches. All ranks see the same

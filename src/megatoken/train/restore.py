@@ -125,7 +125,7 @@ def _load(
     manifest = verify(folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors"))
     _check_dataset(manifest, dataset, allow_changes=allow_changes)
     verified = restore_state(folder, manifest, state, share=slice(rank, None, n_ranks))
-    state.refresh_low_precision_copy()
+    state.refresh_low_precision_copy(with_frozen=True)
     state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
     state.recent.load(manifest.meta.get("recent_steps", []))
     hashed = {name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0}

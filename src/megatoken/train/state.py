@@ -156,11 +156,13 @@ class TrainState:
                 return norm
         return self.sharded.global_grad_norm(self.comm)
 
-    def refresh_low_precision_copy(self) -> None:
-        """Overwrite the low-precision copy, if there is one, with the fp32 weights."""
+    def refresh_low_precision_copy(self, *, with_frozen: bool = False) -> None:
+        """Overwrite the low-precision copy, if there is one, with the fp32 weights that train."""
         if self.uses_master_weights:
+            pairs = zip(self.compute_model.parameters(), self.model.parameters(), strict=True)
+            chosen = [pair for pair in pairs if with_frozen or pair[1].requires_grad]
             with torch.no_grad():
-                foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
+                foreach_copy(*zip(*chosen, strict=True))
 
     def start_grad_reduction(self, comm: Comm) -> None:
         """Use `comm` for all collectives of the state, and set up gradient reduction of replicas.
