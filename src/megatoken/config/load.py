@@ -50,6 +50,15 @@ PREPARE = {
     "data/fineweb-edu": "fineweb-edu",
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
+# Suffixes and top-level keys of other programs' recipes: what they are, and what to do.
+_FOREIGN = {
+    ".py": ("a recipe in Python, as of nanoGPT", "give it as --nanogpt FILE"),
+    ".toml": ("a recipe in TOML, as of torchtitan", "write YAML; see `megatoken config`"),
+    **dict.fromkeys(
+        ("max_seq_len", "max_duration", "train_loader", "train_dataset", "variables"),
+        ("a recipe of Composer or llm-foundry", "give it as --composer FILE"),
+    ),
+}
 # If overrides set one of these, the recipe's values of all of them are dropped.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 # If overrides set a preset, the recipe's values of these are dropped.
@@ -122,6 +131,7 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
             resolved, notes=tuple(f"{key}={text}: {rule}" for key, text, rule in derived)
         )
     path = _find_recipe(recipe)
+    _refuse_foreign(path)
     return resolve_assignments(path.stem, read_recipe(path), overrides)
 
 
@@ -258,6 +268,16 @@ def _find_recipe(recipe: str) -> Path:
     fix = f"did you mean '{near}'? " if near else ""
     fix += f"give a .yaml file, a run folder or one of {', '.join(recipes)}, depth-N"
     raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise ConfigError if `path` is a recipe of another program."""
+    root = None if path.suffix in _FOREIGN else compose_yaml(path)
+    keys = root.value if isinstance(root, yaml.MappingNode) else ()
+    for mark in (path.suffix, *(str(key.value) for key, _ in keys)):
+        if mark in _FOREIGN:
+            what, fix = _FOREIGN[mark]
+            raise ConfigError(what, path, fix.replace("FILE", str(path)))
 
 
 class _Loader(yaml.SafeLoader):
