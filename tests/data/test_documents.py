@@ -404,6 +404,8 @@ def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path):
         ),
         ("a.json", '[{"text": "one"}, {"text": ""}', ", [1]", ', {"text": "two"}]'),
         ("a.csv", 'text,n\none,1\n"",2\n', "a,b,3\n", "two,4"),
+        ("a.csv", 'text,n\none,1\n"",2\n', '"he said "yes" to it",3\n', '"two",4'),
+        ("a.csv", 'text,n\none,1\n\n"",2\n\n', '"open,3\n', "two,4"),
         ("a.tsv", "n\ttext\n1\tone\n2\t\n", "3\n", "4\ttwo"),
     ],
 )
@@ -416,7 +418,7 @@ def test_bad_rows_are_refused_or_skipped(tmp_path: Path, name: str, start: str, 
 
 
 BAD_FILES: dict[str, bytes] = {
-    "quote.csv": b'text\na\n"b\nc',
+    "header.csv": b'"text\na\nb',
     "element.json": b'[{"text": "a"}, {"text": 01}]',
     "end.json": b'[{"text": "a"}',
     "two.json": b'[{"text": "a"}]\n[2]',

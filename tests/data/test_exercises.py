@@ -19,7 +19,7 @@ DIGESTS = {
 @pytest.mark.parametrize("name", EXERCISES)
 def test_bytes_are_the_same_everywhere(name: str):
     source = find_source(name)
-    with source.open(source.files[0]) as stream:
+    with source.files[0].opener(source.files[0]) as stream:
         lines = stream.read()
     assert len(lines) == source.size_bytes
     assert xxhash.xxh3_128_hexdigest(lines) == DIGESTS[name]

@@ -1,19 +1,30 @@
-"""Datasets of other programs that are not read: both doors name the format."""
+"""Formats of other programs that are not read: both doors name them."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatoken.data.dataset import load_dataset
 from megatoken.data.foreign_formats import FOREIGN_FORMATS, refuse_foreign
 from megatoken.data.sources import find_source
 from megatoken.errors import DataError
+from tests.data.small_dataset import write_external
+
+Door = Callable[[str], Any]
 
 
-@pytest.mark.parametrize("name", FOREIGN_FORMATS)
+def check_named(door: Door, path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=re.escape(name)):
+        door(str(path))
+
+
+@pytest.mark.parametrize("name", FOREIGN_FORMATS["datasets"])
 def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
-    markers = FOREIGN_FORMATS[name]["markers"]
+    markers = FOREIGN_FORMATS["datasets"][name]["markers"]
     folder = tmp_path / "data" / "train"
     folder.mkdir(parents=True)
     for marker in markers:
@@ -21,12 +32,30 @@ def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
     last = markers[-1].replace("*", "a")
     for path in (folder, folder.parent, folder / last):
         for door in (load_dataset, find_source):
-            with pytest.raises(DataError, match=re.escape(name)):
-                door(str(path))
+            check_named(door, path, name)
     (folder / "notes.txt").write_text("text")
     refuse_foreign(folder / "notes.txt")
     (folder / last).unlink()
     assert find_source(str(folder)).files
+
+
+@pytest.mark.parametrize("name", FOREIGN_FORMATS["files"])
+def test_a_foreign_file_is_named_if_nothing_else_is_there(name: str, tmp_path: Path):
+    row = FOREIGN_FORMATS["files"][name]
+    file = tmp_path / row["pattern"].replace("[0-9]", "0").replace("*", "0")
+    file.write_bytes(row.get("start", "\x17\x08").encode("latin-1") + bytes(100))
+    for path in (file, tmp_path, tmp_path / "*"):
+        check_named(find_source, path, name)
+        if "ids" in name:
+            check_named(load_dataset, path, name)
+    (tmp_path / "notes.txt").write_text("text")
+    assert [each.name for each in find_source(str(tmp_path)).files] == ["notes.txt"]
+
+
+def test_shards_with_headers_are_read_under_foreign_names(tmp_path: Path):
+    for name in ("data00.bin", "part-000-00000.npy"):
+        write_external(tmp_path / name, np.arange(9, dtype="uint16"))
+        assert len(load_dataset(tmp_path / name).train) == 9
 
 
 def test_the_prefix_of_megatrons_files_is_recognized(tmp_path: Path):

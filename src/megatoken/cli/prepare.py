@@ -53,6 +53,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--context", type=int, metavar="N", help=doc)
     doc = "conversations longer than the context (default fail)"
     arg("--long", choices=("fail", "skip"), default="fail", help=doc)
+    doc = "files to validate on (default: those that are named so, such as val.txt)"
+    arg("--val", metavar="SOURCE", help=doc)
     arg("--root", type=local_path, help="local copy of a named source")
 
 
@@ -60,17 +62,21 @@ def run(options: Namespace, console: Console) -> Result:
     from megatoken.data.chat_formats import peek_format
     from megatoken.data.prepare import prepare
     from megatoken.data.remote import begin_upload, upload_dataset
-    from megatoken.data.sources import HUB, find_source
+    from megatoken.data.sources import HUB, describe_skipped, find_corpus
 
-    if options.source not in HUB:  # HUB sources hold text, and are slow to list
-        source = find_source(options.source, options.root)
-        row_format = peek_format(source, options.text_key)
-        if row_format:
-            return prepare_rows(options, source, RECIPES[row_format.kind], console)
+    exclude = None if is_address(options.out) else options.out
+    source = find_corpus(options.source, options.root, exclude, options.val)
+    if source.skipped:
+        hint = "; to read other files than text and rows, name them: '**/*.py'"
+        is_hinted = any(name.startswith(".") for name in source.skipped)
+        console.print(f"files skipped: {describe_skipped(source.skipped)}{hint * is_hinted}")
+    row_format = None if options.source in HUB else peek_format(source, options.text_key)
+    if row_format:
+        return prepare_rows(options, source, RECIPES[row_format.kind], console)
     folder = begin_upload(options.out) if is_address(options.out) else options.out
     with PrepareBar(console) as bar:
         prepared = prepare(
-            options.source,
+            source,
             folder,
             tokenizer=options.tokenizer,
             workers=options.workers,
@@ -78,7 +84,6 @@ def run(options: Namespace, console: Console) -> Result:
             shard_tokens=options.shard_tokens,
             invalid=options.invalid,
             text_key=options.text_key,
-            root=options.root,
             on_progress=bar.update,
         )
     if folder != options.out:
@@ -171,8 +176,6 @@ def print_summary(
     console: Console, out: Path | str, prepared: "PrepareResult", train_words: str
 ) -> None:
     """Print what was prepared, and the next command: `megatoken train` with `train_words`."""
-    from megatoken.data.sources import describe_skipped
-
     documents = format_count(prepared.documents, "document")
     shards = format_count(prepared.shards, "shard")
     summary = f"{format_count(prepared.tokens, 'token')} of {documents} in {shards}"
@@ -190,7 +193,5 @@ def print_summary(
             text = f"{sizes['text']:,} bytes of text, {sizes['decoded']:,} after decoding"
             share = sizes["lost"] / max(1, sizes["text"])
             console.warn(f"{split}: {text}; lost: {sizes['lost']:,} ({share:.2%})")
-    if prepared.skipped_files:
-        console.print(f"  files skipped: {describe_skipped(prepared.skipped_files)}")
     setting = shlex.quote(f"data.path={out}")
     console.print(f"dataset: {out}; next: megatoken train {train_words} {setting}")

@@ -132,7 +132,7 @@ def write_text(folder: Path, file: Path | None, has_documents: bool) -> Path:
 
     source = find_source(str(file or "tinyshakespeare"))
     tokenizer = load_tokenizer("gpt2")
-    with source.open(source.files[0]) as stream:
+    with source.files[0].opener(source.files[0]) as stream:
         content = stream.read()
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise DataError("not tiny Shakespeare", str(file), "leave out --data to download it")

@@ -3,6 +3,7 @@
 Does not import torch.
 """
 
+import glob
 import os
 import socket
 from argparse import ArgumentParser, Namespace
@@ -176,14 +177,19 @@ def read_config(run: Path) -> Config:
 def find_own_data(models: Sequence[str]) -> str:
     """Return the data.path that all runs share; "" if one of the models is not a run.
 
-    Raises ConfigError if the paths differ.
+    Raises ConfigError if the paths differ, or if nothing is there.
     """
     if not all(is_run(Path(name)) for name in models):
         return ""
     paths = {name: read_config(Path(name)).data.path for name in models}
     if len(set(paths.values())) > 1:
         raise ConfigError(f"the runs have different data: {paths}", "megatoken eval", "give --data")
-    return paths[models[0]]
+    path = paths[models[0]]
+    is_local = ":" not in path  # neither an address nor a mixture
+    if is_local and not glob.glob(path):  # noqa: PTH207 (absolute patterns)
+        fix = "it is relative to where the run began: evaluate there, or give --data PATH"
+        raise ConfigError(f"no dataset at {path}", models[0], fix)
+    return path
 
 
 def count_bytes(folder: Path) -> int:

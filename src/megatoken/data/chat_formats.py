@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
 from megatoken.data.documents import FIX_ROW
-from megatoken.data.sources import ROW_FORMATS, Source
+from megatoken.data.sources import Source
 from megatoken.data.text_files import read_rows
 from megatoken.errors import DataError
 from megatoken.system.atomic_write import MALFORMED
@@ -94,8 +94,8 @@ def peek_format(source: Source, text_key: str) -> Format | None:
     text_key: a first row with this key means plain text. Raises DataError if the first row has some
     keys of a format, but not all.
     """
-    if source.files[0].format in ROW_FORMATS.values():
-        for where, line in read_rows(source):
+    if source.files[0].format not in ("separated", "whole"):
+        for where, line, _ in read_rows(source):
             try:
                 row = json.loads(line)
                 if text_key in row or not any(row.keys() & {*each.keys} for each in FORMATS):
@@ -112,7 +112,7 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
     Raises DataError, naming file:line, for an unusable row.
     """
     row_format: Format | None = None
-    for where, line in read_rows(source):
+    for where, line, _ in read_rows(source):
         row_format, example = parse_row(line, where, row_format)
         yield row_format, example
 

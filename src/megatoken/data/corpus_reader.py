@@ -19,8 +19,9 @@ from megatoken.data.documents import (
     find_split_point,
     read_documents,
 )
+from megatoken.data.file_kinds import LARGEST_ROW
 from megatoken.data.sources import File, Source
-from megatoken.data.text_files import LARGEST_ROW, TextFormat, fill, open_text
+from megatoken.data.text_files import TextFormat, fill, open_text
 from megatoken.errors import DataError, MegatokenError
 
 CHUNK_SEGMENTS = 4096
@@ -59,9 +60,7 @@ def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) ->
     done_bytes = sum(file.size for file in source.files[: start.file])
     for index, file in enumerate(source.files[start.file :], start=start.file):
         position = start if index == start.file else ReadPosition(index)
-        for segment, next_position, read_bytes in _read_segments(
-            source, file, options, position, counts
-        ):
+        for segment, next_position, read_bytes in _read_segments(file, options, position, counts):
             segments.append(segment)
             size += len(segment.data)
             if size >= CHUNK_BYTES // 2 or len(segments) >= CHUNK_SEGMENTS:
@@ -99,14 +98,15 @@ def _sample_chunks(source: Source, options: PrepareOptions, limit_bytes: int) ->
 
 
 def _read_segments(
-    source: Source, file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
+    file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
 ) -> Iterator[_Step]:
     """Yield a file's segments of about CHUNK_BYTES each, starting at `start`.
 
     counts: updated for a binary file, and for each cut inside a document that may change its ids.
     """
     _, offset, line, split = start
-    with open_text(source, file, options.text_key) as (stream, format, tell, is_binary):
+    val_fraction = {"train": 0.0, "val": 1.0}.get(file.split, options.val_fraction)
+    with open_text(file, options.text_key) as (stream, format, tell, is_binary):
         if is_binary:
             counts["binary_files"] += 1
             return
@@ -122,13 +122,13 @@ def _read_segments(
                 buffer, ended = _read_line(stream, buffer, ended, f"{file.path}:{line}")
             length, gap, ends, is_exact = _find_end(buffer, ended, format, options)
             data = buffer[:length]
-            segment = Segment(file.path, line, format, split, ends, data)
+            segment = Segment(file.path, line, format, split, val_fraction, ends, data)
             counts["seams"] += not is_exact
             if ends:
                 split = ""
             elif not split:
                 beginning = data[: 2 * SPLIT_BYTES].decode(errors="replace")
-                split = choose_split(beginning, options.val_fraction)
+                split = choose_split(beginning, val_fraction)
             used = length + gap
             offset += used
             line += data.count(b"\n")

@@ -37,7 +37,7 @@ class PrepareOptions:
 
     invalid: Invalid = "replace"  # what to do with bytes that are not UTF-8
     text_key: str = "text"  # key or column that holds the text of rows
-    val_fraction: float = 0.0
+    val_fraction: float = 0.0  # of the documents of files without a split
     split_points: SplitPoints = "nowhere"  # the tokenizer's
 
 
@@ -49,6 +49,7 @@ class Segment:
     line: int  # number of its first line or row, from 1
     format: TextFormat
     split: str  # split of the long document that it continues, "" if it starts a document
+    val_fraction: float  # share of documents for val
     ends: bool  # its last document ends here
     data: bytes
 
@@ -83,7 +84,7 @@ def encode_segments(
         split = segment.split
         for text in read_documents(segment, options, counts):
             if not split:
-                split = choose_split(text, options.val_fraction)
+                split = choose_split(text, segment.val_fraction)
                 counts[split] += 1
                 ids[split].append(eot)
             for part in _split_text(text, options, counts):
@@ -205,12 +206,23 @@ def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]
     """
     content, replaced = _decode(line, policy)
     row = json.loads(content)
-    if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-        keys = ", ".join(sorted(row)) if isinstance(row, dict) else "not an object"
-        raise ValueError(f"no text under {text_key!r} (--text-key) in this row ({keys:.200})")
-    text = row[text_key]
+    text = row.get(text_key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(_explain_row(row, text_key))
     if _SURROGATE.search(text):  # half of a pair, which UTF-8 cannot hold
         if policy != "replace":
             raise ValueError("lone surrogate")
         return _SURROGATE.sub("\ufffd", text), True
     return text, replaced
+
+
+def _explain_row(row: Any, text_key: str) -> str:
+    """Say why a row has no text."""
+    if not isinstance(row, dict):
+        return f"no text under {text_key!r} (--text-key) in this row (not an object)"
+    if isinstance(row.get(text_key), (dict, list)):
+        return "columns, as pandas writes them; write to_json(orient='records', lines=True)"
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return f"one JSON object, not rows; write its list {key!r} as rows"
+    return f"no text under {text_key!r} (--text-key) in this row ({', '.join(sorted(row)):.200})"

@@ -4,13 +4,14 @@ They have no manifest, so one is derived from their headers.
 """
 
 import glob
-import re
+import os
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from megatoken.data.foreign_formats import refuse_foreign
+from megatoken.data.file_kinds import find_split
+from megatoken.data.foreign_formats import find_foreign, refuse_foreign
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -30,7 +31,6 @@ SUFFIXES = (".bin", ".npy")
 # `set_vocab_size` is called.
 _PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
 _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files of uint16 ids
-_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # as a word in a shard's name
 # Read as uint32, negative ids are outside any vocabulary.
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
 
@@ -44,7 +44,8 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     """
     with suppress(OSError):  # the path cannot exist
         refuse_foreign(path)
-    files = _find_files(path)
+    splits = _find_files(path)
+    files = [*splits]
     headers = [read_layout(file)[0] for file in files]
     for file, header in zip(files, headers, strict=True):
         if header.fingerprint:
@@ -61,13 +62,7 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     unknown = (1 << 16 if dtype == "uint16" else 1 << 31, -1)
     vocab_size, eot = _PUBLISHED_TOKENIZERS.get(tokenizer, unknown)
     shards = tuple(
-        Shard(
-            file=file.name,
-            split="val" if _VAL.search(file.name) else "train",
-            tokens=header.tokens,
-            blocks=(),
-            header="",
-        )
+        Shard(file=file.name, split=splits[file], tokens=header.tokens, blocks=(), header="")
         for file, header in zip(files, headers, strict=True)
     )
     description = {"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
@@ -75,16 +70,28 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     return manifest, files
 
 
-def _find_files(path: Path) -> list[Path]:
+def _find_files(path: Path) -> dict[Path, str]:
+    """Return each shard with its split, "train" or "val".
+
+    Shards that are named as test data are left out, unless there are no others.
+    """
     if path.is_dir():
         paths = list(path.iterdir())
     else:
         paths = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (absolute patterns)
     files = sorted(file for file in paths if file.suffix in SUFFIXES)
     if not files:
+        for error in filter(None, map(find_foreign, paths)):
+            raise error
         fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
+        if not (paths or path.is_absolute()):
+            fix = "it is relative to where the run began: start there, or give data.path=PATH"
         raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
-    return files
+    start = os.path.commonpath([file.parent for file in files])
+    splits = {file: find_split(file.relative_to(start).as_posix()) for file in files}
+    if set(splits.values()) == {"test"}:
+        splits = dict.fromkeys(files, "train")
+    return {file: split or "train" for file, split in splits.items() if split != "test"}
 
 
 def read_layout(path: Path) -> tuple[Header, int, bytes]:
@@ -95,6 +102,9 @@ def read_layout(path: Path) -> tuple[Header, int, bytes]:
     with read_errors(path), path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
         size = path.stat().st_size
+    error = None if has_magic(raw) else find_foreign(path)
+    if error:
+        raise error
     if path.suffix == ".npy":
         header, offset = _read_npy_header(path)
     elif path.name in _HEADERLESS and not has_magic(raw):

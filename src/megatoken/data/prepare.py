@@ -29,7 +29,7 @@ from megatoken.data.output_folder import (
 )
 from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest
 from megatoken.data.shard_writer import ShardWriter
-from megatoken.data.sources import Source, find_source
+from megatoken.data.sources import Source, find_corpus
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, storage_errors
@@ -62,7 +62,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def prepare(
-    source: str | Path,
+    source: str | Path | Source,
     out: str | Path,
     *,
     tokenizer: str = "gpt2",
@@ -71,16 +71,19 @@ def prepare(
     shard_tokens: int = 100_000_000,
     invalid: Invalid = "replace",
     text_key: str = "text",
+    val: str | None = None,
     root: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PrepareResult:
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
 
     source: a file, folder, glob pattern or named corpus (sources.py). root: folder with a local
-    copy of a named corpus. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes,
-    or 0 for one per core. With any number but 1, processes are spawned, so a script must call this
-    function under `if __name__ == "__main__"`. val_fraction: share of documents held out. invalid:
-    what to do with documents that are not UTF-8; "skip" also skips bad rows.
+    copy of a named corpus. val: the validation files, as `source`; by default those named so, such
+    as val.txt. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes, or 0 for one
+    per core. With any number but 1, processes are spawned, so a script must call this function
+    under `if __name__ == "__main__"`. val_fraction: share of documents held out if there are no
+    validation files. invalid: what to do with documents that are not UTF-8; "skip" also skips bad
+    rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, and PeerError if a worker dies.
@@ -88,7 +91,9 @@ def prepare(
     started = time.monotonic()
     out = local_path(out)
     _check_settings(workers, val_fraction, shard_tokens, invalid)
-    corpus = find_source(str(source), root, exclude=out)
+    corpus = source
+    if not isinstance(corpus, Source):
+        corpus = find_corpus(str(source), root, exclude=out, val=val)
     if tokenizer.startswith("bpe:"):
         parse_bpe(tokenizer)
         loaded = None
@@ -112,7 +117,7 @@ def prepare(
         options = replace(options, split_points=loaded.split_points)
         with closing(_Writer(out, state, loaded, shard_tokens, corpus, on_progress)) as writer:
             writer.write_documents(options, workers)
-            writer.balance_splits(val_fraction)
+            writer.balance_splits(0 if corpus.has_val else val_fraction)
             manifest = writer.finish()
     return summarize(manifest, started, corpus, resumed=resumed)
 
@@ -212,7 +217,7 @@ class _Writer:
         """
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
-        if not counts["train"] + counts["val"]:
+        if not counts["train"] + counts["val"] * (not self.corpus.has_val):
             what = f"no text in {format_count(len(self.corpus.files), 'file')}"
             raise DataError(what, self.corpus.files[0].path, "name files that hold text")
         with storage_errors(self.out):

@@ -40,10 +40,14 @@ TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (
 
 
 class Row(NamedTuple):
-    """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one."""
+    """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one.
+
+    split: that of its file, if any.
+    """
 
     example: Example
     sequences: list[TokenRow]
+    split: str
 
 
 def prepare_chats(
@@ -135,12 +139,12 @@ def _encode_rows(
     rows: list[Row] = []
     counts = Counter(skipped=0)
     row_format: Format | None = None
-    for where, line in read_rows(source):
+    for where, line, split in read_rows(source):
         counts["skipped"] += 1
         try:
             row_format, example = parse_row(line, where, row_format)
             if example.weight:
-                rows.append(Row(example, _encode(example, row_format.kind, template)))
+                rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
                 counts.update(f"rows whose {key} is not used" for key in example.unused)
         except DataError:
@@ -188,10 +192,10 @@ def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
 
 
 def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
-    """Split rows into train and val by a hash of their prompts.
+    """Split rows into train and val by their files or, if those have no split, by a hash of prompts.
 
-    If a split would be empty, it gets the prompt whose hash is nearest to the threshold. With a
-    val_fraction of 0 or a single prompt, val stays empty.
+    By hash, a split that would be empty gets the prompt whose hash is nearest to the threshold.
+    With a val_fraction of 0 or a single prompt, val stays empty. Raises DataError if train does.
     """
     hashes = []
     for row in rows:
@@ -200,7 +204,9 @@ def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
     limit = min(max(val_fraction * 2**64, min(hashes) + 1), max(hashes)) if val_fraction else 0
     splits: dict[str, list[Row]] = {"train": [], "val": []}
     for row, digest in zip(rows, hashes, strict=True):
-        splits["val" if digest < limit else "train"].append(row)
+        splits[row.split or ("val" if digest < limit else "train")].append(row)
+    if not splits["train"]:
+        raise DataError("no rows to train on", rows[0].example.where, "name other files")
     return splits
 
 

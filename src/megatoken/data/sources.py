@@ -13,35 +13,21 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import xxhash
 
 from megatoken.data.exercises import EXERCISES
-from megatoken.data.foreign_formats import refuse_foreign
+from megatoken.data.file_kinds import FORMATS, Compression, Format, find_split, recognize
+from megatoken.data.foreign_formats import find_foreign, refuse_foreign
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
-# separated: documents with <|endoftext|> between them; whole: one document; the others: rows with
-# named fields.
-Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
-Compression = Literal["", "gz", "zst"]
-
-ROW_FORMATS: dict[str, Format] = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".json": "json",  # a row per line, or one array of rows
-    ".jsonl": "json",
-    ".ndjson": "json",
-}
-FORMATS: dict[str, Format] = {".txt": "separated", **ROW_FORMATS}  # any other suffix is "whole"
-COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
-IN_FOLDERS = (*FORMATS, ".md")  # read from folders; other files are read only if named
 # Files that describe a dataset; they are skipped in folders.
 _CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
 
@@ -76,11 +62,23 @@ _TABLE_LINE = re.compile(rb"""^[ \t([{+-]*(?:[bru]{0,2}(?:'(?!'')|"(?!""))|\d).*
 _TABLE_SHARE = 0.3
 
 
+def open_local(file: "File") -> BinaryIO:
+    """Open a local file. Raises DataError if it changed since it was listed."""
+    stream = open(file.path, "rb")  # noqa: SIM115 (the caller closes it)
+    status = os.fstat(stream.fileno())
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.changed):
+        stream.close()
+        fix = "delete the output folder and prepare again"
+        raise DataError("file changed while it was prepared", file.path, fix)
+    return stream
+
+
 @dataclass(frozen=True)
 class File:
     """An input file.
 
     name: path relative to the corpus. size: bytes on disk. changed: mtime in ns, 0 if unknown.
+    opener: opens it. split: "train" or "val", or "" if each document is assigned by a hash.
     """
 
     name: str
@@ -89,6 +87,8 @@ class File:
     changed: int
     format: Format
     compression: Compression
+    opener: Callable[["File"], BinaryIO] = open_local
+    split: str = ""
 
     @property
     def is_packed(self) -> bool:
@@ -105,7 +105,6 @@ class Source:
 
     name: str
     files: tuple[File, ...]
-    open: Callable[[File], BinaryIO]
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -113,13 +112,19 @@ class Source:
         """Total size of the files on disk."""
         return sum(file.size for file in self.files)
 
+    @property
+    def has_val(self) -> bool:
+        """Whether some files are the validation split."""
+        return any(file.split == "val" for file in self.files)
+
     def digest(self, *, times: bool) -> str:
-        """Return the xxh3_128 hex of all file names and sizes.
+        """Return the xxh3_128 hex of all file names, sizes and splits.
 
         times: whether to include the modification times.
         """
         rows = (
-            f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files
+            f"{file.name}\0{file.size}\0{file.changed if times else ''}{file.split}\n"
+            for file in self.files
         )
         return str(xxhash.xxh3_128_hexdigest("".join(rows).encode(errors="surrogateescape")))
 
@@ -141,20 +146,22 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         return _list_local(spec, library, [path for path in paths if not _is_table(path)])
     if spec in EXERCISES:
         content = EXERCISES[spec]()
-        file = File(f"{spec}.jsonl", spec, len(content), 0, "json", "")
-        return Source(spec, (file,), lambda _: io.BytesIO(content))
+        opener = lambda _: io.BytesIO(content)  # noqa: E731
+        return Source(spec, (File(f"{spec}.jsonl", spec, len(content), 0, "json", "", opener),))
     if spec == "tinyshakespeare":
         if root is None:
             path = megatoken_cache() / "tinyshakespeare.txt"
             download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-            return Source(spec, (_describe("input.txt", path),), open_local)
+            file = _list_local(spec, path.parent, [path]).files[0]
+            return Source(spec, (replace(file, name="input.txt"),))
         return _list_local(spec, root, [root / "input.txt"])
     if spec in HUB:
         return _list_local(spec, root, root.glob(HUB[spec][1])) if root else _find_on_hub(spec)
     path = local_path(spec)
     refuse_foreign(path)
     if path.is_dir():
-        return _list_folder(path, exclude)
+        paths = [path / name for name in _walk(path, exclude)]
+        return _list_local(path.resolve().name, path, paths, in_folder=True)
     if path.is_file():
         return _list_local(path.name, path.parent, [path])
     matches = map(Path, glob.glob(spec, recursive=True))  # noqa: PTH207 (absolute patterns)
@@ -163,6 +170,35 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     paths = [path for path in paths if outputs.isdisjoint(path.parents)]
     start = os.path.commonpath([path.parent for path in paths]) if paths else spec
     return _list_local(Path(spec).name, Path(start), paths)
+
+
+def find_corpus(
+    spec: str, root: Path | None = None, exclude: Path | None = None, val: str | None = None
+) -> Source:
+    """Return the files to prepare: those of `find_source`, each with its split.
+
+    val: the validation files, as `spec`. By default, they are the files whose names say so. Other
+    files that are named as held out are skipped and counted, unless no file would be left to train
+    on; then names are ignored. Raises ConfigError if all files are in `val`.
+    """
+    source = find_source(spec, root, exclude)
+    named = find_source(val).files if val else ()
+    paths = {Path(file.path).resolve() for file in named}
+    splits = {}
+    for file in source.files:
+        if not paths or Path(file.path).resolve() not in paths:
+            # Words in the names of programs, such as test_model.py, are no splits.
+            is_text = file.format != "whole" or ".md" in file.name
+            splits[file] = find_split(file.name) if is_text else ""
+    if not splits:
+        raise ConfigError("all files of the source are for validation", "--val", "name other files")
+    train = [file for file, split in splits.items() if split in ("", "train")] or [*splits]
+    held_out = splits.keys() - train
+    val_files = named or [file for file in held_out if splits[file] == "val"]
+    skipped = Counter(f"named {splits[file]}" for file in held_out.difference(val_files))
+    files = [replace(file, split="train" if val_files else "") for file in train]
+    files += [replace(file, split="val") for file in val_files]
+    return Source(source.name, _sort(files), {**source.skipped, **skipped})
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
@@ -188,73 +224,55 @@ def _find_on_hub(name: str) -> Source:
         from huggingface_hub import HfFileSystem
 
         hub = HfFileSystem()
+        open_remote: Any = lambda file: hub.open(file.path, "rb")  # noqa: E731
         listing: dict[str, Any] = hub.glob(folder + pattern, detail=True)
     except Exception as error:  # the hub, its cache and the network raise their own exceptions
         what = f"cannot read {name}: {type(error).__name__}: {error!s:.200}"
         fix = f'pip install "megatoken[data]", or name a folder with {pattern} by --root'
         raise DataError(what, f"dataset {repository}", fix) from error
     files = tuple(
-        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", "")
+        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", "", open_remote)
         for path, row in sorted(listing.items())
     )
-    return Source(name, files, lambda file: hub.open(file.path, "rb"))
-
-
-def _list_folder(folder: Path, exclude: Path | None) -> Source:
-    """List the text files below a folder, and count the others by extension."""
-    paths: list[Path] = []
-    skipped: Counter[str] = Counter()
-    for name in _walk(folder, exclude):
-        path = folder / name
-        if _CARD.fullmatch(path.name):
-            skipped[path.name] += 1
-        elif _split_suffix(path.name)[0] in IN_FOLDERS:
-            paths.append(path)
-        else:
-            skipped[path.suffix or "no extension"] += 1
-    return _list_local(folder.resolve().name, folder, paths, skipped)
+    return Source(name, files)
 
 
 def _list_local(
-    name: str, folder: Path, paths: Iterable[Path], skipped: Mapping[str, int] | None = None
+    name: str, folder: Path, paths: Iterable[Path], *, in_folder: bool = False
 ) -> Source:
-    """Return `paths`, all below `folder`, as a source. Raises DataError if there are none."""
-    files = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
+    """Return those of `paths` that hold text as a source. All are below `folder`.
+
+    in_folder: whether nobody named the files. Then those of unknown formats are left out and
+    counted by extension, like files that describe a dataset; otherwise, they are read as text.
+    Raises DataError if no file is left.
+    """
+    files: list[File] = []
+    skipped: Counter[str] = Counter()
+    foreign: list[DataError] = []
+    for path in paths:
+        file_format, compression = recognize(path)
+        is_card = in_folder and _CARD.fullmatch(path.name)
+        error = None if file_format else find_foreign(path)
+        if is_card or error or (in_folder and not file_format):
+            skipped[path.name if is_card else path.suffix or "no extension"] += 1
+            foreign += [error] if error else []
+            continue
+        try:
+            status = path.stat()
+        except OSError as failure:
+            raise DataError(f"cannot read: {failure.strerror}", path, "check the path") from failure
+        size, changed = status.st_size, status.st_mtime_ns
+        relative = path.relative_to(folder).as_posix()
+        files.append(File(relative, str(path), size, changed, file_format or "whole", compression))
     if not files:
-        what = (
-            f"no text files (skipped: {describe_skipped(skipped)})" if skipped else "no files here"
-        )
-        fix = f"name {', '.join(IN_FOLDERS)} files, or a corpus: {', '.join(NAMES)}"
-        raise DataError(what, folder, fix)
-    described = tuple(_describe(relative, path) for relative, path in files)
-    return Source(name, described, open_local, skipped or {})
+        left_out = f" (skipped: {describe_skipped(skipped)})" if skipped else ""
+        fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join(NAMES)}"
+        raise next(iter(foreign), DataError(f"no text files here{left_out}", folder, fix))
+    return Source(name, _sort(files), skipped)
 
 
-def _describe(name: str, path: Path) -> File:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", path, "check the path") from error
-    suffix, compression = _split_suffix(path.name)
-    file_format = FORMATS.get(suffix, "whole")
-    return File(name, str(path), status.st_size, status.st_mtime_ns, file_format, compression)
-
-
-def _split_suffix(name: str) -> tuple[str, Compression]:
-    path = Path(name.lower())
-    compression = COMPRESSIONS.get(path.suffix, "")
-    return Path(path.stem).suffix if compression else path.suffix, compression
-
-
-def open_local(file: File) -> BinaryIO:
-    """Open a local file. Raises DataError if it changed since it was listed."""
-    stream = open(file.path, "rb")  # noqa: SIM115 (the caller closes it)
-    status = os.fstat(stream.fileno())
-    if (status.st_size, status.st_mtime_ns) != (file.size, file.changed):
-        stream.close()
-        fix = "delete the output folder and prepare again"
-        raise DataError("file changed while it was prepared", file.path, fix)
-    return stream
+def _sort(files: list[File]) -> tuple[File, ...]:
+    return tuple(sorted(files, key=attrgetter("name", "path")))
 
 
 def _walk(folder: Path, exclude: Path | None, skip: Collection[str] = ()) -> Iterator[str]:

@@ -2,20 +2,21 @@
 
 import codecs
 import csv
-import gzip
-import io
 import json
+import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from megatoken.data.file_kinds import HEAD_BYTES, LARGEST_ROW, decompress
 from megatoken.data.sources import File, Source
 from megatoken.errors import DataError, MegatokenError
 
-HEAD_BYTES = 8192  # read to detect the content of a file
-LARGEST_ROW = 64 << 20  # bytes
 PARQUET_ROWS = 8  # read at once; with dictionary encoding, a row can be as long as the file
 
+# The start of a JSON file that is not a row per line: an array or, in group 1, an object.
+_WHOLE_JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|(\{\s*\n\s*\"))")
 # lines: JSON, a row per line. rows: the same, converted from an array, CSV, TSV or parquet.
 TextFormat = Literal["separated", "whole", "lines", "rows"]
 
@@ -58,7 +59,7 @@ def _to_text(value: Any) -> str:
 
 
 @contextmanager
-def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFile]:
+def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
     """Open a file for reading from its start.
 
     text_key: the only column to read from a parquet file. Any exception inside the `with` block is
@@ -66,8 +67,8 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
     raise their own types.
     """
     try:
-        with source.open(file) as raw:
-            stream = io.BufferedReader(cast(io.RawIOBase, _decompress(raw, file)), HEAD_BYTES)
+        with file.opener(file) as raw:
+            stream = decompress(raw, file.compression)  # closes `raw` when it is collected
             yield _convert(raw, stream, file, text_key)
     except MegatokenError:
         raise
@@ -90,33 +91,23 @@ def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
     if file.format in ("separated", "whole"):
         return TextFile(stream, file.format, tell, is_binary)
     if file.format in ("csv", "tsv"):
-        rows = _read_csv(stream, "," if file.format == "csv" else "\t")
-    elif head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        rows = iter(json.loads(stream.read().decode("utf-8-sig", "surrogateescape")))
+        rows = _read_csv(stream, _find_delimiter(head) if file.format == "csv" else "\t")
+    elif match := _WHOLE_JSON.match(head):
+        content = json.loads(stream.read().decode("utf-8-sig", "surrogateescape"))
+        rows = iter([content] if match[1] else content)
     else:
         return TextFile(stream, "lines", tell, is_binary)
     return TextFile(cast(BinaryIO, _RowStream(rows)), "rows", tell, is_binary)
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield (file:line, JSON bytes) for each row. Raises DataError as `open_text` does."""
+def read_rows(source: Source) -> Iterator[tuple[str, bytes, str]]:
+    """Yield (file:line, JSON bytes, split of the file) for each row. Raises DataError as `open_text` does."""
     for file in source.files:
-        with open_text(source, file) as (stream, format, *_):
+        with open_text(file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
-                if line.strip():
+                if line.removeprefix(codecs.BOM_UTF8).strip():
                     place = f", row {number}" if format == "rows" else f":{number}"
-                    yield file.path + place, line
-
-
-def _decompress(raw: BinaryIO, file: File) -> object:
-    if file.compression == "gz":
-        return gzip.GzipFile(fileobj=raw)
-    if file.compression == "zst":
-        import pyarrow
-
-        # Unlike other readers, this one detects a truncated file.
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return raw
+                    yield file.path + place, line, file.split
 
 
 def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
@@ -129,15 +120,42 @@ def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
     return buffer, False
 
 
+def _find_delimiter(head: bytes) -> str:
+    """Return the delimiter of a CSV file, judged by the names of its columns."""
+    names = head.partition(b"\n")[0]
+    return ";" if b";" in names and b"," not in names else ","
+
+
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
     """Yield rows as dicts.
 
-    A row with too many fields is yielded as a list, so that parsing rejects it.
+    A row with too many fields is yielded as a list, and a line where no row can begin as a row
+    without text, so that parsing rejects them. Reading continues after that line.
     """
     csv.field_size_limit(LARGEST_ROW)
     lines = codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")
-    for row in csv.DictReader(lines, delimiter=delimiter, strict=True):
-        yield list(row.values()) if None in row else row
+    again: deque[str] = deque()  # lines to read a second time
+    row_lines: list[str] = []
+
+    def read_lines() -> Iterator[str]:
+        while line := again.popleft() if again else next(lines, ""):
+            if row_lines or line.strip():
+                row_lines.append(line)
+            yield line
+
+    reader = csv.DictReader(read_lines(), delimiter=delimiter, strict=True)
+    names = reader.fieldnames
+    while True:
+        row_lines.clear()
+        try:
+            for row in reader:
+                row_lines.clear()
+                yield list(row.values()) if None in row else row
+            return
+        except csv.Error as error:
+            yield {str(error): None}
+            again.extendleft(reversed(row_lines[1:]))
+            reader = csv.DictReader(read_lines(), names, delimiter=delimiter, strict=True)
 
 
 def _read_parquet(raw: BinaryIO, text_key: str) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.remote import local_dataset
+from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import Ints, Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -183,7 +184,7 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
         def prepare_text() -> None:
             tokenizer.save(folder / "tokenizer")
             saved = str(folder / "tokenizer")
-            prepare(str(data), folder / "data", tokenizer=saved, val_fraction=0.0)
+            prepare(find_source(str(data)), folder / "data", tokenizer=saved, val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
         dataset = load_dataset(folder / "data")
