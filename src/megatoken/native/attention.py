@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, view
+from megatoken.native.library import DTYPES, views
 from megatoken.native.selection import loaded_library
 
 
@@ -34,9 +34,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, 
     # The layout that the output projection reads and saves, so that it makes no copy.
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    views = (view(x) for x in (q, k, v, y))
     sizes = (B, H, k.shape[1], T, k.shape[2], D)
-    loaded_library().call("attention_forward", DTYPES[q.dtype], *views, lse, *sizes, causal)
+    loaded_library().call(
+        "attention_forward", DTYPES[q.dtype], *views(q, k, v, y), lse, *sizes, causal
+    )
     return y, lse
 
 
@@ -58,10 +59,6 @@ class _Attention(torch.autograd.Function):
         # Views of one tensor, like q, k and v, which are views of the projection's output.
         packed = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2)
         dq, dk, dv = packed.split_with_sizes([H, K, K], dim=1)
-        views = (view(x) for x in (q, k, v, y, dy))
-        gradients = (view(x) for x in (dq, dk, dv))
-        sizes = (B, H, K, T, D)
-        loaded_library().call(
-            "attention_backward", DTYPES[q.dtype], *views, lse, *gradients, *sizes
-        )
+        arguments = *views(q, k, v, y, dy), lse, *views(dq, dk, dv), B, H, K, T, D
+        loaded_library().call("attention_backward", DTYPES[q.dtype], *arguments)
         return dq, dk, dv

@@ -92,14 +92,20 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
-def view(x: Tensor) -> Any:
-    """Return a pointer to the View of a tensor."""
-    return byref(View(x.data_ptr(), *x.stride()[:3]))
+def views(*tensors: Tensor) -> list[Any]:
+    """Return pointers to the Views of tensors."""
+    return [byref(View(x.data_ptr(), *x.stride()[:3])) for x in tensors]
 
 
-def matrix(x: Tensor) -> Matrix:
-    """Return a tensor as a Matrix."""
-    return Matrix(x.data_ptr(), *x.stride())
+def describe_matmul(
+    a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, d: Tensor | None, row_sums: Tensor | None
+) -> Any:
+    """Return a pointer to the arguments of the kernel that sets c to a @ b + bias + d."""
+    M, K = a.shape
+    matrices = [Matrix(x.data_ptr(), *x.stride()) for x in (a, b, c)]
+    dtypes = DTYPES[a.dtype], DTYPES[c.dtype]
+    pointers = addresses((bias, d, row_sums))
+    return byref(Matmul(*dtypes, M, b.shape[1], K, *matrices, *pointers, 1, 1))
 
 
 # Parameters of each function. Only those in RETURNS return a value.

@@ -3,14 +3,13 @@
 Shapes: N rows (B*T), I inputs, O outputs.
 """
 
-from ctypes import byref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, Matmul, matrix
+from megatoken.native.library import describe_matmul
 from megatoken.native.selection import loaded_library
 
 
@@ -43,19 +42,11 @@ def matmul(
     assert a_MK.dtype == b_KN.dtype
     out = a_MK.new_empty(M, N) if out is None else out
     assert out.shape == (M, N)
-    arguments = Matmul(dtype=DTYPES[a_MK.dtype], out_dtype=DTYPES[out.dtype], M=M, N=N, K=K)
     a_MK = _with_unit_stride(a_MK)
     b_KN = _with_unit_stride(b_KN)
-    arguments.a = matrix(a_MK)
-    arguments.b = matrix(b_KN)
-    arguments.c = matrix(out)
-    if bias_N is not None:
-        arguments.bias = bias_N.data_ptr()
-    if row_sums_M is not None:
-        arguments.row_sums = row_sums_M.data_ptr()
-    arguments.d = out.data_ptr() if accumulate else None
-    arguments.alpha = arguments.beta = 1
-    loaded_library().call("matmul", byref(arguments))
+    added = out if accumulate else None
+    arguments = describe_matmul(a_MK, b_KN, out, bias_N, added, row_sums_M)
+    loaded_library().call("matmul", arguments)
     return out
 
 

@@ -7,15 +7,13 @@ of keys, and their blocks differ in size. Two roundings in either library are 2^
 """
 
 from collections.abc import Iterator
-from ctypes import byref
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, Library, Matmul, matrix, view
+from megatoken.native.library import DTYPES, Library, describe_matmul, views
 
-FP32, BF16 = DTYPES[torch.float32], DTYPES[torch.bfloat16]
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 2**-6}  # of errors, over the largest result
 SIZES = (67, 45, 97), (19, 33, 3100), (3, 45, 97)  # M, N, depth: odd; two chunks of it; few rows
 H, K, S, D = 4, 2, 149, 40  # attention: heads in groups, more keys than a block has
@@ -45,10 +43,8 @@ def _results(library: Library) -> Iterator[tuple[str, Tensor]]:
         bias = draw(N)
         out = draw(M, N).float()  # added to, unless nothing is transposed
         sums = torch.empty(M)
-        added = None if transposed == "nothing" else out.data_ptr()
-        epilogue = bias.data_ptr(), added, sums.data_ptr(), 1, 1
-        operands = map(matrix, (a, b, out))
-        library.call("matmul", byref(Matmul(BF16, FP32, M, N, depth, *operands, *epilogue)))
+        added = None if transposed == "nothing" else out
+        library.call("matmul", describe_matmul(a, b, out, bias, added, sums))
         case = f"matmul {M} x {N} x {depth}, {transposed} transposed"
         yield case, out
         yield f"{case}: row sums", sums
@@ -56,13 +52,13 @@ def _results(library: Library) -> Iterator[tuple[str, Tensor]]:
         q, k, v = (draw(1, heads, rows, D) / 32 for heads, rows in ((H, T), (K, S), (K, S)))
         y = torch.empty_like(q)
         lse = torch.empty(H, T)
-        views = map(view, (q, k, v, y))
-        library.call("attention_forward", BF16, *views, lse, 1, H, K, T, S, D, T == S)
+        arguments = *views(q, k, v, y), lse, 1, H, K, T, S, D, T == S
+        library.call("attention_forward", DTYPES[q.dtype], *arguments)
         yield case, y
         if T == S:
             gradients = [torch.empty_like(x) for x in (q, k, v)]
-            views = map(view, (q, k, v, y, y))  # the gradient of y is y
-            outputs = map(view, gradients)
-            library.call("attention_backward", BF16, *views, lse, *outputs, 1, H, K, T, D)
+            # The gradient of y is y.
+            arguments = *views(q, k, v, y, y), lse, *views(*gradients), 1, H, K, T, D
+            library.call("attention_backward", DTYPES[q.dtype], *arguments)
             for name, gradient in zip("qkv", gradients, strict=True):
                 yield f"{case}: gradient of {name}", gradient
