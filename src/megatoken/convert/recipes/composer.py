@@ -17,7 +17,6 @@ from megatoken.config.load import NULL, Assignment, compose_yaml
 from megatoken.convert.recipes.translation import Functions, Translation, load_table
 from megatoken.errors import ConfigError
 
-MPT = ("mosaic_gpt", "mpt_causal_lm")
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # Other spellings of a key (wrapper sections, lists of one entry), and what replaces them.
 RENAMED = (
@@ -85,15 +84,7 @@ def translate_composer(path: Path) -> Translation:
     missing = [key for key in required if get(key) is None]
     if missing:
         raise ConfigError(f"missing: {', '.join(missing)}", path)
-    folder = get("save_folder")
-    if folder and "{" not in folder:
-        translation.out = Path(folder)
     translation.name = get("run_name") or f"composer-{path.stem}"
-    if get("model.name") in MPT:
-        translation.set("model.mlp", "gelu-erf", "model.name")
-        translation.notes.append("initial weights are GPT-2's, not MPT's kaiming_normal_")
-    if not get("optimizer.name"):
-        translation.notes.append("no optimizer: Composer's SGD is replaced by AdamW")
     if get("model.expansion_ratio"):
         d_ff = int(get("model.expansion_ratio") * get("model.n_embd"))
         translation.set("model.d_ff", d_ff, "model.expansion_ratio")
@@ -103,7 +94,6 @@ def translate_composer(path: Path) -> Translation:
     if keep and keep > 0:  # -1 keeps all
         translation.set("save.keep_last", keep, "save_num_checkpoints_to_keep")
         translation.assignments.pop("save.keep_every", None)
-    translation.notes.append("data is not translated: prepare yours and set data.path")
     return translation
 
 

@@ -4,10 +4,10 @@ Source: train_gpt2.cu of karpathy/llm.c.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from megatoken.config.load import Assignment
 from megatoken.convert.recipes.translation import (
@@ -34,24 +34,14 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
     translation = Translation("llm.c", table, settings)
     get = translation.get
     translation.name = f"llmc-{Path(get('-e')).stem.replace(':', '-')}"
-    translation.out = Path(get("-o")) if get("-o") else None
-    _set_model(translation, table["presets"], table["sizes"])
+    _set_model(translation, table["models"])
     _set_data(translation)
     named = launched or get("-pn")
     _set_budget(translation, named if named > 1 else processes)
-    if get("-k") == "constant":  # llm.c then has no warm-up
-        translation.set("optim.warmup", "0steps", "-k")
-    if get("-k") == "wsd":
-        translation.set("optim.decay", "0.2dur", "-k")
     translation.set("sample.tokens", max(get("-g") - 1, 1), "-g")  # without <|endoftext|>
-    if get("-h"):
-        translation.set("evaluate.tasks", "hellaswag", "-h")
-        translation.set("evaluate.tasks_every", STEPS(get("-v")), "-v")
     if get("-nk"):
         translation.set("save.keep_last", get("-nk"), "-nk")
         translation.set("save.keep_every", STEPS(get("-nm")), "-nm")
-    if get("-r") == 2:
-        translation.notes.append("only GELU is recomputed, not norms: more memory, same numbers")
     return translation
 
 
@@ -67,27 +57,23 @@ def _read_command(command: str) -> tuple[list[Assignment], int]:
     return settings, int(count[1]) if count else 0
 
 
-def _set_model(
-    translation: Translation, presets: Mapping[str, str], models: Mapping[str, Sequence[int]]
-) -> None:
+def _set_model(translation: Translation, models: dict[str, dict[str, Any]]) -> None:
+    """Set the fields of the model that -e names. models: those of the built-in ones."""
     name = translation.get("-e")
     short = name.removeprefix("gpt2:")
-    sizes = models.get(short, ())
     context = 2048 if short.startswith("gpt3") else 1024
-    if short in presets:
-        translation.set("model.preset", presets[short], "-e")
-    elif name.endswith(".bin"):
+    if name.endswith(".bin"):
         from megatoken.convert.llmc import read_header
 
         config = read_header(Path(name))[0]
-        translation.set("model.init", name, "-e")
-        sizes = (config.n_layer, config.n_head, config.d_model)
+        sizes = {f"model.{key}": getattr(config, key) for key in ("n_layer", "n_head", "d_model")}
+        models = {short: {"model.init": name, **sizes}}
         context = config.seq_len
-    elif not sizes:
-        fix = f"use one of {' '.join([*presets, *models])}, or a .bin file"
+    if short not in models:
+        fix = f"use one of {' '.join(models)}, or a .bin file"
         raise ConfigError(f"no model named {name!r:.80}", translation.where("-e"), fix)
-    for field, size in zip(("n_layer", "n_head", "d_model"), sizes, strict=False):
-        translation.set(f"model.{field}", size, "-e")
+    for field, value in models[short].items():
+        translation.set(field, value, "-e")
     length = translation.get("-t")
     if length > context:
         what = f"-t {length} exceeds the model's context of {context}"
@@ -129,4 +115,3 @@ def _set_data(translation: Translation) -> None:
                 what = f"{path} also matches {file.name}"
                 raise ConfigError(what, translation.where("-i", "-j"), "move it elsewhere")
     translation.set("data.path", path, "-i", "-j")
-    translation.notes.append("data order differs: all windows are shuffled, not only within shards")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config.load import Assignment
-from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.convert.recipes.translation import (
     Translation,
     load_table,
@@ -18,11 +17,6 @@ from megatoken.convert.recipes.translation import (
     split_words,
 )
 from megatoken.errors import ConfigError
-
-NOTES = (
-    "each epoch visits every window once; nanoGPT draws random offsets",
-    "nanoGPT takes one step more than max_iters, and its warm-up divides by warmup_iters + 1",
-)
 
 
 def translate_nanogpt(command: str) -> Translation:
@@ -38,9 +32,8 @@ def translate_nanogpt(command: str) -> Translation:
     translation = Translation("nanoGPT", table, settings)
     get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
-    translation.out = Path(get("out_dir")) if get("out_dir") else None
-    translation.notes += NOTES
-    _set_start(translation)
+    if get("init_from") == "resume":
+        _find_run(translation)
     _set_decay(translation)
     path = Path("data") / get("dataset")  # relative to nanoGPT's folder
     if files and not path.is_dir() and (files[-1].parent.parent / path).is_dir():
@@ -52,36 +45,22 @@ def translate_nanogpt(command: str) -> Translation:
     ):
         tokens = get(key) * get("batch_size") * get("block_size")
         translation.set(field, tokens, key, "batch_size", "block_size")
-    if not get("always_save_checkpoint"):
-        translation.notes.append("the newest checkpoint is kept, not the one with the best loss")
     return translation
 
 
-def _set_start(translation: Translation) -> None:
-    """Translate init_from: `scratch`, `resume` or the name of OpenAI's weights.
-
-    Raises ConfigError if there is no run to resume.
-    """
-    name = translation.get("init_from")
-    if name == "resume":
-        translation.out = translation.out or Path("out")
-        if not (translation.out / "checkpoints").is_dir():
-            what = f"no run to resume in {translation.out}"
-            fix = f"start from nanoGPT's weights: model.init={translation.out}/ckpt.pt"
-            raise ConfigError(what, translation.where("init_from"), fix)
-    if name in PUBLISHED:
-        model = PRESETS[PUBLISHED[name]]
-        translation.set("model.init", f"openai-community/{name}", "init_from")
-        for field in ("n_layer", "n_head", "d_model", "mlp", "bias"):
-            translation.set(f"model.{field}", getattr(model, field), "init_from")
-        translation.notes.append("GELU is the tanh form of OpenAI's weights; nanoGPT's is exact")
+def _find_run(translation: Translation) -> None:
+    """Set the folder of the run to resume. Raises ConfigError if there is none."""
+    translation.out = translation.out or Path("out")
+    if not (translation.out / "checkpoints").is_dir():
+        what = f"no run to resume in {translation.out}"
+        fix = f"start from nanoGPT's weights: model.init={translation.out}/ckpt.pt"
+        raise ConfigError(what, translation.where("init_from"), fix)
 
 
 def _set_decay(translation: Translation) -> None:
     """Translate the learning-rate decay. Raises ConfigError if it ends before the warm-up does."""
     get = translation.get
     if not get("decay_lr"):
-        translation.set("optim.warmup", "0steps", "decay_lr")
         return
     keys = ("lr_decay_iters", "warmup_iters")
     decay_steps = get("lr_decay_iters") - get("warmup_iters")

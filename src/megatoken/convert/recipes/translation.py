@@ -1,8 +1,10 @@
 """Translate recipes of other programs with a table per program.
 
-A table, NAME.yaml, has three parts. `settings` maps a setting's names to a `Row`: megatoken's
-fields and how to convert the value. `fixed` holds the fields whose value the program hard-codes.
-`ignored` lists patterns of settings that do not affect training. Any other setting is an error.
+A table, NAME.yaml, has these parts. `settings` maps a setting's names to a `Row`: megatoken's
+fields and how to convert the value. `effects` holds, by setting and value, further fields and a
+`note`. `fixed` holds the fields whose value the program hard-codes. `out` names the setting of the
+run folder. `ignored` lists patterns of settings that do not affect training. Any other setting is
+an error. `notes` say what always differs.
 Recipes are never executed.
 """
 
@@ -96,7 +98,7 @@ class Translation:
         self.program = program
         self.name = program
         self.out: Path | None = None
-        self.notes: list[str] = []
+        self.notes: list[str] = [*table["notes"]]
         self.assignments: dict[str, Assignment] = {}
         self._functions = {"steps": STEPS, **(functions or {})}
         self._values: dict[str, Any] = {}
@@ -107,6 +109,15 @@ class Translation:
         for names, row in table["settings"].items():
             written = [latest.pop(name) for name in names.split() if name in latest]
             self._translate(names.split()[0], Row(**row), written)
+        for key, effects in table["effects"].items():
+            for field, value in effects.get(self.get(key), {}).items():
+                if field == "note":
+                    self.notes.append(value)
+                else:
+                    self.set(field, value, key)
+        out = self.get(table["out"])
+        if out and "{" not in out:
+            self.out = Path(out)
         for setting in latest.values():
             if not any(fnmatchcase(setting.key, pattern) for pattern in table["ignored"]):
                 raise self.refuse(setting)
