@@ -121,7 +121,7 @@ def convert_stop(code: int, ending: Path | None) -> int:
 
 def _length(text: str) -> Duration:
     """Parse a positive duration."""
-    spec = ConfigField(Duration(0), "", low=0, open_low=True, type=Duration)
+    spec = ConfigField(Duration(0), "", open_low=True, type=Duration)
     try:
         length = parse_value(spec, text)
     except ValueError as error:

@@ -63,7 +63,7 @@ class ConfigField:
     default: Any
     doc: str
     unit: str = ""
-    low: float = -LARGEST
+    low: float = 0.0
     high: float = LARGEST
     open_low: bool = False
     only_if: str = ""

@@ -52,16 +52,16 @@ class ModelConfig:
     )
     n_layer: int = config_field(12, "transformer blocks", low=1, high=100_000)
     n_head: int = config_field(12, "attention heads; must divide d_model if head_dim=0", low=1)
-    head_dim: int = config_field(0, "width of a head; 0: d_model / n_head", low=0)
+    head_dim: int = config_field(0, "width of a head; 0: d_model / n_head")
     n_kv_head: int = config_field(
-        0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head", low=0
+        0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head"
     )
     d_model: int = config_field(768, "width of the residual stream", low=1)
     d_ff: int = config_field(
-        0, "width of the MLP; 0: 4 x d_model, or 8/3 of it (multiple of 256) if gated", low=0
+        0, "width of the MLP; 0: 4 x d_model, or 8/3 of it (multiple of 256) if gated"
     )
     vocab_size: int = config_field(
-        0, "vocabulary size before padding to a multiple of 128; 0: the tokenizer's", low=0
+        0, "vocabulary size before padding to a multiple of 128; 0: the tokenizer's"
     )
     seq_len: int = config_field(1024, "context length", "tokens", low=1)
     norm: Literal["layernorm", "rmsnorm"] = config_field(
@@ -70,7 +70,7 @@ class ModelConfig:
     norm_position: Literal["pre", "post", "both"] = config_field(
         "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma 3)"
     )
-    norm_eps: float = config_field(1e-5, "added to the variance", low=0.0, open_low=True)
+    norm_eps: float = config_field(1e-5, "added to the variance", open_low=True)
     pos_emb: Literal["learned", "rotary"] = config_field(
         "learned", "position embedding: learned, or rotary on queries and keys"
     )
@@ -80,11 +80,10 @@ class ModelConfig:
     rope_local_theta: float = config_field(
         0.0,
         "rotary base of layers with a window, without scaling; 0: as in other layers",
-        low=0.0,
         only_if=IF_ROTARY,
     )
     nope_interval: int = config_field(
-        0, "every n-th layer has no rotary embedding; 0: none", "layers", low=0, only_if=IF_ROTARY
+        0, "every n-th layer has no rotary embedding; 0: none", "layers", only_if=IF_ROTARY
     )
     rope_scaling: Literal["llama3", "linear", "yarn"] = config_field(
         "llama3", "rotary scaling: LLaMA 3.1's, all wavelengths alike, or YaRN", only_if=IF_SCALED
@@ -99,14 +98,12 @@ class ModelConfig:
         1.0,
         "rotary scaling: full below this many turns in rope_context",
         "turns",
-        low=0.0,
         only_if=IF_SCALED,
     )
     rope_high: float = config_field(
         4.0,
         "rotary scaling: none above this many turns in rope_context",
         "turns",
-        low=0.0,
         only_if=IF_SCALED,
     )
     rope_context: int = config_field(
@@ -115,7 +112,6 @@ class ModelConfig:
     rope_attention: float = config_field(
         0.0,
         "factor of rotated queries and keys; 0: 1 + 0.1 ln(rope_factor)",
-        low=0.0,
         only_if="model.rope_scaling=yarn",
     )
     mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu", "geglu"] = config_field(
@@ -153,10 +149,10 @@ class ModelConfig:
         False, "subtract a learned share of the middle block's output from the last block's"
     )
     logit_softcap: float = config_field(
-        0.0, "logits become cap x tanh(logits / cap); 0: no cap", low=0.0, high=1000.0
+        0.0, "logits become cap x tanh(logits / cap); 0: no cap", high=1000.0
     )
     window: int = config_field(
-        0, "sliding window of S layers, including the query; 0: full attention", "tokens", low=0
+        0, "sliding window of S layers, including the query; 0: full attention", "tokens"
     )
     window_pattern: str = config_field(
         "SSSL",
@@ -173,19 +169,14 @@ class ModelConfig:
         compare=False,
     )
     lora_rank: int = config_field(
-        0,
-        "train only LoRA adapters of this rank in the linear layers of blocks; 0: train all",
-        low=0,
+        0, "train only LoRA adapters of this rank in the linear layers of blocks; 0: train all"
     )
     lora_alpha: float = config_field(
         0.0,
         "adapters are scaled by lora_alpha / lora_rank; 0: 2 x lora_rank",
-        low=0.0,
         only_if="model.lora_rank!=0",
     )
-    dropout: float = config_field(
-        0.0, "dropout probability in training", low=0.0, high=0.99, compare=False
-    )
+    dropout: float = config_field(0.0, "dropout probability in training", high=0.99, compare=False)
     init: str = config_field(
         "", "initial weights: run folder, or Hugging Face folder or name", compare=False
     )

@@ -23,15 +23,14 @@ class ObjectiveConfig:
     beta: float = config_field(
         0.1,
         "dpo, kto: strength of the KL constraint to the reference model",
-        low=0.0,
         open_low=True,
         only_if="objective.name=dpo|kto",
     )
     desirable_weight: float = config_field(
-        1.0, "kto: weight of the loss of desirable answers", low=0.0, only_if=IF_KTO
+        1.0, "kto: weight of the loss of desirable answers", only_if=IF_KTO
     )
     undesirable_weight: float = config_field(
-        1.0, "kto: weight of the loss of undesirable answers", low=0.0, only_if=IF_KTO
+        1.0, "kto: weight of the loss of undesirable answers", only_if=IF_KTO
     )
     reward: str = config_field(
         "exact",
@@ -55,26 +54,19 @@ class ObjectiveConfig:
     kl: float = config_field(
         0.0,
         "grpo, ppo: weight of the KL divergence from the initial model; 0: none",
-        low=0.0,
         only_if=IF_SAMPLED,
     )
     clip: float = config_field(
-        0.2,
-        "grpo, ppo: clip range of the probability ratio",
-        low=0.0,
-        open_low=True,
-        only_if=IF_SAMPLED,
+        0.2, "grpo, ppo: clip range of the probability ratio", open_low=True, only_if=IF_SAMPLED
     )
-    gamma: float = config_field(1.0, "ppo: discount per token", low=0.0, high=1.0, only_if=IF_PPO)
+    gamma: float = config_field(1.0, "ppo: discount per token", high=1.0, only_if=IF_PPO)
     lam: float = config_field(
-        0.95, "ppo: lambda of generalized advantage estimation", low=0.0, high=1.0, only_if=IF_PPO
+        0.95, "ppo: lambda of generalized advantage estimation", high=1.0, only_if=IF_PPO
     )
     value_clip: float = config_field(
-        0.2, "ppo: clip range of the value update", low=0.0, open_low=True, only_if=IF_PPO
+        0.2, "ppo: clip range of the value update", open_low=True, only_if=IF_PPO
     )
-    value_weight: float = config_field(
-        0.1, "ppo: weight of the value loss", low=0.0, only_if=IF_PPO
-    )
+    value_weight: float = config_field(0.1, "ppo: weight of the value loss", only_if=IF_PPO)
 
     @property
     def samples(self) -> bool:

@@ -56,36 +56,31 @@ class OptimConfig:
         "optimizer; muon: Muon for hidden matrices, AdamW for the rest; add your own from Python "
         "(docs/hacking.md)",
     )
-    lr: float = config_field(6e-4, "peak learning rate; with muon, of AdamW", low=0.0)
+    lr: float = config_field(6e-4, "peak learning rate; with muon, of AdamW")
     matrix_lr: float = config_field(
-        0.02, "muon: peak learning rate of hidden matrices", low=0.0, only_if=IF_MUON
+        0.02, "muon: peak learning rate of hidden matrices", only_if=IF_MUON
     )
     schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = (
         config_field("cosine", "learning-rate decay after warmup")
     )
-    warmup: Duration = config_field(Duration(0), "linear warmup from 0 to lr", low=0)
+    warmup: Duration = config_field(Duration(0), "linear warmup from 0 to lr")
     decay: Duration | Literal["auto"] = config_field(
         "auto",
         "length of the decay; cosine, linear: after warmup, then constant at min_lr_ratio (auto: "
         "rest of the run); wsd, wsd-sqrt, multi-step: at the end (auto: 0.2dur)",
-        low=0,
         only_if=IF_DECAYING,
     )
     min_lr_ratio: float = config_field(
-        0.1, "final learning rate / lr", low=0.0, high=1.0, only_if=IF_DECAYING
+        0.1, "final learning rate / lr", high=1.0, only_if=IF_DECAYING
     )
-    beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
-    beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
-    eps: float = config_field(
-        1e-8, "added to the root of the second moment", low=0.0, open_low=True
-    )
-    momentum: float = config_field(
-        0.95, "muon: Nesterov momentum", low=0.0, high=0.9999999, only_if=IF_MUON
-    )
+    beta1: float = config_field(0.9, "decay of the first moment", high=0.9999999)
+    beta2: float = config_field(0.95, "decay of the second moment", high=0.9999999)
+    eps: float = config_field(1e-8, "added to the root of the second moment", open_low=True)
+    momentum: float = config_field(0.95, "muon: Nesterov momentum", high=0.9999999, only_if=IF_MUON)
     momentum_warmup: Duration = config_field(
-        Duration(0), "muon: linear warmup of the momentum from 0.85", low=0, only_if=IF_MUON
+        Duration(0), "muon: linear warmup of the momentum from 0.85", only_if=IF_MUON
     )
-    weight_decay: float = config_field(0.1, "decoupled weight decay of matrices", low=0.0)
+    weight_decay: float = config_field(0.1, "decoupled weight decay of matrices")
     cautious_decay: bool = config_field(
         False,
         "muon: decay a weight only if its update also shrinks it (Chen et al. 2025)",
@@ -96,7 +91,7 @@ class OptimConfig:
         "muon: equal norms of the rows of an update, as NorMuon (Li et al. 2025) but without state",
         only_if=IF_MUON,
     )
-    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0)
+    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping")
     spike: Literal["warn", "skip", "off"] = config_field(
         "warn",
         "batches whose loss or gradient norm is far above those of the last 128 steps: warn, or "
@@ -118,9 +113,9 @@ class OptimConfig:
 class BudgetConfig:
     """Length of the run, set by exactly one of steps, tokens and epochs, and the batch size."""
 
-    steps: int = config_field(0, "optimizer steps", "steps", low=0)
-    tokens: int = config_field(0, "training tokens", "tokens", low=0)
-    epochs: float = config_field(0.0, "passes over the training split", "epochs", low=0.0)
+    steps: int = config_field(0, "optimizer steps", "steps")
+    tokens: int = config_field(0, "training tokens", "tokens")
+    epochs: float = config_field(0.0, "passes over the training split", "epochs")
     batch_tokens: int = config_field(
         524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1
     )
@@ -128,10 +123,9 @@ class BudgetConfig:
         0,
         "first batch; grows by its multiples to batch_tokens over batch_ramp; 0: batch_tokens",
         "tokens",
-        low=0,
     )
     batch_ramp: int = config_field(
-        0, "length of the growth from batch_start to batch_tokens", "tokens", low=0
+        0, "length of the growth from batch_start to batch_tokens", "tokens"
     )
 
     @property
@@ -167,10 +161,7 @@ class MachineConfig:
         low=1,
     )
     loss_chunk: int | Literal["auto"] = config_field(
-        "auto",
-        "chunk of the output layer; auto: 1024 on a CPU, else 4096; 0: no chunks",
-        "tokens",
-        low=0,
+        "auto", "chunk of the output layer; auto: 1024 on a CPU, else 4096; 0: no chunks", "tokens"
     )
     master_weights: Literal["auto", "off", "on"] = config_field(
         "auto", "low precision; off: autocast; on: low-precision weights with fp32 masters"
@@ -204,7 +195,7 @@ class MachineConfig:
         "weights (FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
     )
     tensor_parallel: int = config_field(1, "ranks that share every layer", low=1)
-    threads: int = config_field(0, "CPU threads; 0: all available", low=0, high=1024)
+    threads: int = config_field(0, "CPU threads; 0: all available", high=1024)
     deterministic: bool = config_field(
         False, "deterministic kernels; gradients summed in the same order on 1, 2, 4, ... ranks"
     )
@@ -219,7 +210,7 @@ class SaveConfig:
     """
 
     every: Duration = config_field(
-        Duration(0), "interval of checkpoints; 0: only at the end and on a stop", low=0
+        Duration(0), "interval of checkpoints; 0: only at the end and on a stop"
     )
     keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
     keep_best: bool = config_field(
@@ -228,7 +219,7 @@ class SaveConfig:
         only_if="evaluate.tokens!=0",
     )
     keep_every: Duration = config_field(
-        Duration(0), "interval of checkpoints kept forever; 0: none", low=0
+        Duration(0), "interval of checkpoints kept forever; 0: none"
     )
     mirror: str = config_field(
         "", "folder or s3://... address to copy checkpoints to and restore them from"
@@ -243,42 +234,36 @@ class EvalConfig:
     """How often to measure the validation loss and multiple-choice scores, and on what."""
 
     every: Duration = config_field(
-        Duration(0.1, "dur"), "interval of validation; 0: only at the end", low=0
+        Duration(0.1, "dur"), "interval of validation; 0: only at the end"
     )
     tokens: int = config_field(
-        1048576,
-        "validation tokens, spread evenly over the held-out split; 0: none",
-        "tokens",
-        low=0,
+        1048576, "validation tokens, spread evenly over the held-out split; 0: none", "tokens"
     )
     patience: int = config_field(
         0,
         "stop after this many validations without a lower loss; 0: never",
-        low=0,
         only_if="evaluate.every!=0steps",
     )
     tasks: str = config_field(
         "", "tasks to score: hellaswag,piqa,...; `piqa?` is skipped if its examples are missing"
     )
-    tasks_every: Duration = config_field(
-        Duration(0), "interval of task scores; 0: only at the end", low=0
-    )
+    tasks_every: Duration = config_field(Duration(0), "interval of task scores; 0: only at the end")
     tasks_data: str = config_field(
         "", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub"
     )
-    tasks_limit: int = config_field(0, "examples per task, from the first; 0: all", low=0)
+    tasks_limit: int = config_field(0, "examples per task, from the first; 0: all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """Text generated during training."""
 
-    every: Duration = config_field(Duration(0), "interval of samples; 0: never", low=0)
+    every: Duration = config_field(Duration(0), "interval of samples; 0: never")
     at_start: bool = config_field(False, "also sample before the first step")
     prompt: str = config_field("", "text to continue; empty: a new document")
     tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
-    temperature: float = config_field(0.8, "sampling temperature; 0: greedy", low=0.0)
-    top_k: int = config_field(50, "sample from the k likeliest tokens; 0: all", low=0)
+    temperature: float = config_field(0.8, "sampling temperature; 0: greedy")
+    top_k: int = config_field(50, "sample from the k likeliest tokens; 0: all")
     num_samples: int = config_field(1, "samples each time", low=1)
 
 
@@ -286,9 +271,7 @@ class SampleConfig:
 class LogConfig:
     """What to log, and how often."""
 
-    every: Duration = config_field(
-        Duration(1), "interval of rows in metrics.jsonl", low=0, open_low=True
-    )
+    every: Duration = config_field(Duration(1), "interval of rows in metrics.jsonl", open_low=True)
     plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
     pictures: bool = config_field(False, "also draw position embeddings and a weight matrix")
     sinks: str = config_field("", "also log to tensorboard, wandb, trackio (comma-separated)")
@@ -299,7 +282,7 @@ class Config:
     """Every setting of a run."""
 
     seed: int = config_field(
-        1337, "seed of initial weights, data order and dropout", low=0, high=2**63 - 1
+        1337, "seed of initial weights, data order and dropout", high=2**63 - 1
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
