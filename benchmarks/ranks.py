@@ -30,7 +30,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.model.gpt import GPT
-from megatoken.plots import draw_curves
+from megatoken.plots import PANELS, draw_curves
 from megatoken.system.device import Device
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train.state import build_state, build_step_config
@@ -148,6 +148,8 @@ def run_curves(options: argparse.Namespace) -> dict[str, Any]:
             train(name, nproc, f"machine.micro_batch={size}", f"optim.lr={options.lr}")
             for name, (nproc, size) in names.items()
         ]
+        for key in ("lr", "tokens_per_second"):  # the ranks share the cores of one machine
+            PANELS.pop(key)
         draw_curves([folder / name for name in names], options.out)
         overrides = "machine.micro_batch=1", "machine.deterministic=true"
         deterministic = [

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatoken.cli.main import main
@@ -12,18 +13,18 @@ from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
 from megatoken.errors import ExitCode
 from megatoken.plots import draw_curves, draw_weights
-from tests.convert.models import byte_tokenizer, draw_model
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 
 pytest.importorskip("matplotlib")
 
 
-def write_rows(folder: Path, *, steps: int, seconds: float, mfu: float | None = 0.25) -> Path:
+def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
     """Write a log with a last training loss of 3.5 and a last validation loss of 3.25."""
     folder.mkdir(parents=True)
     rows = []
     for step in range(1, steps + 1):
         place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
-        values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0, "mfu": mfu}
+        values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
         rows.append({"kind": "train", **place, "loss": 3.5 if step == steps else 9.0, **values})
     rows.append({"kind": "val", **place, "loss": 3.25})
     rows.append({"kind": "eval", **place, "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
@@ -37,9 +38,9 @@ def read_texts(picture: Path) -> set[str]:
 
 def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
     runs = [write_rows(tmp_path / name / "run", steps=8, seconds=60.0) for name in ("a", "b")]
-    runs.append(write_rows(tmp_path / "other", steps=8, seconds=900.0, mfu=None))
-    values = {"3.5000 train", "3.2500 val", "0.0006", "0.75", "123,456", "25.0%", "62.5% acc"}
-    titles = {"loss (nats per token)", "MFU (full attention)", "tokens per second", "piqa"}
+    runs.append(write_rows(tmp_path / "other", steps=8, seconds=900.0))
+    values = {"3.5000 train", "3.2500 val", "0.0006", "0.75", "123,456", "62.5% acc"}
+    titles = {"loss (nats per token)", "tokens/s", "piqa"}
     labels = {"tokens": "training tokens", "steps": "steps", "seconds": "time (minutes)"}
     for x, label in labels.items():
         texts = read_texts(draw_curves(runs[:2], tmp_path / f"{x}.svg", x))
@@ -52,7 +53,6 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
     assert {"time (hours)", *map(str, runs[1:])} <= read_texts(tmp_path / "long.svg")
     many_steps = write_rows(tmp_path / "many", steps=150, seconds=1.0)  # enough to be smoothed
     assert "3.5000 train" in read_texts(draw_curves([many_steps], tmp_path / "many.svg"))
-    assert "MFU (full attention)" not in read_texts(draw_curves(runs[2:], tmp_path / "other.svg"))
 
 
 def test_values_and_steps_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -92,6 +92,22 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
         assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
     assert sorted(folder.iterdir()) == files
     assert main(["plot", "model"]) == ExitCode.DATA
+
+
+def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
+    """A matrix that is higher than wide leaves no empty half."""
+    run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
+    write_hf(run, draw_model(FAMILIES["llama-tied"]), byte_tokenizer(), "fp32")
+    out = tmp_path / "pictures"
+    assert main(["plot", str(run), "--pictures", "--out", str(out)]) == ExitCode.DONE
+    assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["curves.png", "matrix.png"]
+    assert len(list(out.iterdir())) == 2
+    from matplotlib.image import imread
+
+    is_blank = (imread(out / "matrix.png")[..., :3] == 1).all((0, 2))
+    edges = np.flatnonzero(~is_blank)
+    assert np.diff(edges).max() < 0.2 * len(is_blank)
+    assert edges[0] < 0.1 * len(is_blank)
 
 
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

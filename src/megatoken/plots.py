@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.errors import ConfigError, DataError, Warn
+from megatoken.errors import ConfigError, DataError, Warn, import_extra
 from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.metrics_log import Row, read_metrics
@@ -18,8 +18,7 @@ PANELS = {
     "loss": ("loss (nats per token)", "{x:g}", ""),
     "lr": ("learning rate", "{x:g}", "{:.3g}"),
     "grad_norm": ("gradient norm", "{x:g}", "{:.3g}"),
-    "tokens_per_second": ("tokens per second", "{x:,.0f}", "{:,.0f}"),
-    "mfu": ("MFU (full attention)", "{x:.1%}", "{:.1%}"),
+    "tokens_per_second": ("tokens/s", "{x:,.0f}", "{:,.0f}"),
 }
 X_AXES = {
     "tokens": ("tokens", "training tokens"),
@@ -42,17 +41,13 @@ LAST_VALUES = {  # legend at the right of a panel
     "frameon": False,
     "fontsize": 8,
 }
+SHOWN = 300  # rows and columns of a weight
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
 
 
 def load_pyplot() -> Any:
     """Return matplotlib's pyplot, set to draw to files. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        fix = 'pip install "megatoken[plot]"'
-        raise ConfigError("matplotlib is not installed", fix=fix) from None
-    matplotlib.use("Agg")
+    import_extra("matplotlib", "plot").use("Agg")
     from matplotlib import pyplot
 
     return pyplot
@@ -92,7 +87,7 @@ def save_figure(figure: Any, target: Path) -> Path:
     check_picture(target)
     with storage_errors(target, what="cannot write picture", fix="choose --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=120)
+        figure.savefig(target, dpi=120, bbox_inches="tight")
     load_pyplot().close(figure)
     return target
 
@@ -151,8 +146,8 @@ def draw_curves(
     keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in all_rows)]
     tasks = sorted({row["task"] for row in all_rows if row["kind"] == "eval"})
     pyplot = load_pyplot()
-    small = [*keys[1:], *tasks, "."]  # the last one stays empty if there is an odd number of others
-    names = [("loss", "loss"), *zip(small[::2], small[1::2], strict=False)]
+    small = [*keys[1:], *tasks, ".", "."]  # three in a row; those left over stay empty
+    names = [("loss",) * 3, *zip(small[::3], small[1::3], small[2::3], strict=False)]
     inches = [4.5, *[2.6] * (len(names) - 1)]
     figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
     panels = figure.subplot_mosaic(names, height_ratios=inches)
@@ -175,7 +170,7 @@ def draw_curves(
         axis.xaxis.set_major_formatter(format_tick)
         axis.yaxis.set_major_formatter(ticks)
         axis.grid(alpha=0.25)
-        axis.legend(**LAST_VALUES)
+        axis.legend(title="last", title_fontsize=8, **LAST_VALUES)
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
     return save_figure(figure, target)
 
@@ -275,7 +270,8 @@ def draw_weights(
     figure, (image,) = open_panels(size=(6.5, 5.5))
     name = f"blocks.{min(block, model.config.n_layer - 1)}.attention.qkv"
     image.grid(visible=False)
-    corner = state[f"{name}.weight"].numpy()[:300, :300]
-    figure.colorbar(image.imshow(corner, cmap="gray"), label="weight")
-    image.set(title=f"corner of {name}", xlabel="input channel", ylabel="output channel")
+    weight = state[f"{name}.weight"].numpy()
+    figure.colorbar(image.imshow(weight[:SHOWN, :SHOWN], cmap="gray"), label="weight")
+    title = f"corner of {name}" if max(weight.shape) > SHOWN else name
+    image.set(title=title, xlabel="input channel", ylabel="output channel")
     return [*paths, save_figure(figure, folder / "matrix.png")]

@@ -144,6 +144,7 @@ def test_loads_are_shares(monkeypatch: pytest.MonkeyPatch):
     lines = "NVIDIA H100 80GB HBM3, 97, 20480, 81920\\nTesla T4, [N/A], 0, 15360\\n"
     monkeypatch.setattr(machine, "GPU_LOAD", ["printf", lines])
     names, shares, _ = zip(*read_load(), strict=True)
-    assert names == ("CPU load", "memory", "GPU 0, NVIDIA H100 80GB HBM3", "GPU 0 memory")
+    assert names == ("CPU", "memory", "GPU 0, NVIDIA H100 80GB HBM3", "GPU 0 memory")
     assert shares[2:] == (0.97, 0.25)
+    assert 0 <= shares[0] <= 1
     assert 0 < shares[1] < 1

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="default tokens")
-    arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
+    arg("--out", type=local_path, help="PNG, or folder, to write (default plots in the first RUN)")
     doc = "also plot the weights of the first RUN; of a MODEL of `sample` only these"
     arg("--pictures", action="store_true", help=doc)
     doc = "columns of the position embeddings to plot (default 150,200,250)"
@@ -42,11 +42,11 @@ def run(options: Namespace, console: Console) -> Result:
         )
     else:
         target = options.out or first / "plots" / "curves.png"
-        if target.is_dir():
+        if target.is_dir() or (options.pictures and not target.suffix):
             target /= "curves.png"
         pictures = [draw_curves(options.runs, target, options.x, Console(to_stderr=True).warn)]
         if options.pictures:
-            pictures += draw_weights(first, first / "plots", options.channels, options.block)
+            pictures += draw_weights(first, target.parent, options.channels, options.block)
     names = [str(path) for path in pictures]
     if not options.json:
         print(redact("\n".join(names)))

@@ -234,7 +234,7 @@ def show(data: Row, console: Console) -> None:
 def draw_race(
     curves: Mapping[str, Sequence[Curve]], targets: Sequence[float], metric: str, path: Path
 ) -> Path:
-    """Plot validation losses against tokens and against the time of steps, a color per contender.
+    """Plot validation losses against tokens and against training time, a color per contender.
 
     Returns the path of the picture.
     """
@@ -246,7 +246,9 @@ def draw_race(
     ends = ends[np.isfinite(ends)]
     for axis, key, scale in zip(panels, ("tokens", "seconds"), (1, divisor), strict=True):
         for index, (label, runs) in enumerate(curves.items()):
-            axis.plot([], [], label=label, **line_style(index))
+            recipe, *settings = label.split()
+            name = " ".join([Path(recipe).stem, *settings])
+            axis.plot([], [], label=name, **line_style(index))
             for curve in runs:
                 x = getattr(curve, key) / scale
                 axis.plot(x, curve.losses, lw=1.2, alpha=0.7, **line_style(index))
@@ -255,6 +257,6 @@ def draw_race(
         axis.xaxis.set_major_formatter(format_tick)
         axis.set(xlim=(0, None), ylim=(0.98 * ends.min(), ends.max()))
     panels[0].set(xlabel="training tokens", ylabel=f"validation loss ({UNITS[metric]})")
-    panels[1].set(xlabel=f"time of steps ({unit})")
+    panels[1].set(xlabel=f"training time ({unit})")
     panels[0].legend()
     return save_figure(figure, path)

@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatoken.system.environment import max_instruction_set, preferred_compiler
 from megatoken.system.process import run_child
 
 CPU_INFO = Path("/proc/cpuinfo")
+CPU_TIMES = Path("/proc/stat")
 MEMORY_INFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_NAMES = Path("/proc/self/cgroup")
@@ -25,6 +27,8 @@ DISABLED_FEATURES = {
     "portable": ("amx", "avx512", "avx2", "fma"),
 }
 COMMAND_SECONDS = 5.0
+MIB = 1.048576e-3  # in GB
+CPU_SECONDS = 0.1  # over which the load of the cores is measured
 GPU_LOAD = [
     "nvidia-smi",
     "--query-gpu=name,utilization.gpu,memory.used,memory.total",
@@ -137,19 +141,24 @@ def _read_memory() -> tuple[int, int]:
 def read_load() -> list[tuple[str, float, str]]:
     """Return the name, share and text of this machine's loads: CPU, memory and GPUs.
 
-    A share above 1 means that processes wait for a core. Loads that cannot be read are left out.
+    Loads that cannot be read are left out.
     """
     free, total = _read_memory()
-    loads = [
-        ("CPU load", os.getloadavg()[0], cpu_count(), "cores"),
-        ("memory", (total - free) / 2**30, total / 2**30, "GiB"),
-    ]
+    loads = [("memory", (total - free) / 1e9, total / 1e9, "GB")]
+    with suppress(OSError):  # only Linux has the file
+        readings = []
+        for _ in range(2):
+            readings.append(CPU_TIMES.read_text().split()[1:9])
+            time.sleep(CPU_SECONDS)
+        spent = [int(end) - int(start) for start, end in zip(*readings, strict=True)]
+        idle = sum(spent[3:5])  # also waiting for a disk
+        loads.insert(0, ("CPU", 100 - 100 * idle / sum(spent), 100, "%"))
     for index, line in enumerate(_read_lines(GPU_LOAD)):
         with suppress(ValueError):  # a value that this GPU does not report
             name, *values = line.split(", ")
             busy, used, size = map(float, values)
             loads.append((f"GPU {index}, {name}", busy, 100, "%"))
-            loads.append((f"GPU {index} memory", used / 1024, size / 1024, "GiB"))
+            loads.append((f"GPU {index} memory", used * MIB, size * MIB, "GB"))
     return [
         (name, used / total, f"{used:.1f} of {total:.4g} {unit}")
         for name, used, total, unit in loads

@@ -13,7 +13,7 @@ const PANELS = [
   {key: "loss", title: "loss (nats per token)"},
   {key: "lr", title: "learning rate", zero: true},
   {key: "grad_norm", title: "gradient norm", zero: true},
-  {key: "tokens_per_second", title: "tokens per second", zero: true},
+  {key: "tokens_per_second", title: "tokens/s", zero: true},
   {key: "mfu", title: "model FLOPs utilization", zero: true, percent: true},
 ];
 const X_TITLES = {tokens: "training tokens", step: "steps", elapsed_seconds: "training time"};
@@ -60,7 +60,7 @@ function listLogTicks(low, high) {
       const tick = digit * 10 ** power;
       if (tick >= low && tick <= high) ticks.push(tick);
     }
-  return ticks.length > 1 ? ticks : [low, high];
+  return ticks;
 }
 
 function listShown() {
@@ -123,6 +123,11 @@ function drawPanel(panel, settings) {
   let [low, high] = [Math.min(...all), Math.max(...all)];
   if (panel.zero) low = Math.min(0, low);
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const hasPowers = isLog && high > 10 * low;
+  if (!hasPowers) {  // the axis ends at ticks
+    const [first, second] = listTicks(low, high, 8), step = second - first;
+    [low, high] = [Math.floor(low / step + 1e-9) * step || low, Math.ceil(high / step - 1e-9) * step];
+  }
   const from = settings.late && panel.key === "loss" ? Math.min(...curves.map(curve => curve.x[0])) : 0;
   const ends = listShown().map(run => run.train[settings.x]?.findLast(value => value !== null) ?? 0);
   const to = Math.max(...curves.map(curve => curve.x[curve.x.length - 1]), ...ends, from + 1e-9);
@@ -144,7 +149,7 @@ function drawPanel(panel, settings) {
   const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0,
     "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${spans.join("; ")}. Arrow keys read values.`});
   const formatX = settings.x === "elapsed_seconds" ? formatSeconds : formatNumber;
-  for (const tick of isLog ? listLogTicks(low, high) : listTicks(low, high, 5)) {
+  for (const tick of hasPowers ? listLogTicks(low, high) : listTicks(low, high, 8)) {
     element("line", {x1: LEFT, x2: width - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
     element("text", {x: LEFT - 6, y: py(tick) + 4, "text-anchor": "end"}, svg).textContent = formatY(tick);
   }
@@ -172,18 +177,22 @@ function drawPanel(panel, settings) {
   const output = document.createElement("output");
   const longest = curves.reduce((best, curve) => curve.x.length > best.x.length ? curve : best);
   let place = -1;
-  const show = index => {
-    place = Math.min(Math.max(index, 0), longest.x.length - 1);
-    const x = longest.x[place];
-    cursor.setAttribute("x1", px(x));
-    cursor.setAttribute("x2", px(x));
-    cursor.setAttribute("visibility", "visible");
+  const read = x => {
     const values = curves.map(curve => {
       const nearest = curve.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(curve.x[best] - x) ? i : best, 0);
       return `${curve.name} ${formatY(curve.y[nearest])}`;
     });
     output.textContent = `${formatX(x)}: ${values.join(", ")}`;
   };
+  const show = index => {
+    place = Math.min(Math.max(index, 0), longest.x.length - 1);
+    const x = longest.x[place];
+    cursor.setAttribute("x1", px(x));
+    cursor.setAttribute("x2", px(x));
+    cursor.setAttribute("visibility", "visible");
+    read(x);
+  };
+  read(to);  // the last values, until the reader chooses others
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();
     const x = from + ((event.clientX - box.left) / box.width * width - LEFT) / (width - LEFT - RIGHT) * (to - from);
