@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.train.sinks import SinkProcesses, check_sinks
+from tests.cli.test_sweep import wait_for
 
 Rows = list[tuple[int, dict[str, float]]]
 
@@ -135,3 +137,19 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path):
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(step, 2.5) for step in (1, 2, 3, 4)]
     assert [event.value for event in events.Scalars("eval/piqa/acc")] == [0.5]
+    assert abs(events.Scalars("train/loss")[-1].wall_time - time.time()) < 3600
+    assert "settings" in events.Tags()["tensors"]
+
+
+def test_wandb_takes_the_project_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "other-project")
+    monkeypatch.setenv("WANDB_TAGS", "tiny-tag")
+    write_rows(tmp_path, 1, 4)
+    assert main(["sync", str(tmp_path), "--to", "wandb"]) == ExitCode.DONE
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for text in (b"other-project", b"tiny-tag"):  # written by another process
+        wait_for(lambda text=text: text in file.read_bytes())

@@ -27,7 +27,7 @@ from megatoken.errors import ConfigError, MegatokenError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file
 from megatoken.system.file_lock import LockedError, lock_folder
-from megatoken.system.metrics_log import METRICS, START, STATUS, Row, read_new_rows
+from megatoken.system.metrics_log import METRICS, START, STATUS, Row, find_last_rows, read_new_rows
 
 HELP = "send the metrics of a run to tensorboard, wandb or trackio"
 EXAMPLE = "megatoken sync runs/mine --to tensorboard"
@@ -80,22 +80,29 @@ def open_tensorboard(run: Path, state: Row) -> Sink:
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(run / "tensorboard"))
+    if "start" not in state:
+        last = find_last_rows(run, ["train"]).get("train", {})
+        state["start"] = (run / METRICS).stat().st_mtime - last.get("elapsed_seconds", 0.0)
+        lines = [f"    {key}: {value}" for key, value in read_settings(run).items()]
+        text = text_pb("settings", "\n".join(lines))
+        writer.add_event(Event(wall_time=state["start"], summary=text))
 
     def log(values: dict[str, float], row: Row) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         # TensorBoard's "relative" axis then shows training time, without pauses.
-        seconds = row.get("elapsed_seconds", 0.0)
+        moment = state["start"] + row.get("elapsed_seconds", 0.0)
         summary = Summary(value=scalars)
-        writer.add_event(Event(step=row["step"], wall_time=seconds, summary=summary))
+        writer.add_event(Event(step=row["step"], wall_time=moment, summary=summary))
 
     return Sink(log, writer.flush, writer.close)
 
 
 def open_wandb(run: Path, state: Row) -> Sink:
-    """Return a sink that logs to the W&B project `megatoken`.
+    """Return a sink that logs to the W&B project `megatoken`, or that of WANDB_PROJECT.
 
     Without an API key, or if WANDB_MODE says so, it logs to RUN/wandb instead.
     """
@@ -104,7 +111,7 @@ def open_wandb(run: Path, state: Row) -> Sink:
     name = run.resolve().name
     has_key = wandb.login(prompt=False, verify=False)
     wandb_run = wandb.init(
-        project="megatoken",
+        project=wandb.setup().settings.project or "megatoken",
         name=name,
         id=state.setdefault("id", f"{name}-{os.urandom(4).hex()}"),
         resume="allow",
