@@ -57,21 +57,21 @@ def last_line(received: list[str]) -> str:
 
 def test_a_step_begins_with_progress_and_time_left():
     assert LINE == (
-        " 34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
-        "1.25 GiB | 98 ms/step"
+        " 34% | left 1m42s | step   410/1,200 | loss 4.1234 | 5,210 tokens/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
+        "1.342 GB | 98 ms/step"
     )
     assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(
-        " 99% | left 0s | step 1199/1200 |"
+        " 99% | left 0s | step 1,199/1,200 |"
     )
     assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith(
-        "100% | left 0s | step 1200/1200 |"
+        "100% | left 0s | step 1,200/1,200 |"
     )
 
 
 def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
     answers = {**ROW, "loss": 0.0, "reward": 0.0, "stopped": 1.0}
     line = format_step({**answers, "groups_without_difference": 1.0}, 1200, 0, 0.0)
-    assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tok/s" in line
+    assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tokens/s" in line
     assert "no difference 0.500 | stopped 1.000 | loss 0.0" in format_step(
         {**answers, "groups_without_difference": 0.5}, 1200, 0, 0.0
     )
@@ -82,8 +82,8 @@ def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
     ("width", "shown"),
     [
         (160, f"━━━─────── {LINE}"),
-        (80, "━━━───────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s"),
-        (50, " 34% | left 1m42s | step  410/1200 | loss 4.1234"),
+        (80, "━━━───────  34% | left 1m42s | step   410/1,200 | loss 4.1234 | 5,210 tokens/s"),
+        (50, " 34% | left 1m42s | step   410/1,200 | loss 4.1234"),
         (20, " 34% | left 1m42s"),
     ],
 )

@@ -54,8 +54,8 @@ def format_quantity(value: float, unit: str = "") -> str:
 
 
 def format_memory(number: float) -> str:
-    """Format a number of bytes, for example as 1.25 GiB or 49.2 MiB."""
-    return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.1f} MiB"
+    """Format a number of bytes, for example as 1.342 GB or 49.2 MB."""
+    return format_quantity(number, "B")
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
@@ -74,17 +74,18 @@ def format_step(
     GRPO's loss is left out if the rewards within every group are equal, because it is then 0.
     """
     step = row["step"]
+    total = f"{total_steps:,}"
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
     parts = [
         f"{100 * step // total_steps:3d}%",
         f"left {format_duration(remaining_seconds)}",
-        f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        f"step {step:>{len(total)},}/{total}",
     ]
     parts += [f"{name} {row[key]:.3f}" for key, name in SHOWN_FIRST.items() if key in row]
     if row.get("groups_without_difference") != 1:
         parts.append(f"loss {row['loss']:.4f}")
     parts += [
-        f"{row['tokens_per_second']:,.0f} tok/s",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
         f"lr {row['lr']:.2e}",
         f"norm {row['grad_norm']:.3f}",
         f"MFU {mfu}",

@@ -7,8 +7,9 @@ traceback.
 
 from collections.abc import Callable
 from enum import IntEnum
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatoken.redact import redact
 
@@ -51,6 +52,15 @@ class ConfigError(MegatokenError):
     """A setting, recipe or argument is wrong, or needs what this machine does not have."""
 
     code = ExitCode.CONFIG
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module of an optional dependency. Raises ConfigError that says how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        fix = f'pip install -e ".[{extra}]" in the checkout of megatoken'
+        raise ConfigError(f"{error.name} is not installed", fix=fix) from None
 
 
 class DataError(MegatokenError):

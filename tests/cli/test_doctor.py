@@ -25,6 +25,7 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "native",
         "disk",
         "tokenizer",
+        "extras",
         "collective",
     ]
     assert findings["collective"]["state"] == "good", findings["collective"]

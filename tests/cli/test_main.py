@@ -88,7 +88,7 @@ def test_config_has_origins(ask: Ask):
     assert answer["origins"]["optim.lr"] == "command line"
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
 def test_overview_lists_every_command(words: list[str], capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(*words, capsys=capsys)
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
@@ -107,6 +107,16 @@ def test_help_of_a_command_has_an_example_that_parses(
     assert example in capsys.readouterr().out
     words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
     assert parse(words[1:]).command == name
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [("reproduce notebook-fify", "notebook-fifty"), ("bench laddr", "ladder")]
+)
+def test_a_close_name_is_suggested(words: str, name: str, capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(*words.split(), capsys=capsys)
+    assert code == ExitCode.CONFIG
+    assert name in err
+    assert "notebook-gpt3" not in err
 
 
 ERRORS = f"""

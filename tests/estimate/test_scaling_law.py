@@ -105,8 +105,22 @@ def test_command_fits_holds_out_and_extrapolates(
 ):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "law.png"
+    log = tmp_path / "w32-100000.log"  # of a sweep, matched by w32*
+    log.touch()
     assert (
-        main(["scaling", *runs, "--flops", "1e13", "1e15", "--plot", str(picture), "--json"])
+        main(
+            [
+                "scaling",
+                *runs,
+                str(log),
+                "--flops",
+                "1e13",
+                "1e15",
+                "--plot",
+                str(picture),
+                "--json",
+            ]
+        )
         == ExitCode.DONE
     )
     answer = read_answer(capsys)

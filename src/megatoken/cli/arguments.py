@@ -21,6 +21,15 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices and value not in action.choices:
+            match = suggest(value, action.choices)
+            if match:
+                raise ConfigError(
+                    f"no {action.dest} '{value}'", self.prog, f"did you mean {match}?"
+                )
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, self.prog, f"see `{self.prog} --help`")
 

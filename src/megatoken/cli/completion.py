@@ -9,7 +9,7 @@ from megatoken.config.load import list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
-from megatoken.errors import ConfigError
+from megatoken.errors import import_extra
 
 HELP = "print a shell completion script"
 EXAMPLE = 'eval "$(megatoken completion bash)"'
@@ -46,10 +46,7 @@ def run(options: Namespace, console: Console) -> Result:
 
 def write_completion(shell: str) -> str:
     """Return the script for a shell. Raises ConfigError without shtab."""
-    try:
-        import shtab
-    except ImportError:
-        raise ConfigError("shtab is not installed", "", "pip install shtab") from None
+    shtab = import_extra("shtab", "shell")
     words = {
         "recipes": " ".join(list_recipes()),
         "presets": " ".join(PRESETS),

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,16 @@ HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
 MEET_SECONDS = 90.0  # limit for two processes on a busy machine to start, join and sum
 MIN_DISK = 5e9  # bytes that a run of GPT-2 124M takes
+EXTRAS = {  # a module of each optional dependency
+    "data": "pyarrow",
+    "plot": "matplotlib",
+    "hf": "transformers",
+    "serve": "uvicorn",
+    "gguf": "gguf",
+    "sweep": "optuna",
+    "s3": "s3fs",
+    "eval": "lm_eval",
+}
 AMX_REMEDY = "AMX needs g++ 11 and Linux 5.16 or newer; report a failed self-test"
 # Two processes join a group and sum rank + 1.
 PROGRAM = """
@@ -58,14 +69,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    findings = {name: run_check(check, options.folder) for name, check in CHECKS.items()}
-    rows = [
-        (finding.state, name, f"{finding.found}{finding.remedy and f' — {finding.remedy}'}")
-        for name, finding in findings.items()
-    ]
-    console.table(rows, left=3)
-    is_bad = any(finding.state == "bad" for finding in findings.values())
-    data = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
+    data = []
+    for name, check in CHECKS.items():
+        finding = run_check(check, options.folder)
+        text = f"{finding.found}{finding.remedy and f' — {finding.remedy}'}"
+        console.print(f"{finding.state:<8} {name:<11} {text}")
+        data.append({"name": name, **finding._asdict()})
+    is_bad = any(finding["state"] == "bad" for finding in data)
     return Result(ExitCode.CONFIG if is_bad else ExitCode.DONE, {"findings": data})
 
 
@@ -148,7 +158,16 @@ def check_tokenizer(_: Path) -> Finding:
         return Finding("good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids")
     except MegatokenError as error:
         remedy = "go online once, or use --tokenizer bpe:N or bytes"
-        return Finding("lacking", str(error), remedy)
+        return Finding("lacking", str(error).partition(" — ")[0], remedy)
+
+
+def check_extras(_: Path) -> Finding:
+    missing = [name for name, module in EXTRAS.items() if find_spec(module) is None]
+    found = ", ".join(name for name in EXTRAS if name not in missing)
+    if missing:
+        remedy = f'pip install -e ".[{",".join(missing)}]" in the checkout'
+        return Finding("lacking", f"with {found}; without {', '.join(missing)}", remedy)
+    return Finding("good", found)
 
 
 def check_collective(_: Path) -> Finding:
@@ -175,5 +194,6 @@ CHECKS: dict[str, Callable[[Path], Finding]] = {
     "native": check_native,
     "disk": check_disk,
     "tokenizer": check_tokenizer,
+    "extras": check_extras,
     "collective": check_collective,
 }

@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--to", choices=("hf", "peft", "gguf", "llmc"), default="hf", help=f"{doc} (default hf)")
     doc = "new folder to write, or new FILE.gguf"
     arg("--out", type=local_path, required=True, metavar="DIR", help=doc)
-    doc = "of the weights (default fp32); hf, peft and llmc have fp32 and bf16"
+    doc = "of the weights (default fp32); hf, peft and llmc: fp32 or bf16"
     arg("--dtype", "--quantize", choices=DTYPES, type=_parse_dtype, default="fp32", help=doc)
 
 

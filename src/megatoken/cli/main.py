@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     prepare_streams()
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
         prepare_process()
         if not words or words[0] in ("-h", "--help"):

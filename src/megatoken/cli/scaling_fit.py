@@ -53,7 +53,7 @@ def read_run(folder: Path) -> FinishedRun:
     """
     state = read_object(folder / STATUS).get("state")
     if state != "done":
-        raise DataError(f"the run is not finished: {state}", folder)
+        raise DataError(f"the run is not finished: {state}" if state else "not a run", folder)
     rows = find_last_rows(folder, ("train", "val"))
     val = rows.get("val", {})
     loss = val.get("loss")
@@ -90,7 +90,8 @@ def fit_scaling(
         raise ConfigError("a budget is not a positive number", "--flops")
     if plot:
         check_picture(plot)
-    runs = sorted(map(read_run, dict.fromkeys(folders)), key=lambda run: run.flops)
+    folders = [path for path in dict.fromkeys(folders) if not path.is_file()]  # logs of `sweep`
+    runs = sorted(map(read_run, folders), key=lambda run: run.flops)
     largest = runs[-1]
     for run in runs:
         if run.tokenizer != largest.tokenizer:
@@ -229,7 +230,9 @@ def extrapolate(
     data["N_low"], data["N_high"] = interval([split[0] for split in splits])
     data["loss"] = describe(float(law.loss(n, d)), losses)
     low, middle, high = (format_quantity(data[key]) for key in ("N_low", "N", "N_high"))
-    split = f"N {middle} ({low} to {high}), D {format_quantity(d)}, {d / n:.3g} tokens a parameter"
+    split = (
+        f"N {middle} ({low} to {high}), D {format_quantity(d)}, {d / n:.3g} tokens per parameter"
+    )
     console.print(f"{flops:.1e} FLOPs: loss {format_range(data['loss'])} with {split}")
     if flops > FAR * largest.flops:
         console.warn(f"{flops:.1e} FLOPs are more than {FAR} times the largest run")

@@ -47,7 +47,7 @@ def serve(options: Namespace, console: Console) -> Result:
         from megatoken.serving.engine import Engine
         from megatoken.serving.protocol import ServedModel
     except ImportError as error:
-        fix = 'pip install "megatoken[serve]"'
+        fix = 'pip install -e ".[serve]"'
         raise ConfigError(f"serve needs {error.name}, which is not installed", fix=fix) from None
     from megatoken.cli.model import open_model
     from megatoken.data.chat_template import find_template

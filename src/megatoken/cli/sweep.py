@@ -24,14 +24,14 @@ from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
-from megatoken.errors import ConfigError, DataError, ExitCode
+from megatoken.errors import ConfigError, DataError, ExitCode, import_extra
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.machine import cpu_count
 from megatoken.system.metrics_log import METRICS, START, STATUS, read_new_rows
 
-HELP = "search settings by short runs"
+HELP = "search hyperparameters with short runs"
 EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
 JOURNAL = "journal.log"
 BEST = "best.yaml"
@@ -57,11 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console) -> Result:
     """Run `options.trials` trials, or all combinations of choices if these are fewer."""
-    try:
-        import optuna
-    except ImportError:
-        fix = 'pip install "megatoken[sweep]"'
-        raise ConfigError("optuna is not installed", fix=fix) from None
+    optuna = import_extra("optuna", "sweep")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space, settings = parse_space(options.recipe, options.overrides)
     check_data(options.recipe, space, settings)
@@ -314,18 +310,25 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
 
 
 def draw(study: Any, space: Space, path: Path) -> Path:
-    """Plot the loss of finished and early-stopped trials against each setting; return the path."""
+    """Plot the loss of finished, early-stopped and the best trial against each setting.
+
+    Returns the path of the picture.
+    """
     from optuna.trial import TrialState
 
     from megatoken.plots import open_panels, save_figure
 
+    groups = (
+        ("finished", "o", study.get_trials(states=[TrialState.COMPLETE])),
+        ("stopped early", "x", study.get_trials(states=[TrialState.PRUNED])),
+        ("best", "r*", [study.best_trial]),
+    )
     figure, panels = open_panels(len(space))
     for axis, (key, distribution) in zip(panels, space.items(), strict=True):
-        for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
-            trials = study.get_trials(states=[state])
+        for label, marker, trials in groups:
             x = [distribution.to_internal_repr(trial.params[key]) for trial in trials]
             y = [trial.value for trial in trials]
-            axis.plot(x, y, marker, label=state.name.lower() if trials else "")
+            axis.plot(x, y, marker, label=label if trials else "")
         if choices := getattr(distribution, "choices", ()):  # their internal values are indices
             axis.set_xticks(range(len(choices)), choices)
         axis.set(xlabel=key, ylabel="validation loss (nats per token)")

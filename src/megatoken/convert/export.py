@@ -72,7 +72,7 @@ def export(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     if console:
-        verdict = f"NOT VERIFIED: {chosen.verifier} is not installed"
+        verdict = f"NOT VERIFIED: pip install {chosen.verifier}"
         if difference is not None:
             verdict = f"verified, logits within {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")

@@ -31,7 +31,7 @@ from megatoken.convert.hf.families import choose_family
 from megatoken.data.byte_bpe import EOT, split_merge
 from megatoken.data.chat_template import drop_marks, find_stop_ids, template_of
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError
+from megatoken.errors import CheckpointError, ConfigError, import_extra
 from megatoken.model.gpt import GPT
 from megatoken.model.rope import rope_inv_freq
 
@@ -52,12 +52,7 @@ def write_gguf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> No
     do not divide into a quantization's blocks become fp16. Raises ConfigError for an architecture
     or a tokenizer that llama.cpp does not support, and if `gguf` is not installed.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ConfigError(
-            "gguf is not installed", "--to gguf", "pip install megatoken[gguf]"
-        ) from None
+    gguf = import_extra("gguf", "gguf")
     model_type = choose_family(model.config).model_type
     supported = TABLE["architectures"][model_type]
     name = supported["name"]

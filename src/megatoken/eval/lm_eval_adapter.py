@@ -196,7 +196,7 @@ def run_harness(
     not installed or does not know a task, and DataError if it cannot read a task's data.
     """
     if lm_eval is None:
-        fix = 'pip install "megatoken[eval]"'
+        fix = 'pip install -e ".[eval]"'
         raise ConfigError("lm-evaluation-harness is not installed", "--harness", fix)
     manager = TaskManager(include_path=str(options.include) if options.include else None)
     template = None if options.no_template else template_of(loaded.tokenizer)

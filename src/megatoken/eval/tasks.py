@@ -213,7 +213,7 @@ def _read_hub(task: Task) -> Iterator[tuple[str, Row]]:
         rows = load_dataset(task.hub, task.config, split=task.split)
     except Exception as error:  # the hub, its cache and the network raise many types
         what = f"cannot load {task.hub} from the Hugging Face hub: {type(error).__name__}: {error}"
-        fix = f'pip install "megatoken[eval]", or {GIVE_FILE}'
+        fix = f'pip install -e ".[eval]", or {GIVE_FILE}'
         raise DataError(what, task.name, fix) from error
     for number, row in enumerate(rows, start=1):
         yield f"{task.hub} {task.split}, row {number}", dict(row)

@@ -125,7 +125,7 @@ class ObjectStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(self.address, **options)
         except ImportError as error:
-            fix = "pip install megatoken[s3], or the library that fsspec names"
+            fix = 'pip install -e ".[s3]", or the library that fsspec names'
             raise ConfigError(f"{error}", address, fix) from error
         except ValueError as error:
             fix = "write it as s3://bucket/folder"

@@ -54,7 +54,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
         rows.append(("layout", str(plan.dims)))
     if not config.model.init:
         first_loss = f"ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
-        rows.append(("loss", f"expected at first: {first_loss}"))
+        rows.append(("initial loss", f"should be near {first_loss}"))
     plan.console.table(rows)
     _warn(plan)
 
