@@ -18,7 +18,6 @@ from megatoken.bench.workload import build_workload, draw_batch
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.model.kernels import CUDA_ONLY
-from megatoken.train.compilation import compile_forward
 from megatoken.train.step import forward_backward
 
 SEQS = 2
@@ -50,9 +49,7 @@ def compute(preset: str, machine: MachineConfig) -> tuple[float, list[Tensor], s
         config, machine, batch_seqs=SEQS, micro_batch=SEQS, compiled=is_compiled
     )
     state = workload.state
-    if is_compiled:
-        note = compile_forward(state, workload.step_config, workload.device, machine.compile)
-        assert not note, note
+    assert not workload.tuning.note, workload.tuning.note
     batch = draw_batch(config, SEQS, 0, workload.device)
     loss = forward_backward(state, workload.step_config, workload.device, batch)
     gradients = []
@@ -60,7 +57,7 @@ def compute(preset: str, machine: MachineConfig) -> tuple[float, list[Tensor], s
         gradient = copy.grad if param.grad is None else param.grad
         assert gradient is not None
         gradients.append(gradient.float().cpu())
-    return float(loss), gradients, str(workload.choice)
+    return float(loss), gradients, str(workload.tuning.forms)
 
 
 def main() -> None:

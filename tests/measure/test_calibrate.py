@@ -25,7 +25,6 @@ from megatoken.system.gpus import GPUS
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train import micro_batch
 from megatoken.train.expectation import find_calibration
-from megatoken.train.kernel_autotune import autotune
 from megatoken.train.step import train_step
 from megatoken.train.train import Trainer
 from tests.conftest import Ask
@@ -114,10 +113,9 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
     timer = StepTimer(config, model, here)
     timer.run_interleaved()
     assert (timer.micro_batch, timer.timed_seqs) == (micro_batch, timed)
-    choice = autotune(model, config.machine, here, micro_batch=micro_batch, dropout=0.0)
     ids = torch.zeros(batch_seqs, 32, dtype=torch.int64)
     with MemoryTracker() as tracker:
-        state, step_config = build_run(config, model, here, choice, micro_batch)
+        state, step_config, _ = build_run(config, model, here, micro_batch)
         for _ in range(2):
             train_step(state, step_config, here, Batch(ids, ids))
     assert timer.result(0).step_bytes == [pytest.approx(tracker.peak_bytes, rel=0.03)]

@@ -132,7 +132,7 @@ def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ("all", True, fp8.linear),
     ):
         machine = MachineConfig(fp8=name, attention="flash", gemm_backend="torch", fused="off")
-        choice = autotune(TINY_GPT, machine, bf16, micro_batch=2, dropout=0.0)
+        choice = autotune(TINY_GPT, machine, bf16, micro_batch=2, key="")
         assert choice.kernels.fp8 == name
         assert (f"fp8 {name}" in str(choice)) == has_head
         state = tiny_state()
@@ -143,7 +143,7 @@ def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert state.compute_model.blocks[0].attention.qkv.kernels.linear is F.linear
     for config, device in ((TINY_GPT, CPU), (replace(TINY_GPT, d_ff=72), bf16)):
         with pytest.raises(ConfigError, match=r"machine\.fp8"):
-            autotune(config, MachineConfig(fp8="head"), device, micro_batch=2, dropout=0.0)
+            autotune(config, MachineConfig(fp8="head"), device, micro_batch=2, key="")
 
 
 def draw_rows() -> Iterator[Tensor]:

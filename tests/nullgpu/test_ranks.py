@@ -15,7 +15,6 @@ from megatoken.distributed import grad_reduce
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import ExitCode
-from megatoken.train.compilation import compile_forward
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
@@ -53,9 +52,9 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
     """Write the launches of the backward before each bucket's all-reduce, and in all."""
     env = read_dist_env()
     config = shrink(PRESETS["gpt2-124m"], 4)
-    machine = MachineConfig(device="cuda", attention="flash", fused="on", master_weights="on")
-    workload = build_workload(config, machine, batch_seqs=4, micro_batch=2, dist_env=env)
-    state = workload.state
+    machine = MachineConfig(
+        device="cuda", compile=mode, attention="flash", fused="on", master_weights="on"
+    )
     launches: list[int] = []
     reduce = grad_reduce.GradBucketReducer._reduce
     backward = Tensor.backward
@@ -71,9 +70,11 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
         launches.append(counters.read().total)
 
     with join_process_group(env, "cuda") as comm:
-        if mode != "off":
-            assert compile_forward(state, workload.step_config, workload.device, mode) == ""
-        state.start_grad_reduction(comm)
+        workload = build_workload(
+            config, machine, batch_seqs=4, micro_batch=2, compiled=True, comm=comm
+        )
+        assert workload.tuning.note == ""
+        state = workload.state
         grad_reduce.GradBucketReducer._reduce = count_reduce  # type: ignore[method-assign]
         torch.Tensor.backward = count_backward  # type: ignore[assignment, method-assign]
         batch = draw_batch(config, 4, 0, workload.device, rank=rank, nproc=2)

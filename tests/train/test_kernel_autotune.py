@@ -43,7 +43,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(micro_batch: int, model_config: ModelConfig = TINY_GPT) -> KernelChoice:
-    return autotune(model_config, MachineConfig(), CPU, micro_batch=micro_batch, dropout=0.0)
+    key = str(model_config)
+    return autotune(model_config, MachineConfig(), CPU, micro_batch=micro_batch, key=key)
 
 
 def test_pick_needs_a_clear_margin():
@@ -76,6 +77,9 @@ def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
         "flash",
         "blocked",
     ]
+    machine = MachineConfig(gemm_backend="native", master_weights="off")
+    with pytest.raises(ConfigError, match="need master weights"):
+        autotune(TINY_GPT, machine, BF16, micro_batch=1, key="")
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
@@ -107,7 +111,7 @@ def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytes
         "attention"
     ] == ["flash"]
     fixed = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
-    choice = autotune(TINY_LLAMA, fixed, card, micro_batch=1, dropout=0.0)
+    choice = autotune(TINY_LLAMA, fixed, card, micro_batch=1, key="")
     assert choice.kernels == Kernels(loss="triton")
     age[0] = 7
     assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
@@ -235,3 +239,41 @@ def test_a_failed_self_test_is_a_warning(
     monkeypatch.setattr(tuning, "find_amx_fault", lambda: "wrong at matmul")
     train(tmp_path / "run", data, console=Console())
     assert capsys.readouterr().out.count("wrong at matmul") == 1
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+@pytest.mark.parametrize(
+    ("block", "threads"), [("torch", 2), ("torch+native", 2), ("native", 1), ("auto", 0)]
+)
+def test_a_choice_is_timed_and_trains_with_its_threads(
+    data: str, tmp_path: Path, block: str, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Its first steps, those after a resume, and the trials; then the process has its own back."""
+    monkeypatch.setattr(autotune_module, "find_library", find_library)
+    counts: dict[str, set[int]] = {"step": set(), "trial": set()}
+    for form in ("flash", "native"):  # also in the trials of torch's products
+
+        def count(
+            *inputs: Any, form: str = form, kernel: Any = ATTENTION[form], **options: Any
+        ) -> Any:
+            counts["trial"].add(torch.get_num_threads())
+            return kernel(*inputs, **options)
+
+        monkeypatch.setitem(ATTENTION, form, count)
+    settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
+
+    def note(row: dict[str, Any]) -> None:
+        if row["kind"] == "train":
+            counts["step"].add(torch.get_num_threads())
+            torch.set_num_threads(1)  # as generation does
+
+    torch.set_num_threads(3)
+    for stop in (2, 4):
+        monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / f"cache{stop}"))
+        train(tmp_path / "run", settings, stop=stop, callbacks=[note])
+        assert torch.get_num_threads() == 3
+    forms = json.loads((tmp_path / "run" / "machine.json").read_text())["forms"]
+    expected = {1 if forms["kernels"]["block"] == "native" else 2}
+    assert counts["step"] == expected == {forms["threads"]}
+    if threads:
+        assert counts["trial"] == expected == {threads}

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train import compilation, micro_batch
 from megatoken.train.compilation import compile_forward
+from megatoken.train.kernel_autotune import step_key
 from megatoken.train.micro_batch import (
     candidate_sizes,
     find_rates,
@@ -24,7 +25,7 @@ from megatoken.train.micro_batch import (
 )
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import train_step
-from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_config, tiny_state, tiny_step_config
 
 
 @pytest.mark.parametrize(
@@ -169,18 +170,18 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     rates = iter([first, second, third])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
 
-    def find(batch_seqs: int = 8, n_layer: int = 2) -> tuple[dict[int, float], bool]:
-        state = tiny_state()
-        state.model.config = replace(TINY_GPT, n_layer=n_layer)
-        return find_rates(state, tiny_step_config(), MachineConfig(), CPU, batch_seqs)
+    def find(n_layer: int = 2, **settings: object) -> dict[int, float]:
+        model = replace(TINY_GPT, n_layer=n_layer)
+        key = step_key(tiny_config(**settings), model, CPU, ParallelDims(), "off")
+        return find_rates(tiny_state(), tiny_step_config(), CPU, 8, "off", key)
 
-    assert find() == (first, False)
-    assert find(n_layer=5) == (first, True)
+    assert find() == first
+    assert find(n_layer=5, machine__micro_batch=2) == first
     cache = tmp_path / "micro_batches.json"
     cache.write_text(json.dumps({key: {} for key in json.loads(cache.read_text())}))  # damaged
-    assert find() == (second, False)
-    assert find() == (second, True)
-    assert find(16) == (third, False)
+    assert find() == second
+    assert find() == second
+    assert find(machine__activation_checkpointing="block") == third
 
 
 def test_a_measurement_changes_neither_weights_nor_the_next_step():

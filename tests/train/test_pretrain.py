@@ -241,6 +241,12 @@ def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
     facts["forms"]["kernels"]["attention"] = other
     (out / "machine.json").write_text(json.dumps(facts))
     assert train_again()["forms"]["kernels"]["attention"] == other
+    facts["tokens_per_second"] = {"6": 1.0}
+    facts["micro_batch"] = 6
+    (out / "machine.json").write_text(json.dumps(facts))
+    assert train_again("machine.activation_checkpointing=none")["micro_batch"] == 6
+    saving = train_again("machine.activation_checkpointing=block")  # advised when memory runs out
+    assert saving["tokens_per_second"] != {"6": 1.0}
     explicit = train_again("machine.attention=explicit")
     assert explicit["forms"]["kernels"]["attention"] == "explicit"
     (out / "machine.json").write_text('{"micro_batch": ')  # measured again

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatoken.bench.report import Row, show_rows
 from megatoken.bench.workload import (
-    STEPS,
     Workload,
     build_workload,
     count_seqs,
@@ -35,9 +34,8 @@ from megatoken.console import Console
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
 from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.device import Device, open_device, wants_compile, with_peak
+from megatoken.system.device import Device, with_peak
 from megatoken.system.timing import Timing, time_once
-from megatoken.train.compilation import compile_forward
 
 GROUPS = {  # names of forward and backward operations; the first match counts
     "blocks in one call": re.compile("native::block"),
@@ -77,18 +75,14 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     seqs = count_seqs(options.batch_tokens, seq_len)
     machine = config.machine
     micro_batch = seqs if machine.micro_batch == "auto" else machine.micro_batch
-    mode, _ = wants_compile(machine, open_device(machine), STEPS)
     workload = build_workload(
         replace(config.model, seq_len=seq_len),
         machine,
         batch_seqs=seqs,
         micro_batch=micro_batch,
-        compiled=mode != "off",
+        compiled=True,
     )
     device = with_peak(workload.device)
-    if mode != "off":
-        note = compile_forward(workload.state, workload.step_config, device, mode)
-        mode = note or mode
     console.print(f"a step of {options.preset}, {seqs} x {seq_len} tokens, {format_peak(device)}")
     trace = options.out / "trace.json" if options.trace else None
     answer = measure(workload, device, options.repeats, console, trace)
@@ -100,8 +94,8 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         "batch_tokens": options.batch_tokens,
         "micro_batch": micro_batch,
         "settings": options.overrides,
-        "forms": str(workload.choice),
-        "compile": mode,
+        "forms": str(workload.tuning.forms),
+        "compile": workload.tuning.note or workload.tuning.compile,
         **answer,
     }
 

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import STEPS, build_workload, draw_batch
+from megatoken.bench.workload import build_workload, draw_batch
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import DistEnv
-from megatoken.system.device import Device, open_device, wants_compile
-from megatoken.train.compilation import compile_forward
-from megatoken.train.micro_batch import pick_micro_batch, tune_micro_batch
+from megatoken.system.device import Device, choose_device
 from megatoken.train.step import train_step
 
 
@@ -72,7 +70,6 @@ def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
     """
     start = time.perf_counter()
     machine = replace(MachineConfig(device=spec.device), **spec.machine)
-    rank_seqs = spec.batch_seqs // spec.nproc
     dist_env = DistEnv(
         rank=spec.rank,
         world_size=spec.nproc,
@@ -80,34 +77,26 @@ def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
         local_world_size=spec.nproc,
         port=spec.port,
     )
-    mode, note = wants_compile(machine, open_device(machine), STEPS)
+    comm = stack.enter_context(join_process_group(dist_env, choose_device(machine).type))
     workload = build_workload(
         spec.model_config,
         machine,
         batch_seqs=spec.batch_seqs,
-        micro_batch=spec.micro_batch or rank_seqs,
-        compiled=mode != "off",
-        dist_env=dist_env,
+        micro_batch=spec.micro_batch or "auto",
+        compiled=True,
+        comm=comm,
     )
-    state = workload.state
-    device = workload.device
-    comm = stack.enter_context(join_process_group(dist_env, device.type))
+    state, device, tuning = workload.state, workload.device, workload.tuning
     constant_lr = replace(workload.step_config.schedule, decay="constant", warmup=0)
     step_config = replace(workload.step_config, schedule=constant_lr)
-    if not spec.micro_batch:
-        rates = tune_micro_batch(state, step_config, device, rank_seqs, mode)
-        micro_batch = comm.broadcast_from_rank0(pick_micro_batch(rates))
-        step_config = replace(step_config, micro_batch=micro_batch)
-    if mode != "off":
-        note = compile_forward(state, step_config, device, mode)
-    state.start_grad_reduction(comm)
 
     def peak_memory_bytes() -> int:
         memory = device.peak_memory_bytes()
         return int(comm.sum(torch.tensor(memory))) if device.type == "cpu" else memory
 
-    compilation = note or {"off": "eager", "on": "compile"}.get(mode, f"compile {mode}")
-    kernels = f"{device.precision}, {workload.choice}"
+    mode = tuning.compile
+    compilation = tuning.note or {"off": "eager", "on": "compile"}.get(mode, f"compile {mode}")
+    kernels = f"{device.precision}, {tuning.forms}"
     return Training(
         spec=spec,
         device=device,

@@ -5,6 +5,7 @@ Ids follow Zipf's law, so that losses fall and the embedding's gradient is as sp
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from megatoken.config.schema import BudgetConfig, Config, MachineConfig
 from megatoken.console import format_quantity
 from megatoken.data.dataloader import Batch
+from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -25,9 +27,9 @@ from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device
 from megatoken.system.machine import free_memory_bytes
 from megatoken.system.timing import Timing
-from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import StepMetrics, train_step
+from megatoken.train.tuning import Tuning, prepare_step
 
 SPEED = {
     "tokens_per_second": "tokens/s",
@@ -37,7 +39,7 @@ SPEED = {
 }
 STEPS = 1000  # length of the schedule; no benchmark finishes it
 SHARE = 0.8  # share of the free memory that a benchmark may use
-ONE_PROCESS = DistEnv()
+ONE_PROCESS = Comm(DistEnv())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Workload:
     step_config: StepConfig
     device: Device
     model_config: ModelConfig
-    choice: KernelChoice
+    tuning: Tuning
 
     def step(self) -> StepMetrics:
         """Train on batch number `state.step`.
@@ -91,37 +93,34 @@ def build_workload(
     machine: MachineConfig,
     *,
     batch_seqs: int,
-    micro_batch: int,
+    micro_batch: int | Literal["auto"],
     compiled: bool = False,
-    dist_env: DistEnv = ONE_PROCESS,
+    comm: Comm = ONE_PROCESS,
 ) -> Workload:
-    """Build a model with its optimizer and tuned kernels, as a training run does.
+    """Build a model with its optimizer and prepare its step, as a training run does.
 
-    compiled: whether the caller will compile the model, which affects the choice of kernels.
+    compiled: whether to compile the model as `machine` says.
     """
     budget = BudgetConfig(steps=STEPS, batch_tokens=batch_seqs * model_config.seq_len)
+    machine = replace(
+        machine, micro_batch=micro_batch, compile=machine.compile if compiled else "off"
+    )
     config = Config(seed=0, model=model_config, budget=budget, machine=machine)
-    device = open_device(
-        machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
-    )
-    dims = ParallelDims(dp_replicate=dist_env.world_size, rank=dist_env.rank)
-    state = build_state(build_model(model_config), config, device, dims)
-    choice = autotune(
-        model_config, machine, device, micro_batch=micro_batch, dropout=0.0, compiled=compiled
-    )
-    apply_choice(state, choice, device)
+    env = comm.dist_env
+    device = open_device(machine, local_rank=env.local_rank, local_world_size=env.local_world_size)
+    dims = ParallelDims(dp_replicate=env.world_size, rank=env.rank)
+    state = build_state(build_model(model_config), config, device, dims, comm=comm)
     step_config = build_step_config(
-        config,
-        epoch_tokens=budget.batch_tokens * STEPS,
-        micro_batch=micro_batch,
-        device_type=device.type,
+        config, epoch_tokens=budget.batch_tokens * STEPS, device_type=device.type
     )
+    step_config, tuning = prepare_step(state, step_config, config, device)
+    state.start_grad_reduction(comm)
     return Workload(
         state=state,
         step_config=step_config,
         device=device,
         model_config=model_config,
-        choice=choice,
+        tuning=tuning,
     )
 
 

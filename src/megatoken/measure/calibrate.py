@@ -14,26 +14,26 @@ from statistics import median
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config
+from megatoken.config.schema import BudgetConfig, Config
 from megatoken.data.dataloader import Batch
 from megatoken.estimate.calibration import Calibration
 from megatoken.measure.memory_tracker import MemoryTracker
 from megatoken.model.gpt import GPT
-from megatoken.system.device import Device, open_device, with_peak
+from megatoken.system.device import Device, open_device, restored_settings, with_peak
 from megatoken.system.machine import peak_resident_bytes
 from megatoken.system.measurement_cache import save_measurement
 from megatoken.system.timing import time_once
 from megatoken.train.expectation import CALIBRATIONS, calibration_key
-from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
-from megatoken.train.micro_batch import find_rates, pick_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import forward_backward, train_step
+from megatoken.train.tuning import Tuning, prepare_step
 
 MOST_LAYERS = 4
 TIMED_TOKENS = 1024  # of a timed micro-batch on a CPU, where a larger one is hardly faster
 FEWEST_ROUNDS = 3
 
 
+@restored_settings()
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
     """Measure for about `seconds`; cache the result and return (device, calibration).
 
@@ -58,13 +58,17 @@ class StepTimer:
     """
 
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
-        machine = config.machine
-        largest = config.batch_seqs if machine.micro_batch == "auto" else machine.micro_batch
-        choice = autotune(model, machine, device, micro_batch=largest, dropout=model.dropout)
+        config = replace(config, machine=replace(config.machine, compile="off"))
         self.device = device
         self.layers = [model.n_layer] if model.n_layer <= MOST_LAYERS else [1, MOST_LAYERS]
         models = [replace(model, n_layer=n_layer) for n_layer in self.layers]
-        self.micro_batch = choose_micro_batch(config, models[-1], device, choice)
+        *_, tuning = build_run(config, models[-1], device)
+        self.micro_batch = tuning.micro_batch
+        if device.type != "cpu" and config.machine.micro_batch == "auto":
+            # What fits with few layers may not fit with all.
+            smallest = min(config.batch_seqs, count_timed_seqs(model))
+            divisors = range(smallest, config.batch_seqs + 1)
+            self.micro_batch = next(n for n in divisors if config.batch_seqs % n == 0)
         self.timed_seqs = self.micro_batch
         if device.type == "cpu":
             self.timed_seqs = min(self.micro_batch, count_timed_seqs(model))
@@ -74,7 +78,8 @@ class StepTimer:
         self._step_bytes = []
         for small_model in models:
             with MemoryTracker() as tracker:
-                run = build_run(config, small_model, device, choice, self.timed_seqs)
+                state, steps, _ = build_run(config, small_model, device, self.timed_seqs, tuning)
+                run = state, steps
                 take_largest_step(*run, device, self.micro_batch, accumulates=accumulates)
             time_step(*run, device)  # warm up
             self._runs.append(run)
@@ -106,38 +111,31 @@ def count_timed_seqs(model: ModelConfig) -> int:
     return max(1, TIMED_TOKENS // model.seq_len)
 
 
-def choose_micro_batch(
-    config: Config, model: ModelConfig, device: Device, choice: KernelChoice
-) -> int:
-    """Return the config's micro-batch size; if it is `auto`, choose one.
-
-    On a CPU, it is the one that a run would choose by measuring; on other devices, a small divisor
-    of the batch. model: the run's model with few layers.
-    """
-    if config.machine.micro_batch != "auto":
-        return config.machine.micro_batch
-    batch_seqs = config.batch_seqs
-    smallest = min(batch_seqs, count_timed_seqs(model))
-    if device.type != "cpu":  # what fits with few layers may not fit with all
-        return next(size for size in range(smallest, batch_seqs + 1) if batch_seqs % size == 0)
-    state, step_config = build_run(config, model, device, choice, smallest)
-    rates, _ = find_rates(state, step_config, config.machine, device, batch_seqs)
-    return pick_micro_batch(rates)
-
-
 def build_run(
-    config: Config, model: ModelConfig, device: Device, choice: KernelChoice, micro_batch: int
-) -> tuple[TrainState, StepConfig]:
-    """Build a model with its optimizer, and settings for steps of two micro-batches."""
-    batch_tokens = 2 * micro_batch * model.seq_len
-    config = replace(Config(), model=model, machine=config.machine, optim=config.optim)
-    config = replace(config, budget=replace(config.budget, steps=1, batch_tokens=batch_tokens))
+    config: Config,
+    model: ModelConfig,
+    device: Device,
+    seqs: int | None = None,
+    saved: Tuning | None = None,
+) -> tuple[TrainState, StepConfig, Tuning]:
+    """Build a model with its optimizer, and settings for steps of two micro-batches.
+
+    seqs: sequences of a micro-batch; None for what a run would choose on a CPU. saved: choices of
+        another model.
+    """
+    if seqs is not None:
+        config = replace(config, machine=replace(config.machine, micro_batch=seqs))
     state = build_state(GPT(model), config, device)
-    apply_choice(state, choice, device)
+    budget = replace(BudgetConfig(), steps=1, batch_tokens=2 * (seqs or 1) * model.seq_len)
     step_config = build_step_config(
-        config, epoch_tokens=batch_tokens, micro_batch=micro_batch, device_type=device.type
+        replace(Config(), machine=config.machine, optim=config.optim, budget=budget),
+        epoch_tokens=budget.batch_tokens,
+        device_type=device.type,
     )
-    return state, step_config
+    is_measured = device.type == "cpu"
+    return state, *prepare_step(
+        state, step_config, config, device, saved, measures_sizes=is_measured
+    )
 
 
 def draw_batch(state: TrainState, device: Device, seqs: int) -> Batch:

@@ -25,7 +25,7 @@ from megatoken.system.machine import (
 )
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
-from megatoken.system.threads import set_thread_count, thread_count
+from megatoken.system.threads import restored_threads, set_thread_count, thread_count
 from megatoken.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,6 +139,23 @@ def open_device(
     )
     torch.use_deterministic_algorithms(machine.deterministic)
     return device
+
+
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Restore on exit what `open_device` and a choice of kernels set in this process."""
+    precision = torch.get_float32_matmul_precision()
+    debug_mode = torch.get_deterministic_debug_mode()
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
+    try:
+        with restored_threads():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_deterministic_debug_mode(debug_mode)
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        torch.cuda.set_device(index)  # does nothing for -1
 
 
 def choose_device(

@@ -1,5 +1,8 @@
 """The number of threads that computations on the CPU use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 _count = 0
@@ -17,9 +20,18 @@ def thread_count() -> int:
     return _count or torch.get_num_threads()
 
 
-def leave_threads_to_kernels(leave: bool = True) -> None:
-    """Let torch use one thread, so that its waiting threads do not keep cores from the kernels.
+def leave_threads_to_kernels() -> None:
+    """Let torch use one thread, so that its waiting threads do not keep cores from the kernels."""
+    torch.set_num_threads(1)
 
-    With False, torch gets its threads back.
-    """
-    torch.set_num_threads(1 if leave else thread_count())
+
+@contextmanager
+def restored_threads() -> Iterator[None]:
+    """Restore the numbers of threads on exit."""
+    global _count
+    before = _count, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        _count, threads = before
+        torch.set_num_threads(threads)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config
 from megatoken.console import format_duration, format_memory
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.estimate.calibration import Calibration, count_run_bytes
 from megatoken.estimate.plan import build_layout
 from megatoken.estimate.speed import estimate_step
 from megatoken.system.device import Device
 from megatoken.system.gpus import find_driver
 from megatoken.system.measurement_cache import read_measurements
-from megatoken.train.micro_batch import describe_step
+from megatoken.train.kernel_autotune import step_key
 from megatoken.train.run import Run
 from megatoken.train.state import StepConfig
 
@@ -58,7 +59,7 @@ def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
 
     It names all that the calibration depends on, except the model's depth and the micro-batch.
     """
-    return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
+    return f"{step_key(config, model, device, ParallelDims(), 'off')}; {config.optim.name}"
 
 
 def find_calibration(
@@ -90,7 +91,7 @@ def expect(run: Run) -> Expectation | None:
     model = run.data.model_config
     device = run.device
     steps = run.step_config
-    if run.comm.is_single_process:
+    if run.comm.is_single_process and not run.is_compiled:
         calibration = find_calibration(config, model, device, steps.micro_batch)
         if calibration:
             batch_seqs = steps.batch_tokens // model.seq_len

@@ -1,7 +1,7 @@
 """Choose the fastest implementation of each operation on this machine, timed at the model's sizes.
 
-Timings are cached per machine, model and precision. An implementation replaces the plain PyTorch
-one only if it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
+Timings are cached under the settings of the step. An implementation replaces the plain PyTorch one
+only if it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
 """
 
 import copy
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
+from megatoken.config.schema import Config, MachineConfig
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
@@ -27,7 +28,7 @@ from megatoken.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
-from megatoken.system.threads import leave_threads_to_kernels, thread_count
+from megatoken.system.threads import thread_count
 from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
@@ -49,22 +50,21 @@ class KernelChoice:
 
     masters: whether weights are held in low precision, with fp32 master weights.
     seconds: empty if the config left no choice. errors: messages of implementations that failed
-    when timed. library: name of the native library; "" if no native kernel is chosen.
+    when timed. library: name of the native library; "" if no native kernel is chosen. threads:
+    torch's threads on a CPU, on which the order of its sums depends; 0 on other devices.
     """
 
     kernels: Kernels
     masters: bool
+    threads: int = 0
     seconds: Timings = field(default_factory=dict)
     errors: Errors = field(default_factory=dict)
     library: str = ""
 
     def __str__(self) -> str:
         text = f"{self.kernels}{', weights held in low precision' if self.masters else ''}"
+        text += f", torch's threads: {self.threads}" if self.threads else ""
         return f"{text} ({self.library})" if self.library else text
-
-    def sums_in_same_order(self, other: "KernelChoice") -> bool:
-        """Return whether training with either choice gives the same bits."""
-        return replace(self, seconds={}, errors={}) == replace(other, seconds={}, errors={})
 
     def explain(self) -> list[tuple[str, str]]:
         """Return pairs to print: the operation, then its chosen implementation and all timings."""
@@ -76,40 +76,60 @@ class KernelChoice:
         return rows + [("failed", f"{form}: {reason}") for form, reason in self.errors.items()]
 
 
+def step_key(
+    config: Config, model: ModelConfig, device: Device, dims: ParallelDims, mode: str
+) -> str:
+    """Return the key of all measurements of a step.
+
+    It names every setting that the speed and the memory of a step depend on, except the depth of
+    the model and the number of sequences. mode: how the model is compiled.
+    """
+    library = find_library()
+    settings = asdict(config.machine) | {
+        "device": f"{device.name} ({device.type})",
+        "precision": device.precision,
+        "threads": thread_count() if device.type == "cpu" else 0,
+        "compile": mode,
+        "sharding": str(dims),
+        "document_mask": config.data.document_mask,
+        "torch": torch.__version__,
+        "library": library.name if library else "",
+        **model.architecture(),
+        "dropout": model.dropout,
+    }
+    omitted = ("n_layer", "micro_batch")
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in omitted)
+
+
 def autotune(
     config: ModelConfig,
     machine: MachineConfig,
     device: Device,
     *,
     micro_batch: int,
-    dropout: float,
+    key: str,
     compiled: bool = False,
 ) -> KernelChoice:
     """Choose the fastest implementation of every operation that `machine` leaves to `auto`.
 
     Timing takes a few seconds.
 
-    compiled: whether to time blocks under torch.compile; ignored except on CUDA.
+    key: the `step_key`. compiled: whether to time blocks under torch.compile; ignored except on
+        CUDA.
     """
     compiled = compiled and device.type == "cuda"
     _check_requests(config, machine, device)
-    options = list_options(config, machine, device, dropout)
-    open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
+    options = list_options(config, machine, device, config.dropout)
     library = find_library()
     seconds: Timings = {}
     errors: Errors = {}
-    if open_options:
+    if any(len(forms) > 1 for forms in options.values()):
         seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
-        circumstances = (
-            f"{device.name} ({device.type}), {thread_count()} threads, "
-            f"{device.precision}, torch {torch.__version__}; {replace(config, n_layer=1)}; "
-            f"{seqs} sequences, dropout {dropout}, {'compiled' if compiled else 'eager'}; "
-            f"{open_options}; {library and library.name}"
-        )
-        measured = read_measurements(CACHE_FILE).get(circumstances)
+        key = f"{key}; {seqs} sequences, {options}"
+        measured = read_measurements(CACHE_FILE).get(key)
         if not measured:
-            measured = _time_in_memory(config, device, seqs, open_options, compiled)
-            save_measurement(CACHE_FILE, circumstances, measured)
+            measured = _time_in_memory(config, device, seqs, options, compiled)
+            save_measurement(CACHE_FILE, key, measured)
             return_freed_memory()
         seconds, errors = measured
     chosen = {name: forms[0] for name, forms in options.items()}
@@ -126,7 +146,17 @@ def autotune(
         seconds=seconds,
         errors=errors,
         library=library.name if library and is_native else "",
+        threads=_torch_threads(chosen["block"]) if device.type == "cpu" else 0,
     )
+
+
+def _torch_threads(block: str) -> int:
+    """Return torch's threads in a run whose blocks use this implementation.
+
+    It is one if our kernels compute all but a few operations, because torch's waiting threads would
+    keep cores from them.
+    """
+    return 1 if block == "native" else thread_count()
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
@@ -141,26 +171,11 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
                 set_block_kernels(part, "fp8")
     if choice.masters:
         state.enable_master_weights(device.dtype)
-    if choice.kernels.block == "native":
-        leave_threads_to_kernels()
+    state.threads = choice.threads
+    if choice.threads:
+        torch.set_num_threads(choice.threads)
     if choice.kernels.adamw == "native" and find_library():
         state.use_native_optimizer(loaded_library())
-
-
-def list_requests(machine: MachineConfig) -> dict[str, Any]:
-    """Map the name of each operation in machine.json to what the config asks for.
-
-    That is the name of an implementation, or `auto`.
-    """
-    return {
-        "block": machine.gemm_backend,
-        "attention": machine.attention,
-        "mixed": {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto"),
-        "fused": machine.fused,
-        "fp8": machine.fp8,
-        "adamw": machine.adamw if machine.adamw in ("auto", "native") else "torch",
-        "threads": machine.threads,
-    }
 
 
 def list_options(
@@ -168,12 +183,13 @@ def list_options(
 ) -> dict[str, list[str]]:
     """Return the implementations of each operation that can run here, plain PyTorch first.
 
+    The block is the first operation, because the others are timed with its number of threads.
     A deterministic run gets only plain PyTorch where the config says `auto`, because the choice of
     the fastest implementation would depend on the number of threads. With dropout, attention gets
     only its default, because in training every implementation would fall back to the explicit
     formula (model/kernels/attention.py).
     """
-    options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
+    options = {"block": ["torch"], "attention": ["flash"], "loss": ["torch"], "adamw": ["torch"]}
     options["fp8"] = ["off"]
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
     if device.type == "cpu" and machine.compile in ("auto", "off"):  # else torch.compile's kernels
@@ -206,9 +222,14 @@ def list_options(
     if machine.deterministic:
         # Native Muon runs in single processes only, and rounds differently from torch's operations.
         options = {name: forms[:1] for name, forms in options.items()} | {"adamw": ["torch"]}
-    for name, form in list_requests(machine).items():
-        if name in options and form != "auto":
-            options[name] = [form]
+    requests: dict[str, str] = {
+        "block": machine.gemm_backend,
+        "attention": machine.attention,
+        "mixed": {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto"),
+        "fp8": machine.fp8,
+        "adamw": machine.adamw if machine.adamw in ("auto", "native") else "torch",
+    }
+    options |= {name: [form] for name, form in requests.items() if form != "auto"}
     if device.precision == "fp32":
         options["mixed"] = ["autocast"]  # a low-precision copy would also be in fp32
     return options
@@ -240,7 +261,11 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
         if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
-    has_fp8 = device.precision == "bf16" and device.has_fp8
+    is_bf16 = device.precision == "bf16"
+    if is_bf16 and machine.master_weights == "off" and "native" in machine.gemm_backend:
+        what = "native kernels in bf16 need master weights, which are off (always off in sharding)"
+        raise ConfigError(what, "machine.gemm_backend", "set it to auto")
+    has_fp8 = is_bf16 and device.has_fp8
     if machine.fp8 != "off" and (
         not has_fp8 or config.d_model % MULTIPLE or config.d_ff % MULTIPLE
     ):
@@ -279,12 +304,15 @@ def _time_options(
 
     best: Timings = {}
     errors: Errors = {}
+    block = options["block"][0]
     for name, forms in options.items():
-        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) != "torch":
+        if len(forms) == 1 or (name == "mixed" and block != "torch"):
             continue  # decided: other matmuls need low-precision weights
+        set_threads = partial(_set_threads, device, "" if name == "block" else block)
         calls = {}
         for form in forms:
             call = partial(run_trial, name, form)
+            set_threads(form)
             reason = _find_error(call)
             if reason:
                 errors[f"{name} {form}"] = reason
@@ -293,15 +321,19 @@ def _time_options(
         if forms[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
         timings = time_calls(
-            calls,
-            **TRIAL,
-            is_warm=True,
-            before=lambda form: leave_threads_to_kernels("native" in form),
-            synchronize=device.synchronize,
+            calls, **TRIAL, is_warm=True, before=set_threads, synchronize=device.synchronize
         )
         # The best repeat, because other load on the machine only adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
+        if name == "block":
+            block = pick(best[name], BLOCK_MARGIN)
     return best, errors
+
+
+def _set_threads(device: Device, block: str, form: str) -> None:
+    """Give torch the threads that a run has with these blocks, or with `form` if not decided."""
+    if device.type == "cpu":
+        torch.set_num_threads(_torch_threads(block or form))
 
 
 def _build_trials(

@@ -13,18 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
-from megatoken.system.threads import thread_count
 from megatoken.system.timing import time_once
 from megatoken.system.torch_compat import is_compiler_error
 from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
-from megatoken.train.kernel_autotune import list_requests
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
@@ -38,45 +34,23 @@ MEMORY_SHARE = 0.95  # share of free memory that a sharded model may use, becaus
 
 
 def find_rates(
-    state: TrainState,
-    step_config: StepConfig,
-    machine: MachineConfig,
-    device: Device,
-    batch_seqs: int,
-    mode: str = "off",
-) -> tuple[dict[int, float], bool]:
-    """Return tokens/s by micro-batch size, and whether they came from the cache.
+    state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int, mode: str, key: str
+) -> dict[int, float]:
+    """Return tokens/s by micro-batch size, from the cache if they were measured under this key.
 
     Only a single process on a CPU uses the cache. There several sizes are often equally fast, so
     without it two identical runs could choose different sizes and round differently. Models that
     differ only in depth share a cache entry.
     """
     if device.type != "cpu" or not state.comm.is_single_process:
-        return tune_micro_batch(state, step_config, device, batch_seqs, mode), False
-    step = describe_step(state.model.config, machine, device)
-    key = f"{step}; compile {mode}; {batch_seqs} sequences"
+        return tune_micro_batch(state, step_config, device, batch_seqs, mode)
     cached = read_measurements(RATES).get(key)
     if cached:
-        return {int(size): rate for size, rate in cached.items()}, True
+        return {int(size): rate for size, rate in cached.items()}
     rates = tune_micro_batch(state, step_config, device, batch_seqs, mode)
     if len(rates) > 1:
         save_measurement(RATES, key, rates)
-    return rates, False
-
-
-def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Return a cache key for the speed of forward and backward.
-
-    It names all that the speed depends on, except the model's depth and the batch size.
-    """
-    shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
-    threads = f"{thread_count()} threads, " if device.type == "cpu" else ""
-    return (
-        f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, "
-        f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}, "
-        f"chunks {machine.loss_chunk}, deterministic {machine.deterministic}, "
-        f"{list_requests(machine)}"
-    )
+    return rates
 
 
 def tune_micro_batch(

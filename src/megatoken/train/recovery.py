@@ -15,7 +15,6 @@ from megatoken.checkpoint.load import list_optimizer_tensors
 from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.replica_check import compare_replicas
 from megatoken.errors import NumericsError
-from megatoken.system.threads import thread_count
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error
@@ -95,14 +94,14 @@ class Recovery:
         """Compare weights and optimizer state of all replicas; if they differ, rewind.
 
         Returns whether they differ. Replicas are compared only with others on the same kind of
-        device and with the same number of threads, because rounding may depend on both.
+        device, because rounding may depend on it.
         """
         run = self.run
         state = self.state
         dims = state.dims
         if dims.dp_replicate == 1:
             return False
-        group = dims.shard_rank, dims.tp_rank, run.device.name, thread_count()
+        group = dims.shard_rank, dims.tp_rank, run.device.name
         tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
         divergence = compare_replicas(tensors, group, state.comm)
         if divergence is None:

@@ -48,6 +48,7 @@ class TrainState:
     sharded: this process's slices of the parameters.
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
         host reads and clears it.
+    threads: number of torch's threads in a step; 0 to leave it as it is.
     objective: what to minimize; None for the mean cross-entropy of the targets.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps, for finding spikes.
@@ -65,6 +66,7 @@ class TrainState:
     objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
     fp8_head: bool = False
+    threads: int = 0
     # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
     cuda_graphs: bool = False
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default

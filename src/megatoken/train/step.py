@@ -133,6 +133,8 @@ def compute_gradients(
 
     batch: this data-parallel rank's sequences.
     """
+    if state.threads:  # other code in this process, such as a callback, may have changed it
+        torch.set_num_threads(state.threads)
     comm = state.comm
     size = count_rows(state, step_config, batch)
     micro_batches = batch.split(size)

@@ -29,7 +29,7 @@ from megatoken.model.gpt import GPT
 from megatoken.objectives.batch_source import check_reward
 from megatoken.objectives.objective import build_objective
 from megatoken.system.atomic_write import read_object
-from megatoken.system.device import Device, memory_errors, open_device
+from megatoken.system.device import Device, memory_errors, open_device, restored_settings
 from megatoken.system.metrics_log import STATUS, find_last_rows
 from megatoken.system.object_store import run_folder
 from megatoken.train import setup
@@ -127,8 +127,11 @@ class Trainer:
         # A built-in reward is found by its name in the config, so it need not be passed on.
         self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
+    @restored_settings()
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback stops it.
+
+        Afterwards torch has its threads and other settings back.
 
         Raises MegatokenError if the run cannot start or continue; its `code` is the exit code of
         the `megatoken` command. Committed checkpoints are kept.
