@@ -12,13 +12,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench.arguments import add_common, add_preset, add_step, count
+from benchmarks.arguments import add_step
+from megatoken.bench.arguments import add_common, add_preset, count
 from megatoken.bench.main import run_bench
 from megatoken.console import Console
 from megatoken.errors import MegatokenError
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
+    "knob": "benchmarks.knob",
+    "batch": "benchmarks.batch",
     "gemm": "benchmarks.sweep",
     "products": "benchmarks.products",
     "attention": "benchmarks.sweep",
@@ -42,10 +45,22 @@ def build_parser() -> argparse.ArgumentParser:
         add_common(bench)
         if name == "peers":
             add_step(bench, gpt_only=True)
-        if name in ("products", "attention", "generate"):
-            add_preset(bench, gpt_only=True)
+        if name == "knob":
+            add_step(bench)
+        if name in ("products", "attention", "generate", "batch"):
+            add_preset(bench, gpt_only=name != "batch")
         return bench.add_argument
 
+    arg = add("knob", "the training step with each value of a machine setting")
+    doc = "a field of `machine`, such as compile or attention"
+    arg("setting", metavar="SETTING", help=doc)
+    doc = "values to compare (default all of a setting with named values)"
+    arg("--values", default="", metavar="VALUE,...", help=doc)
+    arg("--micro-batch", type=count, help="sequences per micro-batch (default the full batch)")
+    arg = add("batch", "tokens/s, MFU and memory by micro-batch size, until out of memory")
+    arg("--seq-len", type=count, help="context (default the preset's)")
+    doc = "largest micro-batch (default what fits on cuda, elsewhere 8192 tokens)"
+    arg("--largest", type=count, help=doc)
     arg = add("gemm", "FLOP/s of matrix products, square and as in layers; the best is the peak")
     arg("--largest", type=count, help="largest square (default by device)")
     arg = add("products", "every matrix product of a training step, by each BLAS library")
@@ -100,6 +115,8 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if options.bench == "busy":
         options.name = options.name or f"busy-{options.case}"
+    if options.bench == "knob":
+        options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
     console = Console()
     module = import_module(MODULES[options.bench])
     run = getattr(module, f"run_{options.bench}")

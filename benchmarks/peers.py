@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench.knob import TRAILING_COLUMNS, describe_step, open_step
+from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
 from megatoken.bench.report import show_rows
 from megatoken.bench.runner import Worker, measure_workers
 from megatoken.bench.worker import WorkerSpec

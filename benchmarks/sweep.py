@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.bench.batch import COLUMNS as STEP
-from megatoken.bench.batch import describe_size
+from benchmarks.batch import COLUMNS as STEP
+from benchmarks.batch import describe_size
 from megatoken.bench.report import format_cell, save_picture, show_rows
 from megatoken.bench.workload import (
     build_workload,

@@ -1,4 +1,4 @@
-"""bench batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
+"""batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
 
 import json
 import math
@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.bench import batch
+from benchmarks import batch
+from benchmarks.__main__ import build_parser
+from megatoken.bench.main import run_bench
 from megatoken.bench.workload import Workload, build_workload, describe_mfu, estimate_step_bytes
-from megatoken.cli.main import main
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ExitCode
+from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters, flops_per_token
-from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 # With fixed kernels: each size is measured by itself, and may be fastest with others.
@@ -98,14 +98,14 @@ def test_out_of_memory_ends_the_benchmark_without_gradients():
     assert all(parameter.grad is None for parameter in workload.state.model.parameters())
 
 
-def test_command_writes_its_answer_as_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
-):
+def test_command_writes_its_answer_as_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    words = "bench batch --preset tiny --largest 2 --repeats 2 --seq-len 8 --device cpu --out"
-    answer = ask(f"{words} {tmp_path}")
+    words = "batch --preset tiny --largest 2 --repeats 2 --seq-len 8 --device cpu --out"
+    options = build_parser().parse_args([*words.split(), str(tmp_path)])
+    answer = run_bench(batch.run_batch, options, Console(quiet=True), [])
     assert json.loads((tmp_path / "batch.json").read_text())["answer"] == answer
     assert [row["batch_tokens"] for row in answer["rows"]] == [8, 16]
     assert (answer["preset"], answer["seq_len"]) == ("tiny", 8)
     monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: 800.0)
-    assert main([*words.split(), str(tmp_path)]) == ExitCode.CONFIG
+    with pytest.raises(ConfigError):
+        run_bench(batch.run_batch, options, Console(quiet=True), [])

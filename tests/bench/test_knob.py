@@ -1,4 +1,4 @@
-"""bench knob and its worker processes: interleaved rounds on the same ids; failures are reported."""
+"""knob and its worker processes: interleaved rounds on the same ids; failures are reported."""
 
 import json
 import math
@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import build_parser
+from benchmarks.knob import apply_setting, read_values, run_knob
 from megatoken.bench import runner
-from megatoken.bench.knob import apply_setting, read_values
 from megatoken.bench.main import run_bench
 from megatoken.bench.report import Row
 from megatoken.bench.runner import Worker, measure_workers
@@ -25,7 +26,6 @@ from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.system import environment
-from tests.conftest import Ask
 from tests.tiny_model import CPU
 
 QUIET = Console(quiet=True)
@@ -117,15 +117,16 @@ def test_training_starts_at_the_uniform_loss_and_learns():
     )
 
 
-def run_knob(words: str, tmp_path: Path, ask: Ask) -> list[dict[str, Any]]:
-    """Return the rows of `bench knob`, which are also in its record."""
-    answer = ask(f"bench knob {words} {SIZES} --device cpu --out {tmp_path} --name new")
+def compare(words: str, tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the rows of `knob`, which are also in its record."""
+    words = f"knob {words} {SIZES} --device cpu --out {tmp_path} --name new"
+    answer = run_bench(run_knob, build_parser().parse_args(words.split()), QUIET, [])
     assert json.loads((tmp_path / "new.json").read_text())["answer"] == answer
     return answer["rows"]
 
 
-def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path, ask: Ask):
-    rows = run_knob("activation_checkpointing --repeats 2", tmp_path, ask)
+def test_values_are_interleaved_with_the_first(precision: str, tmp_path: Path):
+    rows = compare("activation_checkpointing --repeats 2", tmp_path)
     assert len(rows) >= 3
     assert len({row["loss"] for row in rows}) == 1
     for row in rows:

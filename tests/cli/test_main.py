@@ -166,7 +166,7 @@ ERRORS = f"""
 2 launch slurm quickstart --out s3://bucket/run
 5 launch slurm quickstart --nproc 2 --write {LONG}
 2 bench
-2 bench batch --preset nope
+2 bench parts --preset nope
 2 bench ladder --out . --name a/b
 5 bench ladder --out {LONG}
 """

@@ -9,17 +9,8 @@ from megatoken.system.atomic_write import local_path
 
 DOCS = {
     "ladder": "the training step with one more optimization at a time, from plain PyTorch up",
-    "knob": "the training step with each value of a machine setting",
-    "batch": "tokens/s, MFU and memory by micro-batch size, until out of memory",
     "parts": "where the time of a training step goes: matrix products, attention, optimizer ...",
     "processes": "strong and weak scaling over 1, 2, 4, ... GPUs, on a CPU over its cores",
-}
-SIZES = {
-    "n_layer": "transformer blocks",
-    "n_head": "attention heads",
-    "d_model": "width",
-    "vocab_size": "vocabulary before padding",
-    "seq_len": "context",
 }
 
 
@@ -29,26 +20,14 @@ def add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     add: a function (name, doc) that creates the parser of a benchmark.
     """
     parsers = {name: add(name, doc) for name, doc in DOCS.items()}
-    for name, parser in parsers.items():
+    for parser in parsers.values():
         add_common(parser)
-        if name != "knob":
-            add_preset(parser)
+        add_preset(parser)
     for name in ("ladder", "processes"):
         doc = "tokens per step and process, in a ladder at its end (default 4096, on cuda 65536)"
         parsers[name].add_argument("--batch-tokens", type=count, help=doc)
     doc = "run only these rungs, counted from 1 (default all)"
     parsers["ladder"].add_argument("--rungs", default="", metavar="N,...", help=doc)
-    arg = parsers["knob"].add_argument
-    doc = "a field of `machine`, such as compile or attention"
-    arg("setting", metavar="SETTING", help=doc)
-    doc = "values to compare (default all of a setting with named values)"
-    arg("--values", default="", metavar="VALUE,...", help=doc)
-    add_step(parsers["knob"])
-    arg("--micro-batch", type=count, help="sequences per micro-batch (default the full batch)")
-    arg = parsers["batch"].add_argument
-    arg("--seq-len", type=count, help="context (default the preset's)")
-    doc = "largest micro-batch (default what fits on cuda, elsewhere 8192 tokens)"
-    arg("--largest", type=count, help=doc)
     arg = parsers["parts"].add_argument
     arg("--batch-tokens", type=count, default=1024, help="tokens per step (default 1024)")
     doc = "context (default the preset's, at most --batch-tokens)"
@@ -80,16 +59,6 @@ def add_preset(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> No
     ]
     doc = f"{', '.join(presets)} (default {presets[0]})"
     parser.add_argument("--preset", default=presets[0], choices=presets, metavar="PRESET", help=doc)
-
-
-def add_step(parser: argparse.ArgumentParser, *, gpt_only: bool = False) -> None:
-    """Add --preset, the sizes of the model, and --batch-seqs."""
-    add_preset(parser, gpt_only=gpt_only)
-    for name, doc in SIZES.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=count, help=f"{doc} (default the preset's)")
-    doc = "sequences per step (default 1)"
-    parser.add_argument("--batch-seqs", type=count, default=1, help=doc)
 
 
 def count(text: str) -> int:

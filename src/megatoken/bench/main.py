@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from megatoken.bench import batch, knob, ladder, parts
+from megatoken.bench import ladder, parts
 from megatoken.bench.report import Row, write_record
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
@@ -13,19 +13,11 @@ from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import memory_errors, open_device
 
 Bench = Callable[[argparse.Namespace, Console], Iterator[Row]]
-BENCHES: dict[str, Bench] = {
-    "ladder": ladder.run,
-    "knob": knob.run,
-    "batch": batch.run,
-    "parts": parts.run,
-    "processes": ladder.run,
-}
+BENCHES: dict[str, Bench] = {"ladder": ladder.run, "parts": parts.run, "processes": ladder.run}
 
 
 def run(options: argparse.Namespace, console: Console) -> Row:
     """Run the benchmark that the options name; return its result."""
-    if options.bench == "knob":
-        options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
     return run_bench(BENCHES[options.bench], options, console, ["megatoken", *sys.argv[1:]])
 
 

@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--ladder", action="store_true", help=doc)
     doc = "PNG of speed and hours by number of GPUs, or of the ladder"
     arg("--plot", type=local_path, metavar="FILE", help=doc)
-    doc = "folder of `bench batch` records on such GPUs, which correct the speed (default records)"
+    doc = "folder of `benchmarks batch` records on such GPUs, which correct the speed (default records)"
     arg("--records", type=local_path, default=Path("records"), metavar="DIR", help=doc)
     doc = f"measure this machine for {CALIBRATE_SECONDS:.0f} s and plan for it"
     arg("--calibrate", action="store_true", help=doc)

@@ -159,7 +159,7 @@ def plan_run(
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     """Return the median ratio of measured to predicted tokens/s, and the number of measurements.
 
-    Reads the records of `megatoken bench batch` for this GPU in a folder; without any, returns (0,
+    Reads the records of `python -m benchmarks batch` for this GPU in a folder; without any, returns (0,
     0).
     """
     ratios = []

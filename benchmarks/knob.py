@@ -1,4 +1,4 @@
-"""`bench knob`: time the training step with each value of a machine setting.
+"""`python -m benchmarks knob`: time the training step with each value of a machine setting.
 
 The first value is timed alone, then in rounds that alternate with each other value, as in A A B A B
 A C A C. The benchmarks against other programs also use `open_step` and `describe_step`.
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
-from megatoken.bench.arguments import SIZES
+from benchmarks.arguments import SIZES
 from megatoken.bench.report import Row, show_rows
 from megatoken.bench.runner import measure_workers
 from megatoken.bench.worker import WorkerSpec
@@ -27,7 +27,7 @@ TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen"
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 
-def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+def run_knob(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Time the step with each value of a setting; after each, yield the result for the record.
 
     The result includes the losses: equal ones show that a value changes only the speed. Raises
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         yield {**step, "rows": rows}
     if all(row["skipped"] for row in rows):
         what = f"no value ran: {rows[0]['skipped']}"
-        raise PeerError(what, "bench knob", "use a smaller batch or preset")
+        raise PeerError(what, "knob", "use a smaller batch or preset")
     show_rows({"value": setting, **SPEED, "gain": "gain", **TRAILING_COLUMNS}, rows, console)
 
 
@@ -103,7 +103,7 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
     if key not in FIELDS or setting in NOT_TIMED:
         settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]
         fix = f"choose from {', '.join(k for k in settings if k not in NOT_TIMED)}"
-        raise ConfigError(f"no machine setting '{name}' to compare", "bench knob", fix)
+        raise ConfigError(f"no machine setting '{name}' to compare", "knob", fix)
     field = FIELDS[key]
     words = [word.strip() for word in text.split(",") if word]
     if not words and get_origin(field.type) is Literal:

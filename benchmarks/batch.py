@@ -1,4 +1,4 @@
-"""`bench batch`: tokens/s, MFU and peak memory of a training step by micro-batch size.
+"""`python -m benchmarks batch`: tokens/s, MFU and peak memory of a training step by micro-batch size.
 
 The micro-batch size doubles until memory runs out. All sizes are timed in interleaved rounds.
 """
@@ -43,7 +43,7 @@ COLUMNS = {
 }
 
 
-def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
+def run_batch(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Measure micro-batches of 1, 2, 4, ... sequences; yield the result for the record.
 
     Raises ConfigError if a single sequence does not fit in memory.
