@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -124,7 +124,8 @@ def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch):
 
 @LINUX
 def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch):
-    with terminal(monkeypatch, 80) as received, PrepareBar(Console()) as bar:
+    with terminal(monkeypatch, 80) as received, closing(Console()) as console:
+        bar = PrepareBar(console)
         bar.update(
             Progress(
                 "tokens", tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9

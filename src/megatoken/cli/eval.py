@@ -15,7 +15,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, load_reward
-from megatoken.eval.tasks import CORE, SCORES, TASKS, Example, find_tasks, read_examples
+from megatoken.eval.tasks import CORE, SCORES, TASKS, find_tasks
 from megatoken.model.flops import count_parameters
 from megatoken.published import SCORES as PUBLISHED_SCORES
 from megatoken.system.atomic_write import local_path
@@ -113,8 +113,7 @@ def choose_evaluation(
         from megatoken.eval.lm_eval_adapter import run_harness
 
         return lambda loaded, device, comm: run_harness(options, loaded, device, comm, console)
-    from megatoken.eval.dclm_core import CoreTask, read_bundle
-    from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
+    from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks, read_tasks
 
     if not options.tasks:
         return lambda loaded, device, comm: evaluate_loss(
@@ -126,11 +125,7 @@ def choose_evaluation(
             limit=options.limit,
             split=options.split,
         )
-    tasks: Mapping[str, Sequence[Example] | CoreTask]
-    if options.tasks == CORE:
-        tasks = read_bundle(options.data, options.limit)
-    else:
-        tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
+    tasks = read_tasks(options.tasks, options.data, options.limit)
     return lambda loaded, device, comm: evaluate_tasks(
         loaded.model,
         loaded.tokenizer,
@@ -159,15 +154,19 @@ def prepare_questions(
         reward, options.reward, options.samples, sampling, per_example=options.examples
     )
     questions = read_questions(options.chat, options.limit)
-
-    def evaluate_chat(loaded: "LoadedModel", device: "Device", comm: "Comm") -> dict[str, Any]:
-        template = find_template(loaded.tokenizer)
-        result = evaluate_answers(
-            loaded.model, template, questions, settings, device=device, comm=comm
-        )
-        return {"chat": {**result, "data": options.chat}}
-
-    return evaluate_chat
+    return lambda loaded, device, comm: {
+        "chat": {
+            **evaluate_answers(
+                loaded.model,
+                find_template(loaded.tokenizer),
+                questions,
+                settings,
+                device=device,
+                comm=comm,
+            ),
+            "data": options.chat,
+        }
+    }
 
 
 def evaluate_models(options: Namespace) -> Result:

@@ -3,9 +3,10 @@
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from megatoken.cli import Result, done
 from megatoken.console import SEPARATOR, Console, format_count, format_duration, format_quantity
@@ -74,7 +75,7 @@ def run(options: Namespace, console: Console) -> Result:
     if row_format:
         return prepare_rows(options, source, RECIPES[row_format.kind], console)
     folder = begin_upload(options.out) if is_address(options.out) else options.out
-    with PrepareBar(console) as bar:
+    with closing(console):
         prepared = prepare(
             source,
             folder,
@@ -84,7 +85,7 @@ def run(options: Namespace, console: Console) -> Result:
             shard_tokens=options.shard_tokens,
             invalid=options.invalid,
             text_key=options.text_key,
-            on_progress=bar.update,
+            on_progress=PrepareBar(console).update,
         )
     if folder != options.out:
         upload_dataset(folder, options.out, console.print)
@@ -140,27 +141,18 @@ def load_tokenizer_and_context(
 
 
 class PrepareBar:
-    """Context manager that shows a progress line if the output is a terminal."""
+    """Shows a progress line if the output is a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._stage = ""
-        self._start = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.console.close()
+        self._starts: dict[str, float] = {}  # of stages
 
     def update(self, progress: "Progress") -> None:
         """Show the fraction of bytes read, the time left and the speed."""
         if not self.console.is_live:
             return
-        if progress.stage != self._stage:
-            self._stage = progress.stage
-            self._start = time.monotonic()
-        seconds = max(time.monotonic() - self._start, 1e-6)
+        now = time.monotonic()
+        seconds = max(now - self._starts.setdefault(progress.stage, now), 1e-6)
         share = min(progress.done_bytes / max(progress.total_bytes, 1), 1.0)
         parts = (
             f"{100 * share:3.0f}%",
@@ -189,9 +181,9 @@ def print_summary(
             words = name if " " in name else name.replace("_", " ")
             console.print(f"  {words}: {number:,}")
     for split, sizes in prepared.bytes.items():
-        if sizes["text"] != sizes["decoded"] or sizes["lost"]:
-            text = f"{sizes['text']:,} bytes of text, {sizes['decoded']:,} after decoding"
-            share = sizes["lost"] / max(1, sizes["text"])
-            console.warn(f"{split}: {text}; lost: {sizes['lost']:,} ({share:.2%})")
+        text, decoded, lost = (sizes[size] for size in ("text", "decoded", "lost"))
+        if text != decoded or lost:
+            loss = f"{lost:,} lost ({lost / max(1, text):.2%})"
+            console.warn(f"{split}: {text:,} bytes of text, {decoded:,} after decoding, {loss}")
     setting = shlex.quote(f"data.path={out}")
     console.print(f"dataset: {out}; next: megatoken train {train_words} {setting}")

@@ -62,13 +62,13 @@ def run(options: Namespace, console: Console) -> Result:
     is_dataset = source is not None and (Path(source) / MANIFEST_NAME).is_file()
     if source is not None:
         overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
-    data = resolve(RECIPE, overrides).config.data.path
+    config = resolve(RECIPE, overrides).config
+    data = config.data.path
     # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
         _, default, *words = prepare_words(resolve(RECIPE).config.data.path, data)
         run_step(["prepare", source or default, *words], options, console, answers)
     dataset = load_dataset(data)
-    config = resolve(RECIPE, overrides).config
     prompt = options.prompt
     if prompt is None:
         is_set = source is None or any(word.startswith("sample.prompt=") for word in overrides)

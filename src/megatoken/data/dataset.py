@@ -6,7 +6,7 @@ when it is first read. `verify_dataset` checks everything at once.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,13 @@ from megatoken.data.shard_format import (
     read_errors,
     read_manifest,
 )
-from megatoken.data.tokenizer import Ints, Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.data.tokenizer import (
+    CountBytes,
+    Ints,
+    Tokenizer,
+    load_saved_tokenizer,
+    load_tokenizer,
+)
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
 
@@ -254,15 +260,14 @@ class Dataset:
             raise DataError(what, saved, RESTORE)
         return tokenizer
 
-    def byte_counter(self, split: str, tokenizer: Tokenizer) -> Callable[[Ints, Ints], float]:
+    def byte_counter(self, split: str, tokenizer: Tokenizer) -> CountBytes:
         """Return what counts the bytes of text in inputs and targets (B, T) of a split.
 
         They are those of the targets if bytes are tokens and the text was not changed, or if it was
         not measured. Otherwise, each target counts as the split's bytes of text per target.
         """
         sizes = self.manifest.bytes.get(split)
-        is_byte_level = tokenizer.byte_lengths is not None
-        if not sizes or (is_byte_level and sizes["text"] == sizes["decoded"]):
+        if not sizes or (tokenizer.byte_lengths is not None and sizes["text"] == sizes["decoded"]):
             return tokenizer.count_bytes
         n_targets = self.manifest.tokens(split) - 1
         return lambda _, targets_BT: sizes["text"] * int((targets_BT >= 0).sum()) / n_targets

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from megatoken.data.corpus_reader import Chunk
 from megatoken.data.documents import Encoded, PrepareOptions, Segment, encode_segments
-from megatoken.data.tokenizer import Tokenizer
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer
 from megatoken.errors import PeerError
 from megatoken.system.environment import safe_import_path
 
@@ -37,14 +37,13 @@ def encode_chunks(
             yield chunk, encode_segments(chunk.segments, options, tokenizer)
         return
     with safe_import_path(), TemporaryDirectory(prefix="megatoken-") as folder:
-        # Pass a file: if a worker died while starting, sending a long argument would hang.
-        file = Path(folder) / "tokenizer.json"
-        file.write_text(tokenizer.to_json(), encoding="utf-8")
+        # Pass a folder: if a worker died while starting, sending a long argument would hang.
+        tokenizer.save(Path(folder))
         pool = ProcessPoolExecutor(
             workers,
             multiprocessing.get_context("spawn"),  # forking is unsafe with the tokenizer's threads
             _start_worker,
-            (options, file, tokenizer.name, tokenizer.eot),
+            (options, Path(folder)),
         )
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         try:
@@ -66,12 +65,12 @@ def encode_chunks(
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(options: PrepareOptions, file: Path, name: str, eot: int) -> None:
+def _start_worker(options: PrepareOptions, folder: Path) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # the Rust code reads it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = options, Tokenizer(file.read_text(encoding="utf-8"), name, eot)
+    _worker = options, load_saved_tokenizer(folder)
 
 
 def _exit_with_parent() -> None:

@@ -189,11 +189,11 @@ class _Writer:
         """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
-        n_full = self._count_full_shards()
         with closing(
             encode_chunks(chunks, options, self.tokenizer, min(workers or cpu_count(), useful))
         ) as encoded:
             for chunk, ids in encoded:
+                n_full = self._count_full_shards()
                 with storage_errors(self.out):
                     for split, writer in self.splits.items():
                         added = getattr(ids, split)
@@ -205,7 +205,6 @@ class _Writer:
                     self.state.position = chunk.next
                     if n_full != self._count_full_shards():
                         self._save()
-                        n_full = self._count_full_shards()
                 self._report(chunk.done_bytes)
 
     def balance_splits(self, val_fraction: float) -> None:
@@ -258,36 +257,31 @@ class _Writer:
     def _move(self, source: ShardWriter, start: int, target: ShardWriter) -> None:
         """Move the tokens of `source` from index `start` on to the end of `target`."""
         counts = self.state.counts
-        decoded = counts[f"{source.split}_decoded"]
+        decoded = max(1, counts[f"{source.split}_decoded"])
         moved = 0
-        before = np.array([[self.tokenizer.eot]])
         for ids in source.read_from(start):
             target.append(ids)
-            moved += self.tokenizer.count_bytes(before, ids[None])
+            moved += self.tokenizer.count_bytes(ids[None], ids[None])
         for size in SIZES:
-            total = counts[f"{source.split}_{size}"]
-            part = total * moved // max(1, decoded) if start else total
+            part = counts[f"{source.split}_{size}"]
+            if start:
+                part = part * moved // decoded
             counts[f"{source.split}_{size}"] -= part
             counts[f"{target.split}_{size}"] += part
-        self._save({source.split: start})
+        source.tokens = start  # recorded before the rest is removed
+        self._save()
         source.truncate(start)
 
-    def _save(self, truncated: dict[str, int] | None = None) -> None:
-        """Write all tokens and the state durably.
-
-        truncated: for each split that the caller will truncate next, the token count to record.
-        """
-        for writer in self.splits.values():
+    def _save(self) -> None:
+        """Write all tokens and the state durably."""
+        for split, writer in self.splits.items():
             writer.sync()
-        tokens = {split: writer.tokens for split, writer in self.splits.items()}
-        self.state.tokens = tokens | (truncated or {})
+            self.state.tokens[split] = writer.tokens
         save_state(self.out, self.state)
 
     def _check_loss(self) -> None:
         counts = self.state.counts
-        text, lost = (
-            sum(counts[f"{split}_{size}"] for split in SPLITS) for size in ("text", "lost")
-        )
+        text, lost = (counts[f"train_{size}"] + counts[f"val_{size}"] for size in ("text", "lost"))
         if lost > LARGEST_LOSS * text and self.tokenizer.drops_unknown:
             what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
             raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")

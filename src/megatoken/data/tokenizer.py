@@ -50,6 +50,7 @@ _SECRET = secrets.token_hex(8)
 
 Ids = NDArray[np.uint32]
 Ints = NDArray[np.int64]
+CountBytes = Callable[[Ints, Ints], float]  # of text in inputs and targets
 SplitPoints = Literal["anywhere", "words", "nowhere"]
 
 
@@ -151,14 +152,13 @@ class Tokenizer:
     def measure_text(self, text: str, ids: Ints) -> dict[str, int]:
         """Return the bytes of `text`, of its ids `decoded`, and of characters `lost` by decoding."""
         size = len(text.encode())
+        decoded = text
         lengths = self.byte_lengths
         is_bytes = self.split_points == "anywhere"
-        if is_bytes or (lengths is not None and lengths[ids].sum() == size):
-            return {"text": size, "decoded": size, "lost": 0}
-        decoded = self._inner.decode(ids.tolist(), skip_special_tokens=True)
-        lost = Counter(text) - Counter(decoded)
-        n_lost = sum(len(character.encode()) * count for character, count in lost.items())
-        return {"text": size, "decoded": len(decoded.encode()), "lost": n_lost}
+        if not is_bytes and (lengths is None or lengths[ids].sum() != size):
+            decoded = self._inner.decode(ids.tolist(), skip_special_tokens=True)
+        lost = "" if decoded == text else "".join((Counter(text) - Counter(decoded)).elements())
+        return {"text": size, "decoded": len(decoded.encode()), "lost": len(lost.encode())}
 
     @cached_property
     def byte_lengths(self) -> Ints | None:

@@ -5,7 +5,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ import numpy as np
 from megatoken.config.schema import MachineConfig
 from megatoken.data.chat_dataset import require_kind
 from megatoken.data.dataloader import evaluation_windows
-from megatoken.data.dataset import Tokens, load_dataset
+from megatoken.data.dataset import Dataset, load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.remote import local_dataset
 from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import Ints, Tokenizer
+from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, DataError, NumericsError
@@ -32,15 +32,14 @@ from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
 
-# Token ids, what counts the bytes of text in inputs and targets, and the name for messages.
-Split = tuple[Tokens, Callable[[Ints, Ints], float], str]
+Tasks = Mapping[str, Sequence[Example] | CoreTask]  # examples by task name
 
 
 def evaluate(
     model: GPT,
     tokenizer: Tokenizer,
     *,
-    tasks: str | Sequence[str] | Mapping[str, Sequence[Example]] = (),
+    tasks: str | Sequence[str] | Tasks = (),
     data: str | Path | None = None,
     limit: int = 0,
     split: str | None = None,
@@ -71,18 +70,25 @@ def evaluate(
         if data is None:
             raise ConfigError("nothing to evaluate on", fix="pass tasks or data")
         return evaluate_loss(model, tokenizer, data, device, comm, limit=limit, split=split)
-    folder = Path(data) if data else None
-    if tasks == CORE:
-        return evaluate_tasks(model, tokenizer, read_bundle(folder, limit), device, comm)
     if not isinstance(tasks, Mapping):
-        tasks = read_examples(find_tasks(tasks), folder, limit)
+        tasks = read_tasks(tasks, Path(data) if data else None, limit)
     return evaluate_tasks(model, tokenizer, tasks, device, comm)
+
+
+def read_tasks(names: str | Sequence[str], folder: Path | None, limit: int) -> Tasks:
+    """Return the examples of tasks by name; `core` stands for all of CORE.
+
+    folder, limit: `data` and `limit` of `evaluate`. Raises its errors.
+    """
+    if names == CORE:
+        return read_bundle(folder, limit)
+    return read_examples(find_tasks(names), folder, limit)
 
 
 def evaluate_tasks(
     model: GPT,
     tokenizer: Tokenizer,
-    tasks: Mapping[str, Sequence[Example] | CoreTask],
+    tasks: Tasks,
     device: Device,
     comm: Comm,
     *,
@@ -133,14 +139,19 @@ def evaluate_loss(
     Windows have the length of the model's context. If `limit` is 0, every token but the first is a
     target. Otherwise at most `limit` tokens are targets, in full windows spread evenly over the data.
     bits_per_byte is None if the targets hold no text. All ranks share the work and return the same
-    result. Raises the errors of `open_tokens`, DataError for too few tokens, and NumericsError for
+    result. Raises the errors of `open_text`, DataError for too few tokens, and NumericsError for
     a loss that is not finite.
     """
     folder = local_dataset(data)
     rank = comm.dist_env.rank
-    seq_len = model.config.seq_len
-    with open_tokens(folder, tokenizer, split, comm) as (tokens, count_bytes, split):
-        windows = evaluation_windows(tokens, seq_len=seq_len, limit_tokens=limit or len(tokens))
+    with open_text(folder, tokenizer, split, comm) as dataset:
+        split = split or ("val" if len(dataset.val) else "train")
+        tokens = dataset.val if split == "val" else dataset.train
+        count_bytes = dataset.byte_counter(split, tokenizer)
+        split = split if dataset.path == folder else "all"
+        windows = evaluation_windows(
+            tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens)
+        )
         if not len(windows):
             raise DataError(f"no tokens to predict in {split}", str(data), "use more text")
         size = max(1, BATCH_NODES[device.type] // windows.seq_len)
@@ -150,13 +161,9 @@ def evaluate_loss(
         if n_rest and not limit and rank == 0:
             rest = tokens.gather(np.array([windows.n_targets]), n_rest + 1)
             batches = itertools.chain(batches, [rest])
+        chunk = LOSS_CHUNK[device.type]
         metrics = validation_loss(
-            model,
-            batches,
-            device,
-            chunk=LOSS_CHUNK[device.type],
-            comm=comm,
-            count_bytes=count_bytes,
+            model, batches, device, chunk=chunk, comm=comm, count_bytes=count_bytes
         )
     if not math.isfinite(metrics["loss"]):
         raise NumericsError("the loss is not finite", str(data), "use an earlier checkpoint")
@@ -166,15 +173,14 @@ def evaluate_loss(
 
 
 @contextmanager
-def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -> Iterator[Split]:
-    """Open token shards, or tokenize text into a temporary folder.
+def open_text(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -> Iterator[Dataset]:
+    """Open token shards, or a temporary dataset with the text in its training split.
 
-    split: split of the shards; by default val, or train if val is empty. For text, the name is
-    "all". Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
+    Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
     requested.
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
-        yield open_shards(data, tokenizer, split)
+        yield open_shards(data, tokenizer)
         return
     if split:
         raise ConfigError("text has no splits", str(data), "leave --split out")
@@ -187,13 +193,12 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
             prepare(find_source(str(data)), folder / "data", tokenizer=saved, val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
-        dataset = load_dataset(folder / "data")
-        yield dataset.train, dataset.byte_counter("train", tokenizer), "all"
+        yield load_dataset(folder / "data")
         comm.barrier()
 
 
-def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> Split:
-    """Return a split of token shards. Raises DataError as `open_tokens` does."""
+def open_shards(data: Path, tokenizer: Tokenizer) -> Dataset:
+    """Open token shards. Raises DataError as `open_text` does."""
     dataset = load_dataset(data)
     require_kind(dataset, "text", "the loss on shards")
     origin = dataset.manifest.tokenizer
@@ -205,6 +210,4 @@ def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> Split:
         what = f"shards of tokenizer {origin['name']}, but the model's is {tokenizer.name}"
         raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")
     dataset.set_vocab_size(tokenizer.vocab_size)
-    split = split or ("val" if len(dataset.val) else "train")
-    tokens = {"train": dataset.train, "val": dataset.val}[split]
-    return tokens, dataset.byte_counter(split, tokenizer), split
+    return dataset

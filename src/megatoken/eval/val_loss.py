@@ -4,15 +4,15 @@ Results do not depend on the micro-batch or the number of ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from megatoken.data.dataloader import Batch
+from megatoken.data.tokenizer import CountBytes
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
@@ -30,7 +30,7 @@ def validation_loss(
     *,
     chunk: int,
     comm: Comm,
-    count_bytes: Callable[[NDArray[np.int64], NDArray[np.int64]], float],
+    count_bytes: CountBytes,
     dims: ParallelDims | None = None,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> dict[str, Any]:
