@@ -253,6 +253,11 @@ def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path):
     pair = load_tokenizer(str(tmp_path))
     assert pair.shares_ids(trained)
     assert pair.encode("the mat, the cat").tolist() == trained.encode("the mat, the cat").tolist()
+    text = (tmp_path / "vocab.json").read_text()
+    (tmp_path / "vocab.json").write_text(text.replace('"~"', '"</w>"'))  # not byte-level
+    with pytest.raises(DataError):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").write_text(text)
     (tmp_path / "merges.txt").write_text("no such\n")
     with pytest.raises(DataError):
         load_tokenizer(str(tmp_path))

@@ -128,7 +128,8 @@ def load_tokenizer_and_context(
 
     path = Path(options.tokenizer)
     is_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
-    if (path.is_dir() and not is_tokenizer) or (path / "config.json").is_file():
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if (path.is_dir() and not is_tokenizer) or is_model:
         from megatoken.convert.load_pretrained import load_pretrained
 
         loaded = load_pretrained(options.tokenizer, console.warn)

@@ -164,13 +164,15 @@ def _write_tokenizer(writer: Any, tokenizer: Tokenizer, kinds: Any) -> None:
         # llama.cpp requires a merge; this one never applies.
         writer.add_token_merges([" ".join(merge) for merge in merges or [(EOT, EOT)]])
     writer.add_add_bos_token(bool(tokenizer.bos_ids))
-    ids = {"pad": tokenizer.eot, "bos": [*tokenizer.bos_ids, tokenizer.eot][0]}
+    ids = {"pad": tokenizer.eot, "bos": tokenizer.bos}
     ids |= zip(("eos", "eot", "eom"), find_stop_ids(tokenizer), strict=False)
     for kind, id in ids.items():
         getattr(writer, f"add_{kind}_token_id")(id)
     template = template_of(tokenizer)
     if template:
-        writer.add_chat_template(drop_marks(template))
+        texts = tokenizer.templates or {"default": drop_marks(template)}
+        rows = [{"name": name, "template": text} for name, text in texts.items()]
+        writer.add_chat_template(rows)
 
 
 def _split_words(tokenizer: Tokenizer) -> list[str]:

@@ -18,10 +18,11 @@ from megatoken.convert.nanochat import FILES
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
 from megatoken.data.tokenizer import (
     TIKTOKEN_NAME,
+    TOKEN_IDS,
     Tokenizer,
+    find_vocabulary,
     load_saved_tokenizer,
     load_tokenizer,
-    read_end_ids,
 )
 from megatoken.errors import CheckpointError, Warn
 from megatoken.model.gpt import GPT
@@ -70,14 +71,17 @@ def load_pretrained(
             init = load_config(folder / RUN_CONFIG).model.init
             model.config = replace(model.config, init=init)
     else:
-        folder = path.parent
+        folder, files = path.parent, dict[str, str]()
         if kind == "hf":
             folder = find_folder(str(name))
             if base := read_base(folder):
                 loaded = load_pretrained(base, warn)
                 merge_peft(loaded.model, folder)
-                return replace(loaded, source=source)
-            model, folder = load_hf(str(folder))
+                if not find_vocabulary(folder):
+                    return replace(loaded, source=source)
+                model, files = loaded.model, loaded.tokenizer.files
+            else:
+                model, folder = load_hf(str(folder))
         else:
             model = READERS[kind][1](path)
             if kind == "nanogpt":  # the file does not name it
@@ -86,7 +90,8 @@ def load_pretrained(
             if kind == "nanochat" and not (folder / TIKTOKEN_NAME).is_file():
                 folder /= "../../tokenizer"  # where nanochat writes it
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
-        tokenizer.end_ids = read_end_ids(folder, model.config.vocab_size)
+        if TOKEN_IDS in files:  # an adapter's folder has no ids
+            tokenizer = tokenizer.with_files({TOKEN_IDS: files[TOKEN_IDS]} | tokenizer.files)
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
         raise CheckpointError(what, source)
@@ -151,9 +156,8 @@ def find_tokenizer(folder: Path, vocab_size: int) -> str:
 
     Raises CheckpointError if the folder has no tokenizer and the vocabulary is not GPT-2's.
     """
-    for names in (("tokenizer.json",), ("vocab.json", "merges.txt"), (TIKTOKEN_NAME,)):
-        if all((folder / name).is_file() for name in names):
-            return str(folder.absolute())  # the folder's name may be gpt2
+    if find_vocabulary(folder):
+        return str(folder.absolute())  # the folder's name may be gpt2
     if vocab_size == GPT2_VOCABULARY:
         return "gpt2"
     what = f"no tokenizer for {vocab_size} token ids"

@@ -47,12 +47,16 @@ def build_bpe(merges: Merges, vocab_size: int) -> tokenizers.Tokenizer:
     return assemble(vocabulary, merges)
 
 
-def assemble(vocabulary: dict[str, int], merges: Merges) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE. merges: in order of priority, highest first."""
+def assemble(
+    vocabulary: dict[str, int], merges: Merges, special: Sequence[str] = (EOT,)
+) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE. merges: in order of priority. special: its special tokens."""
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([tokenizers.AddedToken(EOT, special=True, normalized=False)])
+    inner.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
+    )
     return inner
 
 

@@ -21,7 +21,7 @@ import jinja2
 import xxhash
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatoken.data.tokenizer import CHAT_TEMPLATE_NAME, Tokenizer, name_control
+from megatoken.data.tokenizer import TOKEN_IDS, Tokenizer, name_control
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import MALFORMED
 
@@ -106,8 +106,8 @@ class ChatTemplate:
         names = tokenizer.control_names
         longest_first = sorted(names, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        _, tokens = _read_chat_files(tokenizer)
-        self._variables = {key: names.get(token, token) for key, token in tokens.items()}
+        tokens = tokenizer.named_tokens.items()
+        self._variables = {key: names.get(token, token) for key, token in tokens}
         texts = (jinja, tool_jinja or jinja)
         self._templates = [(text, self._compile(text)) for text in texts]  # without, with tools
         self.stop_ids = (self._find_stop_id(), tokenizer.eot, *tokenizer.end_ids)
@@ -273,36 +273,19 @@ def drop_marks(template: ChatTemplate) -> str:
     return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def _read_chat_files(tokenizer: Tokenizer) -> tuple[Any, dict[str, str]]:
-    """Return the template or templates saved with a tokenizer, and its named special tokens."""
-    config: dict[str, Any] = {}
-    for name, text in tokenizer.chat_files.items():
-        with suppress(*MALFORMED):
-            config |= {"chat_template": text} if name == CHAT_TEMPLATE_NAME else json.loads(text)
-    tokens = {
-        key: token["content"] if isinstance(token, dict) else token
-        for key, token in config.items()
-        if key.endswith("_token")
-    }
-    return config.get("chat_template"), tokens
-
-
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     """Return the model's own template, or else the built-in one for the tokenizer's control tokens.
 
     Raises ConfigError if there is neither, or if the template cannot be used.
     """
-    own, _ = _read_chat_files(tokenizer)
+    own = tokenizer.templates
     for name, (control_tokens, jinja) in BUILT_IN.items():
         if tokenizer.special_ids.keys() >= set(control_tokens):
             template = ChatTemplate(name, tokenizer, jinja)
-            if own in (None, drop_marks(template)):
+            if own in ({}, {"default": drop_marks(template)}):
                 return template
-    if isinstance(own, list):  # of {"name", "template"}
-        named = {row["name"]: row["template"] for row in own}
-        own = [named.get("default", own[0]["template"]), named.get("tool_use", "")]
     if own:
-        texts = own if isinstance(own, list) else [own]
+        texts = [own.get("default", next(iter(own.values()))), own.get("tool_use", "")]
         digest = xxhash.xxh3_64_hexdigest("".join(texts).encode())
         return ChatTemplate(f"own-{digest[:8]}", tokenizer, *texts)
     fix = f"copy the model's chat_template.jinja next to it, or give it one: {TRAIN_SFT}"
@@ -332,14 +315,17 @@ def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a tokenizer that can encode conversations.
 
-    A tokenizer with a chat template is returned unchanged; any other is copied and given ChatML's
-    control tokens. Raises ConfigError if its template cannot be used, and DataError if the tokens
-    cannot be added.
+    A tokenizer without a chat template is given ChatML's control tokens. If its files name ends, the
+    template's stop tokens are added to them, because a model learns these from conversations.
+    Raises ConfigError if its template cannot be used, and DataError if tokens cannot be added.
     """
-    if tokenizer.chat_files or template_of(tokenizer):
-        find_template(tokenizer)
+    if not (tokenizer.templates or template_of(tokenizer)):
+        tokenizer = tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
+    template = find_template(tokenizer)
+    if not tokenizer.end_ids:
         return tokenizer
-    return tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
+    ids = {"bos_token_id": [tokenizer.bos], "eos_token_id": template.stop_ids}
+    return tokenizer.with_files({**tokenizer.files, TOKEN_IDS: json.dumps(ids)})
 
 
 def parse_messages(

@@ -10,9 +10,10 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
 from megatoken.data.tiktoken_pickle import BOS, read_tiktoken
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.system.atomic_write import (
+    MALFORMED,
     read_json,
     read_object,
     read_small_file,
@@ -38,10 +40,12 @@ from megatoken.system.atomic_write import (
 
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", BOS)
 TIKTOKEN_NAME = "tokenizer.pkl"
-# A model's files with its chat templates and the names of its special tokens; later ones win.
+# A model's files with its chat templates and special tokens; later ones win.
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKEN_IDS = "generation_config.json"  # of `Tokenizer.files`: eos_token_id and bos_token_id alone
 CHAT_FILES = ("chat_template.json", "special_tokens_map.json", TOKENIZER_CONFIG, CHAT_TEMPLATE_NAME)
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
 LARGEST_TRAINED = 1_000_000  # ids; the trainer holds all of them in memory
@@ -57,16 +61,22 @@ SplitPoints = Literal["anywhere", "words", "nowhere"]
 class Tokenizer:
     """A vocabulary and its encoding rules, identified by `fingerprint`.
 
-    vocab_size: highest id + 1. eot: id of the token between documents. end_ids: ids that end a
-    generation, if the model's files name them. chat_files: content of the CHAT_FILES saved with the
-    tokenizer, by name; empty without a chat template. split_points: where a long text can be split
-    without changing an id.
+    vocab_size: highest id + 1. eot: id of the token between documents. files: content of the
+    CHAT_FILES and TOKEN_IDS that the model has, by name. split_points: where a long text can be
+    split without changing an id.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer | str,
+        name: str,
+        eot: int | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
         """Wrap `inner`, a `tokenizers` tokenizer or the content of its tokenizer.json.
 
-        Raises DataError if `eot` is outside the vocabulary or the vocabulary is too large.
+        eot: None to find it among the EOT_NAMES and the ends that `files` name. Raises DataError if
+        there is none, if it is outside the vocabulary or if the vocabulary is too large.
         """
         self._inner = tokenizers.Tokenizer.from_str(inner) if isinstance(inner, str) else inner
         self._inner.encode_special_tokens = True  # special tokens in text are plain text
@@ -75,15 +85,17 @@ class Tokenizer:
         if getattr(self._inner.model, "dropout", None):
             self._inner.model.dropout = None  # dropout would make merges random
         self.name = name
-        self.eot = eot
-        self.end_ids: tuple[int, ...] = ()
-        self.chat_files: dict[str, str] = {}
+        self.files = dict(files or {})
         ids = self._inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max(ids, default=-1)
-        if not 0 <= eot < self.vocab_size <= LARGEST_VOCABULARY:
-            what = f"end of text {eot} or vocabulary of {self.vocab_size:,} ids is out of range"
-            raise DataError(what, name, "use the tokenizer.json of the model")
+        what = f"vocabulary of {self.vocab_size:,} ids, or its end of text, is out of range"
+        out_of_range = DataError(what, name, "use the tokenizer.json of the model")
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise out_of_range
         self._content: dict[str, Any] = json.loads(self._inner.to_str())
+        self.eot = self._find_eot() if eot is None else eot
+        if not 0 <= self.eot < self.vocab_size:
+            raise out_of_range
         self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_text
         if not _splits_like_gpt2(self._content):
@@ -109,6 +121,51 @@ class Tokenizer:
             decisive["model"] = {**model, "merges": merges}
         text = json.dumps(_drop_defaults(decisive), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings in `files` as one object."""
+        return _read_settings(self.files)
+
+    @cached_property
+    def named_tokens(self) -> dict[str, str]:
+        """The text of each special token that `files` name, by its name, such as bos_token."""
+        return _name_tokens(self.settings)
+
+    @cached_property
+    def templates(self) -> dict[str, str]:
+        """The chat templates in `files` by name; the one for all conversations is `default`."""
+        templates = self.settings.get("chat_template")
+        if isinstance(templates, list):
+            return {row["name"]: row["template"] for row in templates}
+        return {"default": templates} if templates else {}
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: the eos_token_id and eos_token that `files` name, if any."""
+        return self._list_ids("eos")
+
+    @property
+    def bos(self) -> int:
+        """The begin-of-text id that texts get or `files` name, or else end-of-text."""
+        return [*self.bos_ids, *self._list_ids("bos")[::-1], self.eot][0]
+
+    def _list_ids(self, kind: str) -> tuple[int, ...]:
+        """Return the ids of a special token in `files`: those given as such, then the token's."""
+        ids = self.settings.get(f"{kind}_token_id")
+        token = self._inner.token_to_id(self.named_tokens.get(f"{kind}_token", ""))
+        ids = [*(ids if isinstance(ids, list) else [ids]), token]
+        ids = [id for id in ids if type(id) is int and 0 <= id < self.vocab_size]
+        return tuple(dict.fromkeys(ids))
+
+    def _find_eot(self) -> int:
+        ids = [id for id in map(self._inner.token_to_id, EOT_NAMES) if id is not None]
+        special = {*ids} & {*self.special_ids.values()}
+        ids += self.end_ids
+        if not ids:
+            fix = f"add one of {', '.join(EOT_NAMES)}, or eos_token in {TOKENIZER_CONFIG}"
+            raise DataError("tokenizer has no end-of-text token", self.name, fix)
+        return max(ids, key=lambda id: 2 * (id in special) + (id in self.end_ids))
 
     @cached_property
     def bos_ids(self) -> list[int]:
@@ -207,7 +264,11 @@ class Tokenizer:
         if [inner.token_to_id(token) for token in missing] != expected:
             what = f"cannot add special tokens {', '.join(missing)}"
             raise DataError(what, self.name, "use another tokenizer")
-        return Tokenizer(inner, name, self.eot)
+        return Tokenizer(inner, name, self.eot, self.files)
+
+    def with_files(self, files: Mapping[str, str]) -> "Tokenizer":
+        """Return a tokenizer that differs in `files`."""
+        return Tokenizer(self._inner, self.name, self.eot, files)
 
     def encode(self, text: str) -> Ints:
         """Return the ids (n,) of `text`.
@@ -284,7 +345,7 @@ class Tokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Durably write tokenizer.json, the CHAT_FILES and, last, megatoken_tokenizer.json.
+        """Durably write tokenizer.json, `files` and, last, megatoken_tokenizer.json.
 
         Raises StorageError if the folder cannot be written.
         """
@@ -293,7 +354,7 @@ class Tokenizer:
         with storage_errors(folder, what="cannot save the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / "tokenizer.json", content, durable=True)
-            for name, text in self.chat_files.items():
+            for name, text in self.files.items():
                 replace_file(folder / name, text, durable=True)
             replace_file(folder / DESCRIPTION_NAME, json.dumps(row, indent=1) + "\n", durable=True)
 
@@ -315,22 +376,23 @@ def _encode_bytes(text: str) -> Ids:
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
-    """Return the tokenizer that `spec` names: gpt2, bytes, bpe:N, a tokenizer.json or its folder.
+    """Return the tokenizer that `spec` names: gpt2, bytes, bpe:N, a file or the folder it is in.
 
-    A tokenizer.pkl of nanochat is read as well.
+    A file is a tokenizer.json, GPT-2's vocab.json with merges.txt, or nanochat's tokenizer.pkl. The
+    model's files next to it name chat templates and special tokens.
 
     texts: a function that returns the text to train bpe:N on. Raises ConfigError for an unknown
     spec, and DataError for a file that is missing or cannot be used.
     """
     if spec == "gpt2":
-        return _wrap(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2")
+        return Tokenizer(byte_bpe.build_bpe(find_gpt2_merges(), 50_257), "gpt2")
     if spec == "bytes":
-        return _wrap(byte_bpe.assemble(byte_vocabulary(), []), "bytes")
+        return Tokenizer(byte_bpe.assemble(byte_vocabulary(), []), "bytes")
     if spec.startswith("bpe:"):
         vocab_size = parse_bpe(spec)
         if texts is None:
             raise ConfigError(f"{spec} is not trained", "tokenizer", "name the folder it is in")
-        return _wrap(byte_bpe.train_bpe(vocab_size, texts()), spec)
+        return Tokenizer(byte_bpe.train_bpe(vocab_size, texts()), spec)
     path = Path(spec)
     if path.is_file():
         return _load_file(path, path.name)
@@ -340,10 +402,15 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
         return load_saved_tokenizer(path)
     if (path / "tokenizer").is_dir():  # a dataset or run
         return load_tokenizer(str(path / "tokenizer"))
-    if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
-        return _load_vocabulary(path)
-    pickle = path / TIKTOKEN_NAME
-    return _load_file(pickle if pickle.is_file() else path / "tokenizer.json", path.name)
+    return _load_file(find_vocabulary(path) or path / "tokenizer.json", path.name)
+
+
+def find_vocabulary(folder: Path) -> Path | None:
+    """Return the file with the vocabulary of a model or tokenizer folder, or None."""
+    for names in (("tokenizer.json",), ("vocab.json", "merges.txt"), (TIKTOKEN_NAME,)):
+        if all((folder / name).is_file() for name in names):
+            return folder / names[0]
+    return None
 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
@@ -358,10 +425,10 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
         content = read_small_file(path, LARGEST_FILE)
         if digest != xxhash.xxh3_128_hexdigest(content):
             raise ValueError("its hash differs")
-        tokenizer = Tokenizer(content.decode(), row["name"], row["eot"])
+        files = _read_files(folder)
+        tokenizer = Tokenizer(content.decode(), row["name"], row["eot"], files)
         if row != tokenizer.describe():
             raise ValueError(f"{DESCRIPTION_NAME} does not describe it")
-        tokenizer.chat_files = _read_chat_files(folder)
         return tokenizer
 
 
@@ -374,60 +441,73 @@ def parse_bpe(spec: str) -> int:
     return int(digits)
 
 
-def _wrap(inner: tokenizers.Tokenizer, name: str) -> Tokenizer:
-    return Tokenizer(inner, name, inner.get_vocab()[EOT])
-
-
-def _load_vocabulary(folder: Path) -> Tokenizer:
-    """Load a BPE in GPT-2's older format: vocab.json (token to id) and merges.txt (best first)."""
-    files = str(folder / "vocab.json"), str(folder / "merges.txt")
-    with _data_errors("not a byte-level BPE", folder, "copy its files again"):
-        vocabulary, merges = tokenizers.models.BPE.read_file(*files)
-        return _wrap(byte_bpe.assemble(vocabulary, merges), folder.name)
-
-
 def _load_file(path: Path, name: str) -> Tokenizer:
-    inner = _read_inner(path)
-    ends = read_end_ids(path.parent, inner.get_vocab_size())
-    named = [id for id in map(inner.token_to_id, EOT_NAMES) if id is not None]
-    candidates = [id for id in named if id in ends] + named + list(ends)
-    if not candidates:
-        fix = f"add one of {', '.join(EOT_NAMES)}, or eos_token_id in config.json"
-        raise DataError("tokenizer has no end-of-text token", path, fix)
-    tokenizer = Tokenizer(inner, name, candidates[0])
-    tokenizer.chat_files = _read_chat_files(path.parent)
-    return tokenizer
+    files = _read_files(path.parent)
+    with _data_errors(f"cannot read {path.name}", path, "use a tokenizer.json of Hugging Face"):
+        if path.name == "vocab.json":
+            return Tokenizer(_read_vocabulary(path, files), name, files=files)
+        content = read_small_file(path, LARGEST_FILE)
+        inner = read_tiktoken(content) if path.suffix == ".pkl" else content.decode()
+        return Tokenizer(inner, name, files=files)
 
 
-def _read_chat_files(folder: Path) -> dict[str, str]:
-    """Return the content of a folder's CHAT_FILES by name, or {} if none has a chat template."""
+def _read_vocabulary(path: Path, files: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Read a BPE in GPT-2's older format: vocab.json (token to id) and merges.txt (best first).
+
+    Its special tokens are those that `files` name, or else <|endoftext|>.
+    """
+    paths = str(path), str(path.with_name("merges.txt"))
+    vocabulary, merges = tokenizers.models.BPE.read_file(*paths)
+    if not vocabulary.keys() >= {*byte_bpe.byte_characters()}:
+        raise ValueError("not a byte-level BPE, because bytes have no token")
+    names = [*_name_tokens(_read_settings(files)).values(), *EOT_NAMES]
+    special = [name for name in names if name in vocabulary]
+    return byte_bpe.assemble(vocabulary, merges, special or [EOT])
+
+
+def _read_files(folder: Path) -> dict[str, str]:
+    """Return the `Tokenizer.files` of a folder.
+
+    NAMED_TEMPLATES become a list in TOKENIZER_CONFIG, and the ids in config.json and
+    generation_config.json become TOKEN_IDS.
+    """
     files = {}
     for name in CHAT_FILES:
         with suppress(OSError, ValueError):
             files[name] = read_small_file(folder / name).decode()
-    in_json = re.search(r'"chat_template":\s*["\[]', "".join(files.values()))
-    has_template = CHAT_TEMPLATE_NAME in files or in_json
-    return files if has_template else {}
+    named = {"default": files.get(CHAT_TEMPLATE_NAME)}
+    for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
+        with suppress(OSError, ValueError):
+            named[path.stem] = read_small_file(path).decode()
+    if len(named) > 1:
+        files.pop(CHAT_TEMPLATE_NAME, None)
+        rows = [{"name": name, "template": text} for name, text in named.items() if text]
+        settings = read_object(folder / TOKENIZER_CONFIG) | {"chat_template": rows}
+        files[TOKENIZER_CONFIG] = json.dumps(settings, indent=2, ensure_ascii=False)
+    ids = {"bos_token_id": list[int](), "eos_token_id": list[int]()}
+    for name, (key, values) in product((TOKEN_IDS, "config.json"), ids.items()):
+        value = read_object(folder / name).get(key, [])
+        values += value if isinstance(value, list) else [value]
+    return files | ({TOKEN_IDS: json.dumps(ids)} if any(ids.values()) else {})
 
 
-def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the eos ids in a folder's config.json and generation_config.json.
-
-    Ids outside the vocabulary are left out.
-    """
-    ends: list[Any] = []
-    for name in ("config.json", "generation_config.json"):
-        value = read_object(folder / name).get("eos_token_id")
-        ends += value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(id for id in ends if type(id) is int and 0 <= id < vocab_size))
+def _read_settings(files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in `Tokenizer.files` as one object."""
+    settings: dict[str, Any] = {}
+    for name, text in files.items():
+        with suppress(*MALFORMED):
+            is_text = name == CHAT_TEMPLATE_NAME
+            settings |= {"chat_template": text} if is_text else json.loads(text)
+    return settings
 
 
-def _read_inner(path: Path) -> tokenizers.Tokenizer:
-    with _data_errors("not a tokenizer.json", path, "use the one of a Hugging Face model"):
-        content = read_small_file(path, LARGEST_FILE)
-        if path.suffix == ".pkl":
-            return read_tiktoken(content)
-        return tokenizers.Tokenizer.from_str(content.decode())
+def _name_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
 
 
 @contextmanager

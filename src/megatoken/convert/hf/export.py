@@ -13,7 +13,7 @@ from megatoken.convert.hf.chat_files import describe_chat
 from megatoken.convert.hf.families import Family, choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
 from megatoken.data.chat_template import Message, drop_marks, find_stop_ids, template_of
-from megatoken.data.tokenizer import CHAT_FILES, TOKENIZER_CONFIG, Tokenizer
+from megatoken.data.tokenizer import CHAT_FILES, TOKEN_IDS, TOKENIZER_CONFIG, Tokenizer
 from megatoken.errors import CheckpointError, DataError
 from megatoken.model.gpt import GPT, INIT_STD
 
@@ -45,22 +45,23 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
         view.copy_(tensor).add_(offset)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    bos_id = tokenizer.bos_ids[0] if tokenizer.bos_ids else tokenizer.eot
     stop_ids = list(find_stop_ids(tokenizer))
     special_ids = {
-        "bos_token_id": bos_id,
+        "bos_token_id": tokenizer.bos,
         "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
     }
     eot = tokenizer.decode([tokenizer.eot])
-    special_tokens = {"bos_token": tokenizer.decode([bos_id]), "eos_token": eot, "unk_token": eot}
+    special_tokens = {"eos_token": eot, "unk_token": eot, **tokenizer.named_tokens}
+    special_tokens["bos_token"] = tokenizer.decode([tokenizer.bos])
     tokenizer_config: dict[str, Any] = {
         "model_max_length": model.config.seq_len,
         "clean_up_tokenization_spaces": False,
     }
     template = template_of(tokenizer)
     if template:
-        special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
-        special_tokens["pad_token"] = eot
+        if template.stop_ids[0] in stop_ids:
+            special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
+        special_tokens.setdefault("pad_token", eot)
         tokenizer_config["chat_template"] = drop_marks(template)
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
@@ -72,7 +73,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
             "use_cache": True,
             "dtype": str(torch_dtype).removeprefix("torch."),
         },
-        "generation_config.json": {**special_ids, "pad_token_id": tokenizer.eot},
+        TOKEN_IDS: {**special_ids, "pad_token_id": tokenizer.eot},
         TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special_tokens,
@@ -88,11 +89,14 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
 
 def _list_files(contents: dict[str, dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]:
     """Return the text of files by name: JSON of `contents`, and the tokenizer's own files."""
-    if TOKENIZER_CONFIG in tokenizer.chat_files:
+    own = {name: text for name, text in tokenizer.files.items() if name in CHAT_FILES}
+    if not tokenizer.templates:
+        own = {}
+    if TOKENIZER_CONFIG in own:
         contents = {name: row for name, row in contents.items() if name not in CHAT_FILES}
     files = {name: json.dumps(row, indent=2, ensure_ascii=False) for name, row in contents.items()}
     files = {name: f"{text}\n" for name, text in files.items()}
-    return {**files, **tokenizer.chat_files, "tokenizer.json": tokenizer.to_json()}
+    return {**files, **own, "tokenizer.json": tokenizer.to_json()}
 
 
 def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:
