@@ -1,13 +1,14 @@
 """Values of settings, their ranges and conflicts."""
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config.fields import Duration, parse_time, parse_value
+from megatoken.config.fields import SETTINGS, Duration, parse_time, parse_value
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, Config, build_config, flatten
 from megatoken.config.validate import validate
@@ -27,6 +28,14 @@ def test_duration_formats(text: str, count: float, unit: str):
     value = Duration(count, unit)
     assert parse_value(FIELDS["save.every"], text) == value
     assert parse_value(FIELDS["save.every"], str(value)) == value
+
+
+def test_each_field_has_a_row_in_the_table_of_settings():
+    sections = {item.name: item.type for item in dataclasses.fields(Config) if item.name != "seed"}
+    keys = {
+        f"{name}.{item.name}" for name in sections for item in dataclasses.fields(sections[name])
+    }
+    assert SETTINGS.keys() == FIELDS.keys() == {"seed", *keys} - {"model.vocab_multiple"}
 
 
 def test_duration_in_steps():

@@ -207,10 +207,10 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
         config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
-        values = {
-            spec.key: parse_value(spec, str(getattr(config, spec.key)))
-            for spec in list_fields(config)
-        }
+        values = {}
+        for spec in list_fields(config, "model."):
+            name = spec.key.removeprefix("model.")
+            values[name] = parse_value(spec, str(getattr(config, name)))
         config = replace(config, **values)
         problems = [what for _, what, _ in validate_model(config)]
     except MALFORMED as error:

@@ -1,8 +1,13 @@
-"""Describe settings (help line, unit, range) and parse their values."""
+"""Describe settings (help line, unit, range) and parse their values.
+
+settings.toml has what a setting's field in a dataclass does not say.
+"""
 
 import re
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 LARGEST = 1e15  # limit of all numbers: beyond any real run, and exact as a float
@@ -12,6 +17,9 @@ NUMBER = re.compile(
 INTEGER = re.compile(r"[-+]?\d[\d_]*")
 PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}  # by first letter
+SETTINGS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("settings.toml").read_text(encoding="utf-8")
+)
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
@@ -101,14 +109,6 @@ class ConfigField:
         return words[self.value_type] + (" or auto" if self.default == "auto" else "")
 
 
-def config_field(
-    default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any
-) -> Any:
-    """Declare a setting as a field of a section's dataclass. options: fields of `ConfigField`."""
-    spec = ConfigField(default, doc, unit, **options)
-    return field(default=default, metadata={"spec": spec}, compare=compare)
-
-
 _REGISTERED: dict[str, list[str]] = {}  # names added by `register_choice`, by setting
 
 
@@ -122,8 +122,9 @@ def register_choice(key: str, name: str) -> None:
 def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
     """Yield every setting in nested dataclasses, with its dotted key, in order of declaration."""
     for item in fields(section):
-        if item.metadata:
-            yield replace(item.metadata["spec"], key=prefix + item.name, type=item.type)
+        key = prefix + item.name
+        if key in SETTINGS:
+            yield ConfigField(item.default, key=key, type=item.type, **SETTINGS[key])
         elif is_dataclass(item.type):
             yield from list_fields(item.type, f"{item.name}.")
 

@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
-
-from megatoken.config.fields import config_field
 
 VOCAB_MULTIPLE = 128  # pads the embedding's rows, so that matrix kernels tile evenly
 SWIGLU_MULTIPLE = 256  # LLaMA rounds the width of its MLP up to it
@@ -28,8 +26,6 @@ SWITCHES = (
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
 ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
-IF_ROTARY = "model.pos_emb=rotary"
-IF_SCALED = "model.rope_factor!=1.0"
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
     "all": ("qkv", "out", "mlp", "norm"),
@@ -47,139 +43,49 @@ class ModelConfig:
     equal if they describe the same network, even if their preset or initial weights differ.
     """
 
-    preset: str = config_field(
-        "", "published architecture to start from; the fields below override it", compare=False
-    )
-    n_layer: int = config_field(12, "transformer blocks", low=1, high=100_000)
-    n_head: int = config_field(12, "attention heads; must divide d_model if head_dim=0", low=1)
-    head_dim: int = config_field(0, "width of a head; 0: d_model / n_head")
-    n_kv_head: int = config_field(
-        0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head"
-    )
-    d_model: int = config_field(768, "width of the residual stream", low=1)
-    d_ff: int = config_field(
-        0, "width of the MLP; 0: 4 x d_model, or 8/3 of it (multiple of 256) if gated"
-    )
-    vocab_size: int = config_field(
-        0, "vocabulary size before padding to a multiple of 128; 0: the tokenizer's"
-    )
-    seq_len: int = config_field(1024, "context length", "tokens", low=1)
-    norm: Literal["layernorm", "rmsnorm"] = config_field(
-        "layernorm", "normalization: GPT-2's or LLaMA's"
-    )
-    norm_position: Literal["pre", "post", "both"] = config_field(
-        "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma 3)"
-    )
-    norm_eps: float = config_field(1e-5, "added to the variance", open_low=True)
-    pos_emb: Literal["learned", "rotary"] = config_field(
-        "learned", "position embedding: learned, or rotary on queries and keys"
-    )
-    rope_theta: float = config_field(
-        10000.0, "rotary base", low=1.0, open_low=True, only_if=IF_ROTARY
-    )
-    rope_local_theta: float = config_field(
-        0.0,
-        "rotary base of layers with a window, without scaling; 0: as in other layers",
-        only_if=IF_ROTARY,
-    )
-    nope_interval: int = config_field(
-        0, "every n-th layer has no rotary embedding; 0: none", "layers", only_if=IF_ROTARY
-    )
-    rope_scaling: Literal["llama3", "linear", "yarn"] = config_field(
-        "llama3", "rotary scaling: LLaMA 3.1's, all wavelengths alike, or YaRN", only_if=IF_SCALED
-    )
-    rope_factor: float = config_field(
-        1.0,
-        "rotary scaling: factor of the longest wavelengths; 1: no scaling",
-        low=1.0,
-        only_if=IF_ROTARY,
-    )
-    rope_low: float = config_field(
-        1.0,
-        "rotary scaling: full below this many turns in rope_context",
-        "turns",
-        only_if=IF_SCALED,
-    )
-    rope_high: float = config_field(
-        4.0,
-        "rotary scaling: none above this many turns in rope_context",
-        "turns",
-        only_if=IF_SCALED,
-    )
-    rope_context: int = config_field(
-        8192, "rotary scaling: context length before scaling", "tokens", low=1, only_if=IF_SCALED
-    )
-    rope_attention: float = config_field(
-        0.0,
-        "factor of rotated queries and keys; 0: 1 + 0.1 ln(rope_factor)",
-        only_if="model.rope_scaling=yarn",
-    )
-    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu", "geglu"] = config_field(
-        "gelu",
-        "activation: tanh GELU (GPT-2), exact GELU (nanoGPT), squared ReLU, SwiGLU (LLaMA), or "
-        "tanh GELU with a gate (Gemma)",
-    )
-    bias: bool = config_field(True, "biases in linear layers and LayerNorm")
-    bias_in: Literal["all", "qkv", "attention", "mlp"] = config_field(
-        "all",
-        "layers with biases: all, queries, keys and values (Qwen2), all of attention, or the MLP",
-        only_if="model.bias=True",
-    )
-    tie_embeddings: bool = config_field(True, "share the token embedding with the output layer")
-    qk_norm: bool = config_field(False, "normalize queries and keys")
-    qk_norm_over: Literal["head", "width"] = config_field(
-        "head",
-        "normalize each head, or all heads of a token together (OLMo 2)",
-        only_if="model.qk_norm=True",
-    )
-    embedding_scale: bool = config_field(
-        False, "multiply the token embedding by the square root of d_model (Gemma)"
-    )
-    embedding_norm: bool = config_field(False, "normalize the embedding before the first block")
-    residual_scales: bool = config_field(
-        False, "block input: learned mix of the residual stream and the embedding"
-    )
-    value_embeddings: bool = config_field(
-        False, "add gated token embeddings to the values of every other layer"
-    )
-    smear: bool = config_field(
-        False, "add a gated share of the preceding token's embedding to each embedding"
-    )
-    backout: bool = config_field(
-        False, "subtract a learned share of the middle block's output from the last block's"
-    )
-    logit_softcap: float = config_field(
-        0.0, "logits become cap x tanh(logits / cap); 0: no cap", high=1000.0
-    )
-    window: int = config_field(
-        0, "sliding window of S layers, including the query; 0: full attention", "tokens"
-    )
-    window_pattern: str = config_field(
-        "SSSL",
-        "layers with a window (S) and without (L): one letter per layer, or repeated until the "
-        "last layer, which has none",
-        only_if="model.window!=0",
-    )
-    value_head: bool = config_field(
-        False, "a scalar per token: the score of a reward model, the value of ppo; starts at 0"
-    )
-    zero_init: bool = config_field(
-        False,
-        "start projections into the residual stream and an untied output layer at 0",
-        compare=False,
-    )
-    lora_rank: int = config_field(
-        0, "train only LoRA adapters of this rank in the linear layers of blocks; 0: train all"
-    )
-    lora_alpha: float = config_field(
-        0.0,
-        "adapters are scaled by lora_alpha / lora_rank; 0: 2 x lora_rank",
-        only_if="model.lora_rank!=0",
-    )
-    dropout: float = config_field(0.0, "dropout probability in training", high=0.99, compare=False)
-    init: str = config_field(
-        "", "initial weights: run folder, or Hugging Face folder or name", compare=False
-    )
+    preset: str = field(default="", compare=False)
+    n_layer: int = 12
+    n_head: int = 12
+    head_dim: int = 0
+    n_kv_head: int = 0
+    d_model: int = 768
+    d_ff: int = 0
+    vocab_size: int = 0
+    seq_len: int = 1024
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    norm_eps: float = 1e-5
+    pos_emb: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    nope_interval: int = 0
+    rope_scaling: Literal["llama3", "linear", "yarn"] = "llama3"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_context: int = 8192
+    rope_attention: float = 0.0
+    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu", "geglu"] = "gelu"
+    bias: bool = True
+    bias_in: Literal["all", "qkv", "attention", "mlp"] = "all"
+    tie_embeddings: bool = True
+    qk_norm: bool = False
+    qk_norm_over: Literal["head", "width"] = "head"
+    embedding_scale: bool = False
+    embedding_norm: bool = False
+    residual_scales: bool = False
+    value_embeddings: bool = False
+    smear: bool = False
+    backout: bool = False
+    logit_softcap: float = 0.0
+    window: int = 0
+    window_pattern: str = "SSSL"
+    value_head: bool = False
+    zero_init: bool = field(default=False, compare=False)
+    lora_rank: int = 0
+    lora_alpha: float = 0.0
+    dropout: float = field(default=0.0, compare=False)
+    init: str = field(default="", compare=False)
     vocab_multiple: int = VOCAB_MULTIPLE
 
     def resolve(self, vocab_size: int) -> "ModelConfig":

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.fields import ConfigField, Duration, config_field, list_fields
+from megatoken.config.fields import ConfigField, Duration, list_fields
 from megatoken.config.model_config import ModelConfig, default_d_ff
 from megatoken.config.objective_config import ObjectiveConfig
 from megatoken.config.presets import PRESETS
@@ -21,85 +21,40 @@ DataOrder = Literal["shuffled", "sequential", "one-batch"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
 SINKS = ("tensorboard", "wandb", "trackio")  # values of log.sinks, named like their packages
-IF_MUON = "optim.name=muon"
-IF_DECAYING = "optim.schedule!=constant"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The dataset."""
 
-    path: str = config_field(
-        "",
-        "dataset: folder made by `megatoken prepare`, folder or glob of .bin/.npy shards, or "
-        "s3://... address; mixture: PATH:WEIGHT,PATH:WEIGHT,...",
-    )
-    order: DataOrder = config_field(
-        "shuffled",
-        "batch order; sequential: in order through each shard, as in build-nanogpt; one-batch: "
-        "always the first batch, to check that a model can overfit it",
-    )
-    document_mask: bool = config_field(
-        False,
-        "attend within a document only; each end-of-text token starts a document at position 0",
-        only_if="objective.name=pretrain",
-    )
-    tokenizer: str = config_field("gpt2", "tokenizer of external .bin/.npy shards")
+    path: str = ""
+    order: DataOrder = "shuffled"
+    document_mask: bool = False
+    tokenizer: str = "gpt2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "muon"] = config_field(
-        "adamw",
-        "optimizer; muon: Muon for hidden matrices, AdamW for the rest; add your own from Python "
-        "(docs/hacking.md)",
-    )
-    lr: float = config_field(6e-4, "peak learning rate; with muon, of AdamW")
-    matrix_lr: float = config_field(
-        0.02, "muon: peak learning rate of hidden matrices", only_if=IF_MUON
-    )
-    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = (
-        config_field("cosine", "learning-rate decay after warmup")
-    )
-    warmup: Duration = config_field(Duration(0), "linear warmup from 0 to lr")
-    decay: Duration | Literal["auto"] = config_field(
-        "auto",
-        "length of the decay; cosine, linear: after warmup, then constant at min_lr_ratio (auto: "
-        "rest of the run); wsd, wsd-sqrt, multi-step: at the end (auto: 0.2dur)",
-        only_if=IF_DECAYING,
-    )
-    min_lr_ratio: float = config_field(
-        0.1, "final learning rate / lr", high=1.0, only_if=IF_DECAYING
-    )
-    beta1: float = config_field(0.9, "decay of the first moment", high=0.9999999)
-    beta2: float = config_field(0.95, "decay of the second moment", high=0.9999999)
-    eps: float = config_field(1e-8, "added to the root of the second moment", open_low=True)
-    momentum: float = config_field(0.95, "muon: Nesterov momentum", high=0.9999999, only_if=IF_MUON)
-    momentum_warmup: Duration = config_field(
-        Duration(0), "muon: linear warmup of the momentum from 0.85", only_if=IF_MUON
-    )
-    weight_decay: float = config_field(0.1, "decoupled weight decay of matrices")
-    cautious_decay: bool = config_field(
-        False,
-        "muon: decay a weight only if its update also shrinks it (Chen et al. 2025)",
-        only_if=IF_MUON,
-    )
-    equal_rows: bool = config_field(
-        False,
-        "muon: equal norms of the rows of an update, as NorMuon (Li et al. 2025) but without state",
-        only_if=IF_MUON,
-    )
-    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping")
-    spike: Literal["warn", "skip", "off"] = config_field(
-        "warn",
-        "batches whose loss or gradient norm is far above those of the last 128 steps: warn, or "
-        "skip the update",
-    )
-    max_skips: int = config_field(
-        3, "consecutive skipped batches before rewinding to the newest checkpoint", "batches", low=1
-    )
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 6e-4
+    matrix_lr: float = 0.02
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = "cosine"
+    warmup: Duration = Duration(0)
+    decay: Duration | Literal["auto"] = "auto"
+    min_lr_ratio: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95
+    momentum_warmup: Duration = Duration(0)
+    weight_decay: float = 0.1
+    cautious_decay: bool = False
+    equal_rows: bool = False
+    grad_clip: float = 1.0
+    spike: Literal["warn", "skip", "off"] = "warn"
+    max_skips: int = 3
 
     @property
     def decay_length(self) -> Duration | None:
@@ -113,20 +68,12 @@ class OptimConfig:
 class BudgetConfig:
     """Length of the run, set by exactly one of steps, tokens and epochs, and the batch size."""
 
-    steps: int = config_field(0, "optimizer steps", "steps")
-    tokens: int = config_field(0, "training tokens", "tokens")
-    epochs: float = config_field(0.0, "passes over the training split", "epochs")
-    batch_tokens: int = config_field(
-        524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1
-    )
-    batch_start: int = config_field(
-        0,
-        "first batch; grows by its multiples to batch_tokens over batch_ramp; 0: batch_tokens",
-        "tokens",
-    )
-    batch_ramp: int = config_field(
-        0, "length of the growth from batch_start to batch_tokens", "tokens"
-    )
+    steps: int = 0
+    tokens: int = 0
+    epochs: float = 0.0
+    batch_tokens: int = 524288
+    batch_start: int = 0
+    batch_ramp: int = 0
 
     @property
     def ramp(self) -> BatchRamp | None:
@@ -144,61 +91,23 @@ class BudgetConfig:
 class MachineConfig:
     """How the run is computed. Apart from rounding, no setting changes the loss curve."""
 
-    device: str = config_field("auto", "auto (fastest available), cpu, cuda, cuda:N or mps")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "compute dtype; auto: the fastest on the device"
-    )
-    tf32: bool = config_field(True, "TF32 in fp32 matrix products on CUDA")
-    compile: Literal["auto", "off", "on", "blocks", "graphs"] = config_field(
-        "auto",
-        "torch.compile; on: the model; blocks: each block, for a shorter first step; graphs: with "
-        "CUDA graphs, for small models; auto: on for long enough CUDA runs",
-    )
-    micro_batch: int | Literal["auto"] = config_field(
-        "auto",
-        "sequences of seq_len per forward (more if answers are shorter); auto: the fastest",
-        "seqs",
-        low=1,
-    )
-    loss_chunk: int | Literal["auto"] = config_field(
-        "auto", "chunk of the output layer; auto: 1024 on a CPU, else 4096; 0: no chunks", "tokens"
-    )
-    master_weights: Literal["auto", "off", "on"] = config_field(
-        "auto", "low precision; off: autocast; on: low-precision weights with fp32 masters"
-    )
-    gemm_backend: Literal["auto", "torch", "torch+native", "native", "cublaslt"] = config_field(
-        "auto",
-        "kernels of the blocks; native: our CPU kernels; torch+native: matrix products of torch, "
-        "our norms and activations; cublaslt: GELU in matrix products (CUDA)",
-    )
-    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = (
-        config_field(
-            "auto",
-            "attention kernel; flash: torch's choice; native: our CPU kernel; cudnn, fa2: that "
-            "kernel or an error",
-        )
-    )
-    fp8: Literal["off", "head", "all"] = config_field(
-        "off",
-        "FP8 matrix products with bf16 precision; head: of the output layer; all: of the MLP too",
-    )
-    fused: Literal["auto", "off", "on"] = config_field("auto", "our kernel for the loss's softmax")
-    activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
-        "none", "recompute in the backward: nothing, the GELU output, full blocks"
-    )
-    adamw: Literal["auto", "loop", "foreach", "fused", "native"] = config_field(
-        "auto", "AdamW kernel: per tensor, foreach, torch's fused, or ours for CPUs"
-    )
-    sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
-        "auto",
-        "what data-parallel ranks shard; zero1: optimizer state; zero2: + gradients; zero3: + "
-        "weights (FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
-    )
-    tensor_parallel: int = config_field(1, "ranks that share every layer", low=1)
-    threads: int = config_field(0, "CPU threads; 0: all available", high=1024)
-    deterministic: bool = config_field(
-        False, "deterministic kernels; gradients summed in the same order on 1, 2, 4, ... ranks"
-    )
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    tf32: bool = True
+    compile: Literal["auto", "off", "on", "blocks", "graphs"] = "auto"
+    micro_batch: int | Literal["auto"] = "auto"
+    loss_chunk: int | Literal["auto"] = "auto"
+    master_weights: Literal["auto", "off", "on"] = "auto"
+    gemm_backend: Literal["auto", "torch", "torch+native", "native", "cublaslt"] = "auto"
+    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = "auto"
+    fp8: Literal["off", "head", "all"] = "off"
+    fused: Literal["auto", "off", "on"] = "auto"
+    activation_checkpointing: Literal["none", "gelu", "block"] = "none"
+    adamw: Literal["auto", "loop", "foreach", "fused", "native"] = "auto"
+    sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = "auto"
+    tensor_parallel: int = 1
+    threads: int = 0
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,81 +118,55 @@ class SaveConfig:
     time limit.
     """
 
-    every: Duration = config_field(
-        Duration(0), "interval of checkpoints; 0: only at the end and on a stop"
-    )
-    keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
-    keep_best: bool = config_field(
-        False,
-        "also keep the checkpoint with the lowest validation loss, as RUN/best",
-        only_if="evaluate.tokens!=0",
-    )
-    keep_every: Duration = config_field(
-        Duration(0), "interval of checkpoints kept forever; 0: none"
-    )
-    mirror: str = config_field(
-        "", "folder or s3://... address to copy checkpoints to and restore them from"
-    )
-    time_limit: str = config_field(
-        "", "stop and save after this wall-clock time: 3600, 90m, 11h30m"
-    )
+    every: Duration = Duration(0)
+    keep_last: int = 2
+    keep_best: bool = False
+    keep_every: Duration = Duration(0)
+    mirror: str = ""
+    time_limit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """How often to measure the validation loss and multiple-choice scores, and on what."""
 
-    every: Duration = config_field(
-        Duration(0.1, "dur"), "interval of validation; 0: only at the end"
-    )
-    tokens: int = config_field(
-        1048576, "validation tokens, spread evenly over the held-out split; 0: none", "tokens"
-    )
-    patience: int = config_field(
-        0,
-        "stop after this many validations without a lower loss; 0: never",
-        only_if="evaluate.every!=0steps",
-    )
-    tasks: str = config_field(
-        "", "tasks to score: hellaswag,piqa,...; `piqa?` is skipped if its examples are missing"
-    )
-    tasks_every: Duration = config_field(Duration(0), "interval of task scores; 0: only at the end")
-    tasks_data: str = config_field(
-        "", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub"
-    )
-    tasks_limit: int = config_field(0, "examples per task, from the first; 0: all")
+    every: Duration = Duration(0.1, "dur")
+    tokens: int = 1048576
+    patience: int = 0
+    tasks: str = ""
+    tasks_every: Duration = Duration(0)
+    tasks_data: str = ""
+    tasks_limit: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """Text generated during training."""
 
-    every: Duration = config_field(Duration(0), "interval of samples; 0: never")
-    at_start: bool = config_field(False, "also sample before the first step")
-    prompt: str = config_field("", "text to continue; empty: a new document")
-    tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
-    temperature: float = config_field(0.8, "sampling temperature; 0: greedy")
-    top_k: int = config_field(50, "sample from the k likeliest tokens; 0: all")
-    num_samples: int = config_field(1, "samples each time", low=1)
+    every: Duration = Duration(0)
+    at_start: bool = False
+    prompt: str = ""
+    tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 50
+    num_samples: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What to log, and how often."""
 
-    every: Duration = config_field(Duration(1), "interval of rows in metrics.jsonl", open_low=True)
-    plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
-    pictures: bool = config_field(False, "also draw position embeddings and a weight matrix")
-    sinks: str = config_field("", "also log to tensorboard, wandb, trackio (comma-separated)")
+    every: Duration = Duration(1)
+    plots: bool = True
+    pictures: bool = False
+    sinks: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Every setting of a run."""
 
-    seed: int = config_field(
-        1337, "seed of initial weights, data order and dropout", high=2**63 - 1
-    )
+    seed: int = 1337
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
