@@ -4,6 +4,7 @@ The micro-batch size doubles until memory runs out. All sizes are timed in inter
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,18 +18,22 @@ from megatoken.bench.workload import (
     describe_mfu,
     describe_peak,
     describe_seconds,
-    estimate_step_bytes,
-    find_allowed_bytes,
     format_peak,
 )
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_quantity
+from megatoken.distributed.memory import estimate_memory
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device, with_peak
+from megatoken.system.machine import free_memory_bytes
 from megatoken.system.timing import Timing, time_calls
 
+SHARE = 0.8  # share of the free memory that a benchmark may use
 LONGEST_SECONDS = 20.0  # per size; sizes that take longer get fewer repeats, at least 3
 LARGEST_CPU_TOKENS = 8192  # larger matmuls are not faster, and a step would take a minute
 MOST_SEQS = 1 << 14
@@ -93,7 +98,7 @@ def measure(
             break
         device.reset_peak_memory()
         idle_bytes = device.peak_memory_bytes()
-        step = workload.resize(seqs).step
+        step = resize(workload, seqs).step
         try:
             step()
             device.synchronize()
@@ -140,3 +145,32 @@ def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing)
         **describe_mfu(tokens / timing.median, config, device),
         "seconds_per_token": timing.median / tokens,
     }
+
+
+def resize(workload: Workload, micro_batch: int) -> Workload:
+    """Return a workload with `micro_batch` sequences per batch, in one micro-batch."""
+    tokens = micro_batch * workload.model_config.seq_len
+    step_config = replace(workload.step_config, batch_tokens=tokens, micro_batch=micro_batch)
+    return replace(workload, step_config=step_config)
+
+
+def find_allowed_bytes(device: Device) -> float:
+    """Return how much memory a benchmark may use without swapping; infinity on CUDA."""
+    return math.inf if device.type == "cuda" else SHARE * (free_memory_bytes() or math.inf)
+
+
+def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
+    """Return a high estimate of the peak memory of an fp32 step with a micro-batch of `tokens`.
+
+    It includes the attention weights, which fused attention does not store.
+    """
+    memory = estimate_memory(
+        model_config,
+        ParallelDims(),
+        precision="fp32",
+        micro_batch=tokens // model_config.seq_len,
+        accumulates=True,
+        loss_chunk=LOSS_CHUNK["cpu"],
+    )
+    weights = model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
+    return memory.total_bytes + FP32 * weights

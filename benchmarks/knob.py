@@ -5,13 +5,14 @@ A C A C. The benchmarks against other programs also use `open_step` and `describ
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks.arguments import SIZES
 from megatoken.bench.report import Row, show_rows
-from megatoken.bench.runner import measure_workers
+from megatoken.bench.runner import Worker, count_steps, run_rounds, share_fastest_probe
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_peak, format_peak
 from megatoken.config.fields import parse_value
@@ -121,3 +122,35 @@ def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
     if setting == "micro_batch":
         return replace(spec, micro_batch=0 if value == "auto" else value)
     return replace(spec, machine={setting: value})
+
+
+def measure_workers(
+    specs: Sequence[WorkerSpec], repeats: int, console: Console
+) -> Iterator[list[Worker]]:
+    """Measure each spec; after each, yield the workers so far.
+
+    The reference is the first spec that runs. It is measured alone, then in rounds that alternate
+    with rounds of each other spec. The loss reported for it is the one after its first rounds,
+    which is at the others' number of steps.
+    """
+    workers: list[Worker] = []
+    reference: Worker | None = None
+    loss: float | None = None
+    steps = trained = 0
+    with ExitStack() as stack:
+        stack.callback(console.close)
+        for spec in specs:
+            worker = Worker(spec=spec)
+            stack.callback(worker.close)
+            workers.append(worker)
+            console.step(f"{spec.name} {spec.configuration}: first steps")
+            if seconds := worker.warm_up():
+                steps = steps or count_steps(seconds)
+                run_rounds(reference, worker, repeats, steps, console)
+                share_fastest_probe(workers)
+            if reference is not None:
+                worker.close()
+                reference.loss, reference.steps = loss, trained
+            elif worker.loss is not None:
+                reference, loss, trained = worker, worker.loss, worker.steps
+            yield workers

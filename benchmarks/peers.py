@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
+from benchmarks.knob import TRAILING_COLUMNS, describe_step, measure_workers, open_step
 from megatoken.bench.report import show_rows
-from megatoken.bench.runner import Worker, measure_workers
+from megatoken.bench.runner import Worker
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_seconds
 from megatoken.console import Console

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.batch import COLUMNS as STEP
-from benchmarks.batch import describe_size
+from benchmarks.batch import describe_size, estimate_step_bytes, find_allowed_bytes
 from megatoken.bench.report import format_cell, save_picture, show_rows
-from megatoken.bench.workload import (
-    build_workload,
-    describe_peak,
-    describe_seconds,
-    estimate_step_bytes,
-    find_allowed_bytes,
-    format_peak,
-)
+from megatoken.bench.workload import build_workload, describe_peak, describe_seconds, format_peak
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.config.schema import MachineConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import batch
 from benchmarks.__main__ import build_parser
 from megatoken.bench.main import run_bench
-from megatoken.bench.workload import Workload, build_workload, describe_mfu, estimate_step_bytes
+from megatoken.bench.workload import Workload, build_workload, describe_mfu
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
@@ -59,7 +59,7 @@ def test_mfu_needs_a_peak_and_counts_devices():
 
 
 def test_resized_workload_takes_the_same_step():
-    workload = build(1).resize(4)
+    workload = batch.resize(build(1), 4)
     assert workload.step_config.micro_batch == 4
     assert workload.step() == build(4).step()
 
@@ -73,7 +73,7 @@ def test_initial_loss_is_uniform_without_vocabulary_padding():
 
 
 def test_sizes_that_would_swap_are_not_run(monkeypatch: pytest.MonkeyPatch):
-    allowed = estimate_step_bytes(TINY_GPT, 2 * TINY_GPT.seq_len)
+    allowed = batch.estimate_step_bytes(TINY_GPT, 2 * TINY_GPT.seq_len)
     monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: allowed)
     rows, ended = measure(build(), 8)
     assert [row["micro_batch"] for row in rows] == [1, 2]

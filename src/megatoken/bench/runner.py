@@ -8,7 +8,7 @@ because other programs and power limits change it. A round next to a slow probe 
 import multiprocessing
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -230,35 +230,3 @@ def share_fastest_probe(workers: Sequence[Worker]) -> None:
     fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
     for worker in workers:
         worker.fastest_probe = fastest
-
-
-def measure_workers(
-    specs: Sequence[WorkerSpec], repeats: int, console: Console
-) -> Iterator[list[Worker]]:
-    """Measure each spec; after each, yield the workers so far.
-
-    The reference is the first spec that runs. It is measured alone, then in rounds that alternate
-    with rounds of each other spec. The loss reported for it is the one after its first rounds,
-    which is at the others' number of steps.
-    """
-    workers: list[Worker] = []
-    reference: Worker | None = None
-    loss: float | None = None
-    steps = trained = 0
-    with ExitStack() as stack:
-        stack.callback(console.close)
-        for spec in specs:
-            worker = Worker(spec=spec)
-            stack.callback(worker.close)
-            workers.append(worker)
-            console.step(f"{spec.name} {spec.configuration}: first steps")
-            if seconds := worker.warm_up():
-                steps = steps or count_steps(seconds)
-                run_rounds(reference, worker, repeats, steps, console)
-                share_fastest_probe(workers)
-            if reference is not None:
-                worker.close()
-                reference.loss, reference.steps = loss, trained
-            elif worker.loss is not None:
-                reference, loss, trained = worker, worker.loss, worker.steps
-            yield workers

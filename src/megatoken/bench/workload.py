@@ -3,7 +3,6 @@
 Ids follow Zipf's law, so that losses fall and the embedding's gradient is as sparse as on text.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,14 +17,11 @@ from megatoken.console import format_quantity
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
 from megatoken.model.flops import flops_per_token
 from megatoken.model.gpt import GPT
-from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device
-from megatoken.system.machine import free_memory_bytes
 from megatoken.system.timing import Timing
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import StepMetrics, train_step
@@ -38,7 +34,6 @@ SPEED = {
     "peak_memory_bytes": "peak memory",
 }
 STEPS = 1000  # length of the schedule; no benchmark finishes it
-SHARE = 0.8  # share of the free memory that a benchmark may use
 ONE_PROCESS = Comm(DistEnv())
 
 
@@ -65,12 +60,6 @@ class Workload:
             self.state.compute_model.zero_grad()
             self.state.optimizer.zero_grad()
             raise
-
-    def resize(self, micro_batch: int) -> "Workload":
-        """Return this workload with `micro_batch` sequences per batch, in one micro-batch."""
-        tokens = micro_batch * self.model_config.seq_len
-        step_config = replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch)
-        return replace(self, step_config=step_config)
 
 
 def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
@@ -184,25 +173,3 @@ def describe_seconds(timing: Timing) -> Row:
     """Convert a timing to a figure: median, low and high quartile, and number of repeats."""
     low, high = timing.quartiles
     return {"median": timing.median, "low": low, "high": high, "repeats": len(timing.seconds)}
-
-
-def find_allowed_bytes(device: Device) -> float:
-    """Return how much memory a benchmark may use without swapping; infinity on CUDA."""
-    return math.inf if device.type == "cuda" else SHARE * (free_memory_bytes() or math.inf)
-
-
-def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
-    """Return a high estimate of the peak memory of an fp32 step with a micro-batch of `tokens`.
-
-    It includes the attention weights, which fused attention does not store.
-    """
-    memory = estimate_memory(
-        model_config,
-        ParallelDims(),
-        precision="fp32",
-        micro_batch=tokens // model_config.seq_len,
-        accumulates=True,
-        loss_chunk=LOSS_CHUNK["cpu"],
-    )
-    weights = model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
-    return memory.total_bytes + FP32 * weights
