@@ -182,6 +182,22 @@ def test_data_left_out_are_what_the_runs_trained_on(
     assert [model["loss"] for model in several] == [expected["loss"]] * 2
 
 
+def test_relative_data_of_a_run_are_named_from_another_folder(
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(run, tmp_path / "copy")
+    config = tmp_path / "copy" / "config.yaml"
+    config.write_text(config.read_text().replace(f"{data}/shards", "moved/shards"))
+    for command in ("eval", "train"):
+        assert main([command, f"{tmp_path}/copy", *["budget.steps=20"][: command == "train"]]) in (
+            2,
+            3,
+        )
+        error = capsys.readouterr().err
+        assert "moved/shards" in error
+        assert "began" in error
+
+
 def test_loss_on_text_covers_all_of_it(run: Path, data: Path, ask: Ask):
     result = ask(f"eval {run} --data {data}/text.txt")
     text = sum(len(line) for line in LINES)

@@ -23,10 +23,10 @@ def name_split(name: str) -> str:
 
 def read_documents(path: Path, key: str) -> list[str | None]:
     """Return the documents, with a surrogate for each invalid byte; None for a row without text."""
-    data, name, packing = path.read_bytes(), path.name.lower(), path.suffix.lower()
-    if packing in (".gz", ".gzip"):
+    data, name = path.read_bytes(), path.name.lower()
+    if name.endswith((".gz", ".gzip")):
         data = gzip.decompress(data)
-    elif packing in (".zst", ".zstd"):
+    elif name.endswith((".zst", ".zstd")):
         data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read()
     suffix = Path(re.sub(r"\.(gz|gzip|zst|zstd)$", "", name)).suffix
     if suffix in (".parquet", ".pq"):
@@ -35,46 +35,36 @@ def read_documents(path: Path, key: str) -> list[str | None]:
     if suffix in (".txt", ".md") and not text.lstrip().startswith("{"):
         return [*text.split("<|endoftext|>")] if suffix == ".txt" else [text]
     if suffix in (".csv", ".tsv"):
-        is_semicolon = ";" in text.partition("\n")[0]
-        rows = read_csv(text, "\t" if suffix == ".tsv" else ";" if is_semicolon else ",")
-    else:
-        is_whole = text.startswith("[") or re.match(r"\{\s*\n", text)
-        rows = json.loads(text) if is_whole else map(parse, text.split("\n"))
-        rows = [rows] if isinstance(rows, dict) else rows
-    return [find_text(row, key) for row in rows if row != ""]
-
-
-def parse(line: str) -> Any:
-    try:
-        return json.loads(line) if line.strip() else ""
-    except ValueError:
-        return None
+        delimiter = "\t" if suffix == ".tsv" else ";" if ";" in text.partition("\n")[0] else ","
+        return [find_text(row, key) for row in read_csv(text, delimiter)]
+    if text.startswith("[") or re.match(r"\{\s*\n", text):
+        return [find_text(row, key) for row in json.loads(f"[{text}]" if text[0] == "{" else text)]
+    return [find_text(line, key) for line in text.split("\n") if line.strip()]
 
 
 def read_csv(text: str, delimiter: str) -> list[Any]:
     """Return the rows as dicts; None for a row with too many fields, or a line of no row."""
-    lines, rows = io.StringIO(text, newline="\n").readlines(), []
+    lines, rows, length = io.StringIO(text, newline="\n").readlines(), [], 1
     while lines:
-        for length in range(1, len(lines) + 1):
-            try:
-                rows += csv.reader(lines[:length], delimiter=delimiter, strict=True)
-                del lines[:length]
-                break
-            except csv.Error as error:
-                if length == len(lines) or "end of data" not in str(error):
-                    rows.append(None)
-                    del lines[0]
-                    break
+        try:
+            rows += csv.reader(lines[:length], delimiter=delimiter, strict=True)
+        except csv.Error as error:
+            if length < len(lines) and "end of data" in str(error):
+                length += 1
+                continue
+            rows, length = [*rows, None], 1
+        lines, length = lines[length:], 1
     header, *rows = [row for row in rows if row != []] or [[]]
-    return [
-        row and len(row) <= len(header) and dict(zip(header, row, strict=False)) for row in rows
-    ]
+    return [row and len(row) <= len(header) and dict(zip(header, row)) for row in rows]  # noqa: B905
 
 
 def find_text(row: Any, key: str) -> str | None:
-    value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, list):
+    """Return a row's text or, for messages, their ChatML. row: as parsed, or a line of JSON."""
+    try:
+        row = json.loads(row) if isinstance(row, str) else row
+        value = row[key]
         turn = "<|im_start|>{role}\n{content}<|im_end|>\n"
-        return "".join(turn.format_map(message) for message in value)
-    value = value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
-    return value if isinstance(value, str) else None
+        value = "".join(map(turn.format_map, value)) if isinstance(value, list) else value
+        return str(value, "utf-8", "surrogateescape") if isinstance(value, bytes) else value
+    except (ValueError, TypeError, KeyError):
+        return None

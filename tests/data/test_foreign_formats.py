@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatoken.data.dataset import load_dataset
-from megatoken.data.foreign_formats import FOREIGN_FORMATS, refuse_foreign
+from megatoken.data.file_kinds import DATASETS, FILES, refuse_foreign
 from megatoken.data.sources import find_source
 from megatoken.errors import DataError
 from tests.data.small_dataset import write_external
@@ -22,9 +22,9 @@ def check_named(door: Door, path: Path, name: str) -> None:
         door(str(path))
 
 
-@pytest.mark.parametrize("name", FOREIGN_FORMATS["datasets"])
+@pytest.mark.parametrize("name", DATASETS)
 def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
-    markers = FOREIGN_FORMATS["datasets"][name]["markers"]
+    markers = DATASETS[name]["markers"]
     folder = tmp_path / "data" / "train"
     folder.mkdir(parents=True)
     for marker in markers:
@@ -39,9 +39,9 @@ def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
     assert find_source(str(folder)).files
 
 
-@pytest.mark.parametrize("name", FOREIGN_FORMATS["files"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_foreign_file_is_named_if_nothing_else_is_there(name: str, tmp_path: Path):
-    row = FOREIGN_FORMATS["files"][name]
+    row = FILES[name]
     file = tmp_path / row["pattern"].replace("[0-9]", "0").replace("*", "0")
     file.write_bytes(row.get("start", "\x17\x08").encode("latin-1") + bytes(100))
     for path in (file, tmp_path, tmp_path / "*"):

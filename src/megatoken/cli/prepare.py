@@ -68,9 +68,8 @@ def run(options: Namespace, console: Console) -> Result:
     exclude = None if is_address(options.out) else options.out
     source = find_corpus(options.source, options.root, exclude, options.val)
     if source.skipped:
-        hint = "; to read other files than text and rows, name them: '**/*.py'"
-        is_hinted = any(name.startswith(".") for name in source.skipped)
-        console.print(f"files skipped: {describe_skipped(source.skipped)}{hint * is_hinted}")
+        hint = "a pattern such as '**/*.py' reads any files, a folder only text and rows"
+        console.print(f"files skipped: {describe_skipped(source.skipped)} ({hint})")
     row_format = None if options.source in HUB else peek_format(source, options.text_key)
     if row_format:
         return prepare_rows(options, source, RECIPES[row_format.kind], console)

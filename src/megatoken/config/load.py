@@ -50,15 +50,7 @@ PREPARE = {
     "data/fineweb-edu": "fineweb-edu",
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
-# Suffixes and top-level keys of other programs' recipes: what they are, and what to do.
-_FOREIGN = {
-    ".py": ("a recipe in Python, as of nanoGPT", "give it as --nanogpt FILE"),
-    ".toml": ("a recipe in TOML, as of torchtitan", "write YAML; see `megatoken config`"),
-    **dict.fromkeys(
-        ("max_seq_len", "max_duration", "train_loader", "train_dataset", "variables"),
-        ("a recipe of Composer or llm-foundry", "give it as --composer FILE"),
-    ),
-}
+FOREIGN_RECIPES = Path(__file__).with_name("foreign_recipes.yaml")
 # If overrides set one of these, the recipe's values of all of them are dropped.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 # If overrides set a preset, the recipe's values of these are dropped.
@@ -272,11 +264,12 @@ def _find_recipe(recipe: str) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """Raise ConfigError if `path` is a recipe of another program."""
-    root = None if path.suffix in _FOREIGN else compose_yaml(path)
+    foreign: dict[str, list[str]] = yaml.safe_load(FOREIGN_RECIPES.read_text(encoding="utf-8"))
+    root = None if path.suffix in foreign else compose_yaml(path)
     keys = root.value if isinstance(root, yaml.MappingNode) else ()
     for mark in (path.suffix, *(str(key.value) for key, _ in keys)):
-        if mark in _FOREIGN:
-            what, fix = _FOREIGN[mark]
+        if mark in foreign:
+            what, fix = foreign[mark]
             raise ConfigError(what, path, fix.replace("FILE", str(path)))
 
 

@@ -218,11 +218,10 @@ def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]
 
 def _explain_row(row: Any, text_key: str) -> str:
     """Say why a row has no text."""
-    if not isinstance(row, dict):
-        return f"no text under {text_key!r} (--text-key) in this row (not an object)"
-    if isinstance(row.get(text_key), (dict, list)):
+    fields = row if isinstance(row, dict) else {"not an object": None}
+    if isinstance(fields.get(text_key), (dict, list)):
         return "columns, as pandas writes them; write to_json(orient='records', lines=True)"
-    for key, value in row.items():
+    for key, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"one JSON object, not rows; write its list {key!r} as rows"
-    return f"no text under {text_key!r} (--text-key) in this row ({', '.join(sorted(row)):.200})"
+    return f"no text under {text_key!r} (--text-key) in this row ({', '.join(sorted(fields)):.200})"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.data.file_kinds import find_split
-from megatoken.data.foreign_formats import find_foreign, refuse_foreign
+from megatoken.data.file_kinds import find_foreign, find_split, refuse_foreign
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,

@@ -4,30 +4,23 @@ import gzip
 import io
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-# separated: documents with <|endoftext|> between them; whole: one document; the others: rows with
-# named fields.
-Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
-Compression = Literal["", "gz", "zst"]
+from megatoken.errors import DataError
+from megatoken.system.table import read_table
+
+Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]  # see file_kinds.toml
 
 HEAD_BYTES = 8192  # read to detect the content of a file
 LARGEST_ROW = 64 << 20  # bytes
-FORMATS: dict[str, Format] = {
-    ".txt": "separated",
-    ".md": "whole",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".json": "json",  # a row per line, one array of rows, or one row
-    ".jsonl": "json",
-    ".ndjson": "json",
-}
-COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
+_TABLE = read_table(__file__)
+FORMATS: dict[str, Format] = _TABLE["formats"]  # by suffix
+DATASETS: dict[str, dict[str, Any]] = _TABLE["datasets"]  # that are not read, by name
+FILES: dict[str, dict[str, str]] = _TABLE["files"]  # that are not read, by name
 # The words, as in `datasets`, that name the split of a file or folder. "eval" is for validation.
 _SPLIT = re.compile(
     r"(?<![^\W\d_])(?:(?P<train>train|training)|(?P<test>test|testing)"
@@ -48,22 +41,26 @@ def find_split(name: str) -> str:
     return str(matches[0].lastgroup) if matches else ""
 
 
-def recognize(path: Path) -> tuple[Format | None, Compression]:
+def find_compression(name: str) -> str:
+    """Return "gz", "zst" or "" for none, by a file's name."""
+    return str(_TABLE["compressions"].get(Path(name.lower()).suffix, ""))
+
+
+def find_format(path: Path) -> Format | None:
     """Return a file's format, or None if neither its suffix nor its content is known.
 
     Content in JSON lines is recognized under any name but that of another format of rows.
     """
-    suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
-    compression = COMPRESSIONS.get(suffixes[-1], "")
-    file_format = FORMATS.get(suffixes[-2 if compression else -1])
-    if file_format in (None, "separated", "whole") and _starts_with_rows(path, compression):
-        return "json", compression
-    return file_format, compression
+    name = path.stem if find_compression(path.name) else path.name
+    file_format = FORMATS.get(Path(name.lower()).suffix)
+    is_text = file_format in (None, "separated", "whole")
+    return "json" if is_text and _starts_with_rows(path) else file_format
 
 
-def decompress(raw: BinaryIO, compression: Compression) -> io.BufferedReader:
-    """Return a buffered stream of a file's content."""
+def decompress(raw: BinaryIO, name: str) -> io.BufferedReader:
+    """Return a buffered stream of the content of the file `name`."""
     stream: Any = raw
+    compression = find_compression(name)
     if compression == "gz":
         stream = gzip.GzipFile(fileobj=raw)
     elif compression == "zst":
@@ -74,16 +71,44 @@ def decompress(raw: BinaryIO, compression: Compression) -> io.BufferedReader:
     return io.BufferedReader(stream, HEAD_BYTES)
 
 
-def _starts_with_rows(path: Path, compression: Compression) -> bool:
+def _starts_with_rows(path: Path) -> bool:
     """Return whether the first two lines that are not blank are JSON objects with a common key.
 
     A single line is enough if it has the key "text".
     """
     try:
-        with path.open("rb") as raw, decompress(raw, compression) as stream:
+        with path.open("rb") as raw, decompress(raw, path.name) as stream:
             lines = filter(bytes.strip, iter(partial(stream.readline, LARGEST_ROW), b""))
             texts = [line.decode("utf-8-sig", "replace") for line in islice(lines, 2)]
         keys = [json.loads(text).keys() for text in texts]
         return bool(keys[0] & (keys[1:] or [{"text"}])[0])
     except Exception:  # `open_text` names what is wrong with the file
         return False
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise DataError if `path` belongs to one of DATASETS.
+
+    path: a folder that holds the files or a split's folder with them, or one of the files; for
+    Megatron-LM, also their name without a suffix.
+    """
+    index = Path(f"{path}.idx")
+    path = index if index.is_file() else path
+    for folder in [path, *path.glob("*/")] if path.is_dir() else [path.parent]:
+        for name, row in DATASETS.items():
+            has_all = all(any(folder.glob(marker)) for marker in row["markers"])
+            if has_all and (path.is_dir() or any(map(path.match, row["markers"]))):
+                what = f"a dataset of {name}, a format that is not read"
+                raise DataError(what, path, row["fix"].replace("DIR", str(folder)))
+
+
+def find_foreign(path: Path) -> DataError | None:
+    """Return an error that names the format of a file, if that is one of FILES."""
+    head = ""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(16).decode("latin-1")
+    for name, row in FILES.items():
+        if path.match(row["pattern"]) and re.match(row.get("start", ""), head):
+            fix = row["fix"].replace("FILE", str(path))
+            return DataError(f"{name}, a format that is not read", path, fix)
+    return None

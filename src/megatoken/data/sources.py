@@ -21,12 +21,20 @@ from typing import Any, BinaryIO
 import xxhash
 
 from megatoken.data.exercises import EXERCISES
-from megatoken.data.file_kinds import FORMATS, Compression, Format, find_split, recognize
-from megatoken.data.foreign_formats import find_foreign, refuse_foreign
+from megatoken.data.file_kinds import (
+    FORMATS,
+    Format,
+    find_compression,
+    find_foreign,
+    find_format,
+    find_split,
+    refuse_foreign,
+)
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
+from megatoken.system.table import read_table
 
 # Files that describe a dataset; they are skipped in folders.
 _CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
@@ -37,18 +45,7 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 # name -> (dataset repository on the Hugging Face hub, its files)
-HUB = {
-    "tinystories": ("roneneldan/TinyStories", "data/train-*.parquet"),
-    "openwebtext": ("Skylion007/openwebtext", "plain_text/*.parquet"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
-    "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/*.parquet"),
-    "fineweb-350bt": ("HuggingFaceFW/fineweb", "sample/350BT/*.parquet"),
-    "fineweb-full": ("HuggingFaceFW/fineweb", "data/*/*.parquet"),
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
-    "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/*.parquet"),
-    "fineweb-edu-350bt": ("HuggingFaceFW/fineweb-edu", "sample/350BT/*.parquet"),
-    "fineweb-edu-full": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
-}
+HUB: dict[str, list[str]] = read_table(__file__)["hub"]
 _TIMEOUT_SECONDS = 10
 NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
@@ -86,14 +83,13 @@ class File:
     size: int
     changed: int
     format: Format
-    compression: Compression
     opener: Callable[["File"], BinaryIO] = open_local
     split: str = ""
 
     @property
     def is_packed(self) -> bool:
         """Whether the file is compressed, so that its text is longer than `size`."""
-        return bool(self.compression) or self.format == "parquet"
+        return bool(find_compression(self.name)) or self.format == "parquet"
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if spec in EXERCISES:
         content = EXERCISES[spec]()
         opener = lambda _: io.BytesIO(content)  # noqa: E731
-        return Source(spec, (File(f"{spec}.jsonl", spec, len(content), 0, "json", "", opener),))
+        return Source(spec, (File(f"{spec}.jsonl", spec, len(content), 0, "json", opener),))
     if spec == "tinyshakespeare":
         if root is None:
             path = megatoken_cache() / "tinyshakespeare.txt"
@@ -203,8 +199,7 @@ def find_corpus(
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
     """Format the counts of `Source.skipped`: {".pdf": 2, ".png": 1} as "2 .pdf, 1 .png"."""
-    by_count = sorted(skipped.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count:,} {name}" for name, count in by_count)
+    return ", ".join(f"{count:,} {name}" for name, count in Counter(skipped).most_common())
 
 
 def _is_table(path: Path) -> bool:
@@ -231,7 +226,7 @@ def _find_on_hub(name: str) -> Source:
         fix = f'pip install "megatoken[data]", or name a folder with {pattern} by --root'
         raise DataError(what, f"dataset {repository}", fix) from error
     files = tuple(
-        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", "", open_remote)
+        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", open_remote)
         for path, row in sorted(listing.items())
     )
     return Source(name, files)
@@ -250,7 +245,7 @@ def _list_local(
     skipped: Counter[str] = Counter()
     foreign: list[DataError] = []
     for path in paths:
-        file_format, compression = recognize(path)
+        file_format = find_format(path)
         is_card = in_folder and _CARD.fullmatch(path.name)
         error = None if file_format else find_foreign(path)
         if is_card or error or (in_folder and not file_format):
@@ -263,7 +258,7 @@ def _list_local(
             raise DataError(f"cannot read: {failure.strerror}", path, "check the path") from failure
         size, changed = status.st_size, status.st_mtime_ns
         relative = path.relative_to(folder).as_posix()
-        files.append(File(relative, str(path), size, changed, file_format or "whole", compression))
+        files.append(File(relative, str(path), size, changed, file_format or "whole"))
     if not files:
         left_out = f" (skipped: {describe_skipped(skipped)})" if skipped else ""
         fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join(NAMES)}"

@@ -68,7 +68,7 @@ def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
     """
     try:
         with file.opener(file) as raw:
-            stream = decompress(raw, file.compression)  # closes `raw` when it is collected
+            stream = decompress(raw, file.name)  # closes `raw` when it is collected
             yield _convert(raw, stream, file, text_key)
     except MegatokenError:
         raise
