@@ -290,8 +290,8 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
         for score, marker in zip(SCORES if tasks else [panel], "osv", strict=False):
             values = [number(row[score]) for row in rows]
             errors = [row.get("stderr", {}).get(score) or 0 for row in rows]
-            style = {"fmt": marker, "mfc": "none", "label": score}
-            axis.errorbar(values, range(len(rows)), xerr=errors, **style)
+            places = range(len(rows))
+            axis.errorbar(values, places, xerr=errors, fmt=marker, mfc="none", label=score)
         axis.set_yticks(range(len(rows)), labels)
         title = "loss (nats per token)" if panel == "loss" else panel.replace("_", " ")
         axis.set(title=title, ylim=(len(rows) - 0.5, -0.5))

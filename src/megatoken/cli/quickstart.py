@@ -128,15 +128,15 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     except ImportError:
         return {}
     n_train = min(len(dataset.train), XZ_BYTES // 4)  # a token has about 4 bytes
-    splits = [
-        dataset.train.read(len(dataset.train) - n_train, n_train),
-        dataset.val.read(1, len(dataset.val) - 1),
-    ]
+    train_ids = dataset.train.read(len(dataset.train) - n_train, n_train)
+    val_ids = dataset.val.read(1, len(dataset.val) - 1)
     if len(dataset.val) > EVAL_TOKENS:
         windows = evaluation_windows(dataset.val, seq_len=seq_len, limit_tokens=EVAL_TOKENS)
-        splits[1] = windows.rows(0, len(windows))[:, 1:].reshape(-1)
+        val_ids = windows.rows(0, len(windows))[:, 1:].reshape(-1)
     tokenizer = dataset.tokenizer
-    train, val = (tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in splits)
+    train, val = (
+        tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in (train_ids, val_ids)
+    )
     train = train[-XZ_BYTES:]
     with ThreadPoolExecutor(2) as pool:  # preset 7 is -9 with less memory: 16 MiB hold all
         both, alone = pool.map(

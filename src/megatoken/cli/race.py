@@ -230,10 +230,8 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
         raise ConfigError("a race takes two or more different recipes", "megatoken race")
     tokenizers = {contender.data.tokenizer.fingerprint for contender in contenders}
     for contender in contenders:
-        is_same = contender.texts == first.texts
-        if len(tokenizers) == 1:
-            is_same = is_same and contender.data.fingerprint == first.data.fingerprint
-        if not is_same:
+        is_same = len(tokenizers) > 1 or contender.data.fingerprint == first.data.fingerprint
+        if not is_same or contender.texts != first.texts:
             raise DataError(f"{contender.data} and {first.data} are different text", "data.path")
         if contender.n_val < 2:
             raise DataError("no held-out text", str(contender.data), "use a larger --val-fraction")

@@ -88,9 +88,8 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     # Until 2023-06-14, the GELU was tanh; that was before PyTorch's attention replaced the mask.
     is_old = "bias" not in args
     has_mask = any(re.search(FAMILY.buffers, name) for name in state)
-    is_tanh = is_build_nanogpt or is_old or has_mask
-    switches = {"mlp": "gelu" if is_tanh else "gelu-erf"}
-    config = build_config(sizes, FAMILY.fields, str(path), switches)
+    mlp = "gelu" if is_build_nanogpt or is_old or has_mask else "gelu-erf"
+    config = build_config(sizes, FAMILY.fields, str(path), {"mlp": mlp})
     weights = select_weights(state, FAMILY, config.vocab_size)
     if is_old and HEAD in weights:
         is_tied = torch.equal(weights[HEAD], weights.get(EMBEDDING, weights[HEAD]))

@@ -78,22 +78,19 @@ class ShardWriter:
         if self._file:
             os.fsync(self._file.fileno())
 
-    def finish(self) -> list[Shard]:
-        """Close the last shard and return the manifest row of each shard."""
+    def finish(self) -> Iterator[Shard]:
+        """Close the last shard and yield the manifest row of each shard."""
         self._close_shard()
-        rows = []
         for index, tokens in enumerate(self._shard_sizes()):
             path = self._path(index)
             raw = np.memmap(path, np.uint8, "r")
-            row = Shard(
+            yield Shard(
                 file=path.name,
                 split=self.split,
                 tokens=tokens,
                 blocks=tuple(hash_blocks(raw[HEADER_BYTES:])),
                 header=hash_block(raw[:HEADER_BYTES]),
             )
-            rows.append(row)
-        return rows
 
     def close(self) -> None:
         """Close the open file without syncing it."""
