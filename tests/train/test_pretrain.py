@@ -26,6 +26,7 @@ from megatoken.checkpoint.manifest import FileEntry
 from megatoken.cli.verify import verify_folder
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError, StorageError
+from megatoken.train import initial_state
 from megatoken.train.run import Run
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_loss
@@ -213,14 +214,18 @@ def test_time_limit_saves_and_stops(out: Path, train: Train):
     assert newest_step(out) == summary.steps < 100000  # on a slow machine perhaps 0
 
 
-def test_a_llama_trains_resumes_and_grows_its_context(tmp_path: Path, train: Train):
+def test_a_llama_trains_resumes_and_grows_its_context(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+):
     out, longer = tmp_path / "run", tmp_path / "longer"
     train(out, LLAMA)
     before, losses = fingerprint(out), read_losses(out)
     assert losses[-1] < losses[0] - 2
     for step in (28, 30):
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
-    train(out, LLAMA)
+    with monkeypatch.context() as patch:
+        patch.setattr(initial_state, "init_weights", None)  # a resume does not draw any
+        train(out, LLAMA)
     assert fingerprint(out) == before
     train(longer, LLAMA, f"model.init={out} model.seq_len=32 machine.micro_batch=2 budget.steps=1")
     assert read_losses(longer, "val")[0] < losses[0] - 2

@@ -31,8 +31,8 @@ def build_train_state(
 ) -> TrainState:
     """Build the run's model and optimizer on the device, or use those of the user.
 
-    The weights of a built model are initialized from the seed or loaded from `model.init`. They are
-    not loaded if the run has a checkpoint, because it will replace them.
+    The weights of a built model are initialized from the seed or loaded from `model.init`, unless
+    the run has a checkpoint, which will replace them.
 
     model: the user's model with its initial weights, or None to build one.
     optimizer: the user's optimizer, or None to build one.
@@ -44,11 +44,12 @@ def build_train_state(
     with torch.device("cpu" if plan.dims.is_unsharded else "meta"):
         model = GPT(plan.data.model_config, seed=None)
     state = build_state(model, config, plan.device, plan.dims, comm=plan.comm)
-    if not config.model.init:
-        state.sharded.copy_from_full(init_weights(model, config.seed))
-    elif not plan.comm.run_on_rank0(lambda: list_steps(plan.out / CHECKPOINTS)):
+    if plan.comm.run_on_rank0(lambda: list_steps(plan.out / CHECKPOINTS)):
+        return state
+    if config.model.init:
         state.sharded.copy_from_full(_read_pretrained(plan))
-        state.sharded.copy_from_full(init_weights(model, config.seed, ".lora."))
+    part = ".lora." if config.model.init else ""
+    state.sharded.copy_from_full(init_weights(model, config.seed, part))
     return state
 
 
