@@ -92,7 +92,7 @@ def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
         ids = rng.integers(0, GPT2_VOCABULARY, shard_tokens, dtype=np.uint16)
         name = f"train_{number:06d}.bin"
         (folder / name).write_bytes(header + ids.tobytes())
-        blocks = tuple(hash_blocks(ids))
+        blocks = "".join(hash_blocks(ids))
         shards.append(
             Shard(
                 file=name,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from benchmarks.arguments import SIZES
 from megatoken.bench.report import Row, show_rows
-from megatoken.bench.runner import Worker, count_steps, run_rounds, share_fastest_probe
+from megatoken.bench.runner import Worker, count_steps, run_rounds
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_peak, format_peak
 from megatoken.config.fields import parse_value
@@ -147,7 +147,6 @@ def measure_workers(
             if seconds := worker.warm_up():
                 steps = steps or count_steps(seconds)
                 run_rounds(reference, worker, repeats, steps, console)
-                share_fastest_probe(workers)
             if reference is not None:
                 worker.close()
                 reference.loss, reference.steps = loss, trained

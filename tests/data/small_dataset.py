@@ -36,7 +36,7 @@ def write_dataset(
                     file=file,
                     split=split,
                     tokens=len(part),
-                    blocks=tuple(hash_blocks(part)),
+                    blocks="".join(hash_blocks(part)),
                     header=hash_block(header),
                 )
             )

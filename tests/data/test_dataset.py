@@ -195,16 +195,39 @@ def test_a_disk_that_fails_is_one_error(
         tokens.read(10, 5)
 
 
-def test_more_shards_than_files_may_be_open(tmp_path: Path):
+@pytest.mark.parametrize("limit", [256, 1024])
+def test_more_shards_than_files_may_be_open(tmp_path: Path, limit: int):
     """llm.c's FineWeb has 1,030 shards; many systems let a process open 1,024 files."""
-    write_dataset(tmp_path, {"train": [3] * 300})
+    for name in "ab":
+        write_dataset(tmp_path / name, {"train": [3] * 700})
     program = (
-        "import resource, sys; from megatoken.data.dataset import load_dataset\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        "print(len(load_dataset(sys.argv[1]).train.read(0, 900)))"
+        "import resource, sys; from megatoken.data.mixture import load_mixture\n"
+        "limit, path = int(sys.argv[1]), sys.argv[2]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
+        "data = load_mixture(f'{path}/a:0.5,{path}/b:0.5')\n"
+        "print([len(data.train.read(start, 2100)) for start in (0, 2100, 1050)])"
     )
-    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "900\n"
+    command = [sys.executable, "-W", "error", "-c", program, str(limit), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == "[2100, 2100, 2100]\n"
+
+
+def test_only_shards_in_use_are_opened_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ids = write_dataset(tmp_path, {"train": [50] * 300})["train"]
+    tokens = load_dataset(tmp_path).train
+    checked: set[int] = set()
+    fstat = os.fstat
+
+    def record(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        checked.add(status.st_ino)
+        return status
+
+    monkeypatch.setattr(os, "fstat", record)
+    for starts in ([10, 7_000], [10, 7_000]):
+        assert np.array_equal(tokens.gather(np.array(starts), 60)[1], ids[7_000:7_060])
+    used = [tmp_path / f"train_{number:06d}.bin" for number in (0, 1, 140, 141)]
+    assert checked == {path.stat().st_ino for path in used}
 
 
 def truncate(path: Path, size: int) -> None:
@@ -397,7 +420,7 @@ def test_a_damaged_shard_is_refused(tmp_path: Path, number: int):
 def test_shards_without_their_manifest_are_refused(tmp_path: Path):
     write_dataset(tmp_path, {"train": [500]})
     manifest = read_manifest(tmp_path)
-    write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=()),)))
+    write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=""),)))
     refuse(tmp_path, "train_000000.bin")
     (tmp_path / "manifest.json").unlink()
     refuse(tmp_path, "train_000000.bin")

@@ -26,7 +26,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from megatoken.data import corpus_reader as reader
-from megatoken.data import documents
+from megatoken.data import documents, shard_format
 from megatoken.data import prepare as preparation
 from megatoken.data.corpus_reader import Chunk
 from megatoken.data.documents import SEPARATOR, PrepareOptions
@@ -90,7 +90,7 @@ def read_split(folder: Path, split: str) -> list[int]:
         assert (expected.dtype, expected.tokens) == (manifest.dtype, shard.tokens)
         assert expected.fingerprint == manifest.tokenizer["fingerprint"]
         assert hash_block(header) == shard.header
-        assert tuple(hash_blocks(body)) == shard.blocks
+        assert "".join(hash_blocks(body)) == shard.blocks
         if shard.split == split:
             ids += np.frombuffer(
                 body, dtype="<u2" if manifest.dtype == "uint16" else "<u4"
@@ -143,7 +143,26 @@ def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path
     )
     assert (result.tokens, result.documents, result.shards) == (len(data), 1, 2)
     assert bytes(read_split(tmp_path / "out", "train")).decode() == data
-    assert [len(shard.blocks) for shard in read_manifest(tmp_path / "out").shards] == [3, 2]
+    assert [len(shard.blocks) for shard in read_manifest(tmp_path / "out").shards] == [48, 32]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_manifest_that_nobody_could_read_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = write(tmp_path / "a.txt", "some text " * 14_000)
+    prepare(source, tmp_path / "out", shard_tokens=100)
+    size = (tmp_path / "out" / "manifest.json").stat().st_size
+    for limit, words in ((size * 1.1, ""), (size * 0.9, "too large to read")):
+        monkeypatch.setattr(shard_format, "LARGEST_MANIFEST", int(limit))
+        out = tmp_path / f"out{len(words)}"
+        if words:
+            assert words in refuse(ExitCode.DATA, source, out, shard_tokens=100)
+        else:
+            prepare(source, out, shard_tokens=100)
+    monkeypatch.setattr(shard_format, "LARGEST_MANIFEST", size // 2)
+    refuse(ExitCode.DATA, source, tmp_path / "early", shard_tokens=100)
+    assert len([*(tmp_path / "early").glob("*.bin")]) < 300  # of 1,400
 
 
 @pytest.mark.skipif(

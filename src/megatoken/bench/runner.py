@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 from megatoken.bench.report import Row
 from megatoken.bench.worker import WorkerSpec, serve
@@ -47,7 +48,7 @@ class Worker:
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
-    fastest_probe: float = 0.0  # of all workers
+    fastest_probe: ClassVar[float] = 0.0  # of all workers
     chosen: str = ""
     first_step_seconds: float | None = None
     peak_memory_bytes: int | None = None
@@ -212,21 +213,15 @@ def run_rounds(
             seconds.append(timed_worker.run_round(steps))
             probe = _probe(device)
             probes.append(probe)
+        slowest = min(probes)
+        Worker.fastest_probe = max(Worker.fastest_probe, slowest)
         for timed_worker, step_seconds in zip(workers, seconds, strict=True):
             if step_seconds and probe:
-                timed_worker.probes.append(min(probes))
-        reference_seconds = seconds[0]
-        if len(workers) == 2 and reference_seconds and seconds[1]:
-            worker.ratios.append(reference_seconds / seconds[1])
-    share_fastest_probe(workers)
+                timed_worker.probes.append(slowest)
+        first, last = seconds[0], seconds[-1]
+        if len(workers) == 2 and first and last:
+            worker.ratios.append(first / last)
 
 
 def _probe(device: Device) -> float:
     return probe_flops(device) if device.type == "cpu" else 0.0
-
-
-def share_fastest_probe(workers: Sequence[Worker]) -> None:
-    """Set each worker's `fastest_probe`, to which its own probes are compared."""
-    fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
-    for worker in workers:
-        worker.fastest_probe = fastest

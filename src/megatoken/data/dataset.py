@@ -6,9 +6,10 @@ when it is first read. `verify_dataset` checks everything at once.
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatoken.data.external_shards import list_external, read_layout
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
+    HASH_DIGITS,
     MANIFEST_NAME,
     PROGRESS_NAME,
     RESTORE,
@@ -39,28 +41,24 @@ from megatoken.data.tokenizer import (
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
 
+_MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
 
 
 class ShardFile:
-    """An open shard file that can be read at any position.
+    """A shard file that can be read at any position.
 
-    It is not memory-mapped, because a truncated file or a failing disk would then kill the process
-    (SIGBUS). The shard stays readable if its file is removed or replaced.
+    It is opened when it is first read, and closed once _MOST_OPEN others were read since. It is not
+    memory-mapped, because a truncated file or a failing disk would then kill the process (SIGBUS).
     """
 
     def __init__(self, shard: Shard, path: Path, dtype: str, offset: int) -> None:
-        """Open the file. shard: its row in the manifest. offset: number of bytes before the tokens.
-
-        Raises OSError.
-        """
+        """shard: its row in the manifest. offset: number of bytes before the tokens."""
         self.shard = shard
         self.path = path
         self.offset = offset
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._stamp = self._read_stamp()
+        self._stamp: tuple[int, ...] = ()  # when it was last checked; () before it is first opened
 
     @property
     def size(self) -> int:
@@ -76,9 +74,11 @@ class ShardFile:
         buffer = out.data.cast("B")
         while buffer:
             with read_errors(f"{self.path}, byte offset {position:,}"):
-                count = os.preadv(self._descriptor, (buffer,), position)
+                opened = _open_shard_file(self)
+                self._stamp = self._stamp or opened.read_stamp()
+                count = os.preadv(opened.descriptor, (buffer,), position)
             if not count:
-                what = f"shard was truncated: {self._read_stamp()[0]:,} bytes"
+                what = f"shard was truncated: {opened.read_stamp()[0]:,} bytes"
                 raise DataError(f"{what}, expected {self.size:,}", self.path, RESTORE)
             buffer = buffer[count:]
             position += count
@@ -94,17 +94,31 @@ class ShardFile:
         return ids
 
     def has_changed(self) -> bool:
-        """Return whether the file was modified since the last call.
+        """Return whether the file was modified or replaced since the last call.
 
-        The first call tells whether it was modified since it was opened.
+        The first call compares it with the file that was first read.
         """
         previous = self._stamp
-        self._stamp = self._read_stamp()
+        with read_errors(self.path):
+            self._stamp = _open_shard_file(self).read_stamp()
         return previous != self._stamp
 
-    def _read_stamp(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
-        return status.st_size, status.st_mtime_ns
+
+class _OpenFile:
+    """A file descriptor, closed when the last reference is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read_stamp(self) -> tuple[int, ...]:
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+@lru_cache(_MOST_OPEN)
+def _open_shard_file(shard: ShardFile) -> _OpenFile:
+    return _OpenFile(shard.path)
 
 
 class Tokens:
@@ -153,12 +167,17 @@ class Tokens:
         assert starts.max() + length <= len(self)
         first = self._find_shards(starts)
         local = starts - self._starts[first]
+        ends = self._find_blocks(starts + length - 1) + 1
+        blocks = np.unique([*chain(*map(range, self._find_blocks(starts), ends))])
+        used = np.unique(np.searchsorted(self._first_block, blocks, side="right") - 1)
         while True:
-            self._verify_windows(starts, length)
+            for number in blocks[~self._verified[blocks]]:
+                self._verify_block(number)
+                self._verified[number] = True
             for row, index, start in zip(out, first.tolist(), local.tolist(), strict=True):
                 self._copy(index, start, row)
             # Check after copying, to catch writes between verifying and copying.
-            if not self._distrust_changed():
+            if not self._distrust_changed(used):
                 return out
 
     def verify(self) -> Iterator[MegatokenError]:
@@ -182,9 +201,9 @@ class Tokens:
             index += 1
             start = 0
 
-    def _distrust_changed(self) -> bool:
-        """Mark the blocks of modified shards as unverified; return whether there are any."""
-        changed = [index for index, shard in enumerate(self._shards) if shard.has_changed()]
+    def _distrust_changed(self, used: Iterable[int]) -> bool:
+        """Mark the blocks of modified shards of `used` as unverified; return if there are any."""
+        changed = [index for index in used if self._shards[index].has_changed()]
         for index in changed:
             self._verified[self._first_block[index] : self._first_block[index + 1]] = False
         return bool(changed)
@@ -196,26 +215,16 @@ class Tokens:
         index = self._find_shards(positions)
         return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
 
-    def _verify_windows(self, starts: Ints, length: int) -> None:
-        """Verify the blocks that the windows overlap, if not verified already. Thread-safe."""
-        first = self._find_blocks(starts)
-        last = self._find_blocks(starts + length - 1)
-        for step in range(int((last - first).max()) + 1):
-            blocks = np.minimum(first + step, last)
-            for number in np.unique(blocks[~self._verified[blocks]]):
-                self._verify_block(int(number))
-                self._verified[number] = True
-
     def _verify_block(self, number: int) -> None:
         index = int(np.searchsorted(self._first_block, number, side="right")) - 1
         file = self._shards[index]
-        local = number - int(self._first_block[index])
+        local = int(number - self._first_block[index])
         ids = file.read_block(local)
         token = local * self._block_tokens
         where = f"{file.path}, byte offset {file.offset + local * BLOCK_BYTES:,} (token {token:,})"
         if file.shard.blocks:
             actual = hash_block(ids)
-            expected = file.shard.blocks[local]
+            expected = file.shard.block_hash(local)
             if actual != expected:
                 what = f"shard is damaged: block {local} has hash {actual}, expected {expected}"
                 raise DataError(what, where, RESTORE)
@@ -316,7 +325,7 @@ def load_dataset(
     """
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)
-    allow_open_files(len(files))
+    allow_open_files()
     opened = tuple(
         _open_shard(file, shard, manifest)
         for file, shard in zip(files, manifest.shards, strict=True)
@@ -375,10 +384,9 @@ def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
     if shard.header or shard.blocks:  # not external
         n_blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
         expectations["hash of the header"] = (hash_block(raw), shard.header)
-        expectations["number of block hashes"] = (n_blocks, len(shard.blocks))
+        expectations["digits of block hashes"] = (n_blocks * HASH_DIGITS, len(shard.blocks))
     for name, (actual, expected) in expectations.items():
         if actual != expected:
             what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
             raise DataError(what, path, RESTORE)
-    with read_errors(path):
-        return ShardFile(shard, path, header.dtype, offset)
+    return ShardFile(shard, path, header.dtype, offset)

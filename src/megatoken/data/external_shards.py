@@ -61,7 +61,7 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     unknown = (1 << 16 if dtype == "uint16" else 1 << 31, -1)
     vocab_size, eot = _PUBLISHED_TOKENIZERS.get(tokenizer, unknown)
     shards = tuple(
-        Shard(file=file.name, split=splits[file], tokens=header.tokens, blocks=(), header="")
+        Shard(file=file.name, split=splits[file], tokens=header.tokens, blocks="", header="")
         for file, header in zip(files, headers, strict=True)
     )
     description = {"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}

@@ -27,7 +27,7 @@ from megatoken.data.output_folder import (
     start_or_resume,
     summarize,
 )
-from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest
+from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest, check_manifest_size
 from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source, find_corpus
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
@@ -204,6 +204,7 @@ class _Writer:
                     self._check_loss()
                     self.state.position = chunk.next
                     if n_full != self._count_full_shards():
+                        self._check_size(chunk.done_bytes)
                         self._save()
                 self._report(chunk.done_bytes)
 
@@ -286,12 +287,25 @@ class _Writer:
             what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
             raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")
 
+    def _check_size(self, done_bytes: int) -> None:
+        """Raise DataError if the manifest is going to be too large to be read.
+
+        The rest of the input is expected to have at least half as many tokens as its size implies.
+        """
+        tokens = float(self._count_tokens())
+        if done_bytes > WORKER_BYTES:
+            tokens *= (1 + self.corpus.size_bytes / done_bytes) / 2
+        check_manifest_size(tokens, self.shard_tokens, self.dtype, self.corpus.name)
+
+    def _count_tokens(self) -> int:
+        return sum(writer.tokens for writer in self.splits.values())
+
     def _count_full_shards(self) -> int:
         return sum(writer.tokens // self.shard_tokens for writer in self.splits.values())
 
     def _report(self, done_bytes: int) -> None:
         if self.on_progress:
-            tokens = sum(writer.tokens for writer in self.splits.values())
+            tokens = self._count_tokens()
             documents = self.state.counts["train"] + self.state.counts["val"]
             total = self.corpus.size_bytes
             self.on_progress(Progress("tokens", tokens, documents, done_bytes, total))

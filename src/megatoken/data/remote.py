@@ -200,14 +200,14 @@ def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes
     if actual != shard.header:
         return f"its header has hash {actual}, expected {shard.header}"
     end = HEADER_BYTES + shard.tokens * token_bytes
-    for first in range(0, len(shard.blocks), READ_BLOCKS):
-        start = HEADER_BYTES + first * BLOCK_BYTES
-        digests = [*hash_blocks(read(start, min(start + READ_BLOCKS * BLOCK_BYTES, end)))]
-        for number, expected in enumerate(shard.blocks[first : first + READ_BLOCKS]):
-            actual = digests[number] if number < len(digests) else "none"
+    number = 0
+    for start in range(HEADER_BYTES, end, READ_BLOCKS * BLOCK_BYTES):
+        for actual in hash_blocks(read(start, min(start + READ_BLOCKS * BLOCK_BYTES, end))):
+            expected = shard.block_hash(number)
             if actual != expected:
-                return f"block {first + number} has hash {actual}, expected {expected}"
-    return ""
+                return f"block {number} has hash {actual}, expected {expected}"
+            number += 1
+    return f"block {number} is missing" if shard.block_hash(number) else ""
 
 
 def begin_upload(address: str) -> Path:

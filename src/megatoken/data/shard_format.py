@@ -24,12 +24,14 @@ from megatoken.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 18  # bytes of tokens per hash; the header is hashed separately
+HASH_DIGITS = 16
 MANIFEST_NAME = "manifest.json"
 PROGRESS_NAME = "progress.json"  # of an unfinished preparation
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text files, with their times
 DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: its manifest entry, and a hash
 FORMAT_VERSION = 1
 LARGEST_MANIFEST = 1 << 28  # bytes, enough for 2e12 tokens
+_ROW_BYTES = 113  # of a shard in the manifest, without the hashes of its blocks
 
 # dtype -> (magic, version) of llm.c, as its data_common.py writes GPT-2 and LLaMA-3 shards.
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -46,8 +48,12 @@ class Shard:
     file: str  # name inside the folder
     split: str  # "train" | "val"
     tokens: int
-    blocks: tuple[str, ...]  # xxh3_64 hex of each block, the last one shorter; () if external
+    blocks: str  # xxh3_64 hex of each block in a row, the last block shorter; "" if external
     header: str  # xxh3_64 hex of the 1,024 header bytes; "" if external
+
+    def block_hash(self, number: int) -> str:
+        """Return the hash of a block; "" if there is none."""
+        return self.blocks[HASH_DIGITS * number : HASH_DIGITS * (number + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +149,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     replace_file(folder / MANIFEST_NAME, seal(_encode_manifest(manifest), bits=64), durable=True)
 
 
+def check_manifest_size(tokens: float, shard_tokens: int, dtype: str, where: str) -> None:
+    """Raise DataError if the manifest of `tokens` in such shards would be too large to be read."""
+    blocks = -(-shard_tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
+    size = tokens / shard_tokens * (_ROW_BYTES + HASH_DIGITS * blocks)
+    if size > LARGEST_MANIFEST:
+        what = f"{tokens:.3g} tokens need a {MANIFEST_NAME} of {size:.3g} bytes, too large to read"
+        fix = "prepare parts of the text, and mix them: data.path=A:0.5,B:0.5"
+        raise DataError(what, where, fix)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
@@ -190,10 +206,7 @@ def _encode_manifest(manifest: Manifest) -> bytes:
     def dump(value: Any) -> str:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
 
-    # The hashes are one string, 16 digits per block, which takes a third of the size.
-    shards = ",\n".join(
-        dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards
-    )
+    shards = ",\n".join(dump(asdict(shard)) for shard in manifest.shards)
     counts = {split: manifest.tokens(split) for split in SPLITS}
     sizes = f'"bytes": {dump(manifest.bytes)},\n' if manifest.bytes else ""
     return (
@@ -206,9 +219,7 @@ def _encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _decode_shard(row: dict[str, Any]) -> Shard:
-    digits = row["blocks"]
-    blocks = tuple(digits[start : start + 16] for start in range(0, len(digits), 16))
-    shard = Shard(**row | {"blocks": blocks})
+    shard = Shard(**row)
     # Never read outside the folder.
     if not re.fullmatch(r"\w[\w.-]*", shard.file) or shard.split not in SPLITS or shard.tokens < 0:
         raise ValueError(f"bad shard {shard.file!r}")

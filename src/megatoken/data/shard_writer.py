@@ -88,7 +88,7 @@ class ShardWriter:
                 file=path.name,
                 split=self.split,
                 tokens=tokens,
-                blocks=tuple(hash_blocks(raw[HEADER_BYTES:])),
+                blocks="".join(hash_blocks(raw[HEADER_BYTES:])),
                 header=hash_block(raw[:HEADER_BYTES]),
             )
 

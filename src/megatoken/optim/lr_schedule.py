@@ -40,14 +40,17 @@ class LRSchedule:
 
     def is_before_decay(self, step: int) -> bool:
         """Return True if the decay has not yet begun after `step` steps."""
-        return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
+        return self._begin(step) <= self.decay_begin
+
+    def _begin(self, step: int) -> int:
+        """Return where a step begins, in the unit of `total`."""
+        return self.ramp.before(step) if self.ramp else step
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step. Steps count from 0."""
-        start = self.ramp.before(step) if self.ramp else step
+        start = self._begin(step)
         if start < self.warmup:
-            end = self.ramp.before(step + 1) if self.ramp else step + 1
-            return self.peak_lr * min(end, self.warmup) / self.warmup
+            return self.peak_lr * min(self._begin(step + 1), self.warmup) / self.warmup
         if self.decay == "constant":
             return self.peak_lr
         begin = self.decay_begin

@@ -119,14 +119,10 @@ def group_parameters(
 
     Matrices and embeddings decay; vectors and scalars do not.
     """
-    decays = {name: len(sizes[name]) >= 2 for name in params}
-    return [
-        {
-            "params": [params[name] for name in params if decays[name] == group],
-            "weight_decay": decay,
-        }
-        for group, decay in ((True, weight_decay), (False, 0.0))
-    ]
+    groups: list[ParamGroup] = [{"params": [], "weight_decay": w} for w in (weight_decay, 0.0)]
+    for name, param in params.items():
+        groups[len(sizes[name]) < 2]["params"].append(param)
+    return groups
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, base_lr: float) -> None:

@@ -166,13 +166,11 @@ def read_load() -> list[tuple[str, float, str]]:
     ]
 
 
-def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files by `count`, as far as the system permits."""
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to the largest that the system permits."""
     with suppress(OSError, ValueError):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = count + 512 if hard == resource.RLIM_INFINITY else min(count + 512, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def find_compiler() -> str:

@@ -56,8 +56,8 @@ def upper_limit(values: Sequence[float], min_ratio: float) -> float:
     middle = len(values) // 2
     if min(values) < 0 or sorted(values)[middle] == 0:
         return math.inf
-    logs = np.log(np.maximum(values, SMALLEST))
-    median = np.partition(logs, middle)[middle]
-    deviation = np.partition(abs(logs - median), middle)[middle]
+    logs = np.sort(np.log(np.maximum(values, SMALLEST)))
+    median = logs[middle]
+    deviation = np.sort(abs(logs - median))[middle]
     limit = median + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio))
     return math.exp(min(limit, LARGEST_LOG))
