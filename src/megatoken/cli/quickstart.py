@@ -27,7 +27,7 @@ HELP = "train a small GPT on this machine's Python files or your text, and sampl
 EXAMPLE = "megatoken quickstart"
 RECIPE = "quickstart"
 EVAL_TOKENS = 250_000  # limit; the default corpus holds out fewer
-XZ_BYTES = 15 << 20  # of training text for xz, at most; it compresses 1 or 2 MB/s
+XZ_TOKENS = 3_000_000  # of training text for xz, at most: seconds, and fewer bytes than it holds
 SAMPLES = 3
 
 
@@ -127,7 +127,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
         import lzma
     except ImportError:
         return {}
-    n_train = min(len(dataset.train), XZ_BYTES // 4)  # a token has about 4 bytes
+    n_train = min(len(dataset.train), XZ_TOKENS)
     train_ids = dataset.train.read(len(dataset.train) - n_train, n_train)
     val_ids = dataset.val.read(1, len(dataset.val) - 1)
     if len(dataset.val) > EVAL_TOKENS:
@@ -137,8 +137,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     train, val = (
         tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in (train_ids, val_ids)
     )
-    train = train[-XZ_BYTES:]
-    with ThreadPoolExecutor(2) as pool:  # preset 7 is -9 with less memory: 16 MiB hold all
+    with ThreadPoolExecutor(2) as pool:  # preset 7: -9 with a dictionary of 16 MiB
         both, alone = pool.map(
             lambda text: len(lzma.compress(text, preset=7)), (train + val, train)
         )

@@ -137,13 +137,12 @@ def _save_tokenizer(
 
 
 def _check_settings(workers: int, val_fraction: float, shard_tokens: int, invalid: str) -> None:
-    is_valid = {
+    for name, valid in {
         "workers": workers >= 0,
         "val_fraction": 0 <= val_fraction < 1,
         "shard_tokens": 1 <= shard_tokens <= MAX_SHARD_TOKENS,
         "invalid": invalid in ("replace", "skip", "fail"),
-    }
-    for name, valid in is_valid.items():
+    }.items():
         if not valid:
             raise ConfigError(f"{name} is out of range", name, "see megatoken prepare --help")
 
@@ -282,7 +281,8 @@ class _Writer:
 
     def _check_loss(self) -> None:
         counts = self.state.counts
-        text, lost = (counts[f"train_{size}"] + counts[f"val_{size}"] for size in ("text", "lost"))
+        text = counts["train_text"] + counts["val_text"]
+        lost = counts["train_lost"] + counts["val_lost"]
         if lost > LARGEST_LOSS * text and self.tokenizer.drops_unknown:
             what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
             raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")
