@@ -5,14 +5,13 @@ A C A C. The benchmarks against other programs also use `open_step` and `describ
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks.arguments import SIZES
+from benchmarks.rounds import measure_workers
 from megatoken.bench.report import Row, show_rows
-from megatoken.bench.runner import Worker, count_steps, run_rounds
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_peak, format_peak
 from megatoken.config.fields import parse_value
@@ -41,10 +40,6 @@ def run_knob(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         replace(apply_setting(spec, setting, value), configuration=text)
         for text, value in values.items()
     ]
-    for each in specs:
-        if each.micro_batch and spec.batch_seqs % each.micro_batch:
-            what = f"micro-batch {each.micro_batch} does not divide {spec.batch_seqs} sequences"
-            raise ConfigError(what, "--batch-seqs", "use a multiple")
     step = {"knob": options.setting, **describe_step(options, spec), **describe_peak(device)}
     rows: list[Row] = []
     for workers in measure_workers(specs, options.repeats, console):
@@ -122,34 +117,3 @@ def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
     if setting == "micro_batch":
         return replace(spec, micro_batch=0 if value == "auto" else value)
     return replace(spec, machine={setting: value})
-
-
-def measure_workers(
-    specs: Sequence[WorkerSpec], repeats: int, console: Console
-) -> Iterator[list[Worker]]:
-    """Measure each spec; after each, yield the workers so far.
-
-    The reference is the first spec that runs. It is measured alone, then in rounds that alternate
-    with rounds of each other spec. The loss reported for it is the one after its first rounds,
-    which is at the others' number of steps.
-    """
-    workers: list[Worker] = []
-    reference: Worker | None = None
-    loss: float | None = None
-    steps = trained = 0
-    with ExitStack() as stack:
-        stack.callback(console.close)
-        for spec in specs:
-            worker = Worker(spec=spec)
-            stack.callback(worker.close)
-            workers.append(worker)
-            console.step(f"{spec.name} {spec.configuration}: first steps")
-            if seconds := worker.warm_up():
-                steps = steps or count_steps(seconds)
-                run_rounds(reference, worker, repeats, steps, console)
-            if reference is not None:
-                worker.close()
-                reference.loss, reference.steps = loss, trained
-            elif worker.loss is not None:
-                reference, loss, trained = worker, worker.loss, worker.steps
-            yield workers

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.knob import TRAILING_COLUMNS, describe_step, measure_workers, open_step
+from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
+from benchmarks.rounds import ProbedWorker, measure_workers
 from megatoken.bench.report import show_rows
-from megatoken.bench.runner import Worker
 from megatoken.bench.worker import WorkerSpec
 from megatoken.bench.workload import SPEED, describe_seconds
 from megatoken.console import Console
@@ -112,7 +112,7 @@ def find_file(name: str, path: Path) -> str:
     return str(file.absolute())
 
 
-def summarize(workers: Sequence[Worker], device: Device) -> dict[str, Any]:
+def summarize(workers: Sequence[ProbedWorker], device: Device) -> dict[str, Any]:
     """Return the rows, and how ours (the first) compares.
 
     ratio, ratios: our median rate over a program's best. ratio_spread: over the fastest program in

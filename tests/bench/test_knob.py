@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import build_parser
-from benchmarks.knob import apply_setting, measure_workers, read_values, run_knob
+from benchmarks.knob import apply_setting, read_values, run_knob
+from benchmarks.rounds import ProbedWorker, measure_workers
 from megatoken.bench import runner
 from megatoken.bench.main import run_bench
 from megatoken.bench.report import Row
@@ -91,11 +92,11 @@ def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     assert not process.is_alive()
 
 
-def test_undisturbed_rounds_are_those_with_fast_probes():
-    worker = Worker(spec=SPEC, seconds=[0.5, 0.25, 0.5], loss=4.0, steps=5)
+def test_undisturbed_rounds_are_those_with_fast_probes(monkeypatch: pytest.MonkeyPatch):
+    worker = ProbedWorker(spec=SPEC, seconds=[0.5, 0.25, 0.5], loss=4.0, steps=5)
     assert worker.select_undisturbed([1, 2, 3]) == (1, 2, 3)
     worker.probes = [100.0, 84.0, 86.0]
-    worker.fastest_probe = 100.0
+    monkeypatch.setattr(ProbedWorker, "fastest_probe", 100.0)
     assert worker.select_undisturbed([1, 2, 3]) == (1, 3)
     row = worker.describe(CPU)
     assert row["tokens_per_second"] == {"median": 128, "low": 128, "high": 256, "repeats": 3}

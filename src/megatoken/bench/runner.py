@@ -1,36 +1,29 @@
 """Run worker processes in interleaved rounds, so that all see the same state of the machine.
 
 Each worker is a process with its own allocator, threads and compiler; only one computes at a time.
-On a CPU, a matmul is timed between rounds to probe how fast the processor is at that moment,
-because other programs and power limits change it. A round next to a slow probe counts as disturbed.
 """
 
 import multiprocessing
 import signal
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import median
-from typing import ClassVar
 
 from megatoken.bench.report import Row
 from megatoken.bench.worker import WorkerSpec, serve
 from megatoken.bench.workload import describe_mfu
-from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.launch.local import find_free_port
-from megatoken.system.device import Device, open_device, probe_flops
+from megatoken.system.device import Device
 from megatoken.system.environment import given_environment
 from megatoken.system.timing import Timing
 
 WARMUP_STEPS = 2  # the first compiles and allocates, the second shows how long a step takes
 ROUND_SECONDS = 0.5  # target length of the reference's round
 MOST_STEPS = 20  # per round
-DISTURBED = 0.85  # a round is disturbed if its slowest probe is below this share of the fastest
 STOP_SECONDS = 10.0  # for a worker to end once its connection is closed
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -39,16 +32,11 @@ SPAWN = multiprocessing.get_context("spawn")
 class Worker:
     """A worker process and its measurements. If it fails, `skipped` holds the reason.
 
-    seconds: mean step time of each round. ratios: speed relative to the reference worker in the
-    same rounds. probes: for each round, FLOP/s of the slowest probe next to it. loss: the loss
-    after `steps` steps.
+    seconds: mean step time of each round. loss: the loss after `steps` steps.
     """
 
     spec: WorkerSpec
     seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    probes: list[float] = field(default_factory=list)
-    fastest_probe: ClassVar[float] = 0.0  # of all workers
     chosen: str = ""
     first_step_seconds: float | None = None
     peak_memory_bytes: int | None = None
@@ -93,44 +81,23 @@ class Worker:
         self.loss = answer["loss"]
         return self.seconds[-1]
 
-    def select_undisturbed(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Select the values (one per round) of undisturbed rounds; all if there are no probes."""
-        if not self.probes:
-            return tuple(values)
-        limit = DISTURBED * self.fastest_probe
-        rounds = zip(values, self.probes, strict=False)
-        return tuple(value for value, probe in rounds if probe >= limit)
-
     def describe(self, device: Device) -> Row:
-        """Build the record's row of measurements, with None for what was not measured.
-
-        mfu is relative to the device's peak, mfu_probe to the median probe. undisturbed: tokens/s
-        in undisturbed rounds.
-        """
-        rates = ("tokens_per_second", "best", "mfu", "mfu_causal", "seconds")
-        row: Row = dict.fromkeys((*rates, "undisturbed", "probe_flops", "mfu_probe"))
+        """Build the record's row of measurements, with None for what was not measured."""
         measures = ("first_step_seconds", "peak_memory_bytes", "loss", "steps")
-        row |= dict.fromkeys(measures)
+        rates = ("tokens_per_second", "best", "mfu", "mfu_causal", "seconds")
+        row: Row = dict.fromkeys((*rates, *measures))
         row |= {"chosen": self.chosen, "skipped": self.skipped or None}
         if not self.seconds or self.skipped:
             return row
         tokens = self.spec.batch_tokens
         timing = Timing(tuple(self.seconds))
         n_peaks = self.spec.nproc if device.type == "cuda" else 1
+        row |= {name: getattr(self, name) for name in measures}
         row["tokens_per_second"] = timing.rate(tokens)
         row["best"] = tokens / timing.best
         row["seconds"] = timing.median
-        speed = row["tokens_per_second"]["median"]
-        row |= describe_mfu(speed, self.spec.model_config, device, n_peaks)
-        undisturbed = self.select_undisturbed(self.seconds)
-        if self.probes and undisturbed:
-            row["undisturbed"] = Timing(undisturbed).rate(tokens)
-            row["probe_flops"] = median(self.probes)
-            probed = replace(device, peak_flops=row["probe_flops"])
-            row["mfu_probe"] = describe_mfu(speed, self.spec.model_config, probed)["mfu"]
-        for name in measures:
-            row[name] = getattr(self, name)
-        return row
+        speed = tokens / timing.median
+        return row | describe_mfu(speed, self.spec.model_config, device, n_peaks)
 
     def close(self) -> None:
         """Close the connections so that the processes end; terminate those that do not."""
@@ -201,27 +168,8 @@ def run_rounds(
 
     steps: timed steps per round.
     """
-    device = open_device(MachineConfig(device=worker.spec.device))
-    workers = [worker] if reference is None else [reference, worker]
-    probe = _probe(device)
-    label = f"{worker.spec.name} {worker.spec.configuration}"
     for number in range(repeats):
-        console.step(f"{label}: round {number + 1} of {repeats}")
-        probes = [probe]
-        seconds = []
-        for timed_worker in workers:
-            seconds.append(timed_worker.run_round(steps))
-            probe = _probe(device)
-            probes.append(probe)
-        slowest = min(probes)
-        Worker.fastest_probe = max(Worker.fastest_probe, slowest)
-        for timed_worker, step_seconds in zip(workers, seconds, strict=True):
-            if step_seconds and probe:
-                timed_worker.probes.append(slowest)
-        first, last = seconds[0], seconds[-1]
-        if len(workers) == 2 and first and last:
-            worker.ratios.append(first / last)
-
-
-def _probe(device: Device) -> float:
-    return probe_flops(device) if device.type == "cpu" else 0.0
+        console.step(f"{worker.spec.configuration}: round {number + 1} of {repeats}")
+        if reference is not None:
+            reference.run_round(steps)
+        worker.run_round(steps)
