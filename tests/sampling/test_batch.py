@@ -15,6 +15,7 @@ from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import Device
 from tests.sampling.test_generate import TINY, TINY_GEMMA, TINY_LLAMA, TINY_MODERN, TINY_OLMO, build
+from tests.tiny_model import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
@@ -57,6 +58,13 @@ def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int):
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
     assert generate_batch(model, REQUESTS, rows=rows) == alone
+
+
+def test_fp32_weights_decode_rows_of_different_lengths_in_bf16(model: GPT):
+    """As in training without a low-precision copy of the weights."""
+    requests = [replace(each, sampling=Sampling(5)) for each in REQUESTS[:3]]
+    completions = generate_batch(model, requests, rows=3, device=replace(CPU, precision="bf16"))
+    assert [len(each.ids) for each in completions] == [5, 5, 5]
 
 
 @settings(deadline=None, max_examples=8)

@@ -89,8 +89,8 @@ class KeyValueCache:
             values[:, :, start:] = v_NKTD
         else:
             row_N, end_N = self._row_and_end
-            keys[row_N, :, end_N] = k_NKTD[:, :, 0]
-            values[row_N, :, end_N] = v_NKTD[:, :, 0]
+            keys[row_N, :, end_N] = k_NKTD[:, :, 0].to(keys.dtype)
+            values[row_N, :, end_N] = v_NKTD[:, :, 0].to(keys.dtype)
         return keys, values
 
     def advance(self, T: int) -> None:

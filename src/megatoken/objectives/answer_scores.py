@@ -63,12 +63,14 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 class AnswerScorer:
     """Computes scores of rows with a full model, in micro-batches, without gradients or dropout.
 
-    micro_batch: number of full-context sequences that fit in memory.
+    micro_batch: number of full-context sequences that fit in memory. fits: whether to put more of
+    shorter rows into a micro-batch, whose number then depends on the number of processes.
     """
 
     device: Device
     micro_batch: int
     loss_chunk: int
+    fits: bool = True
 
     def log_probs(self, model: GPT, batch: Batch, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities (B, T) of the targets at a sampling temperature."""
@@ -88,9 +90,9 @@ class AnswerScorer:
     def _measure(
         self, model: GPT, batch: Batch, score: Callable[[Batch, Tensor], Tensor]
     ) -> Tensor:
-        size = fit_rows(
-            self.micro_batch, len(batch), batch.inputs_BT.shape[1], model.config.seq_len
-        )
+        size = self.micro_batch
+        if self.fits:
+            size = fit_rows(size, len(batch), batch.inputs_BT.shape[1], model.config.seq_len)
         was_training = model.training
         model.eval()
         parts = []

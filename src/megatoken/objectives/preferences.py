@@ -94,10 +94,12 @@ class PairBatches:
     def get(self, number: int) -> PreferenceBatch:
         """Return this process's share of batch `number`."""
         learner = self._learner
-        size = learner.local_batch_size
-        first = number * learner.config.batch_seqs + learner.policy.dims.dp_rank * size
-        rows = self._order.windows(first, size).tolist()
-        batch = self._build("train", rows)
+        batch_seqs = learner.config.batch_seqs
+        rows = self._order.windows(number * batch_seqs, batch_seqs).tolist()
+        first = learner.policy.dims.dp_rank * learner.local_batch_size
+        # Padded as the global batch, because rounding depends on the shape.
+        length = max(len(row.ids) for index in rows for row in self._pairs["train"][index])
+        batch = self._build("train", rows[first : first + learner.local_batch_size], length)
         if batch.is_good_B is None:
             return batch
         ratios = self._compare_mismatched(learner.policy.full_model(learner.device), batch)
@@ -144,9 +146,9 @@ class PairBatches:
         with device.autocast(model.tokens.weight.dtype):
             return self._objective.sums(model, forward, batch, None)
 
-    def _build(self, split: str, rows: Sequence[int]) -> PreferenceBatch:
+    def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
         pairs = [self._pairs[split][row] for row in rows]
-        batch = build_pairs(pairs, self._learner.config.model.seq_len)
+        batch = build_pairs(pairs, self._learner.config.model.seq_len, length)
         reference_N2 = self._reference_N2.get(split)
         reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
         is_good = torch.tensor([row.is_good for row, _ in pairs])
@@ -199,9 +201,12 @@ def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBat
     )
 
 
-def build_pairs(pairs: Sequence[Pair], seq_len: int) -> Batch:
-    """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens."""
-    shape = len(pairs), 2, max(len(row.ids) for pair in pairs for row in pair)
+def build_pairs(pairs: Sequence[Pair], seq_len: int, length: int = 0) -> Batch:
+    """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens.
+
+    length: of the rows, after padding; by default that of the longest.
+    """
+    shape = len(pairs), 2, length or max(len(row.ids) for pair in pairs for row in pair)
     inputs = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, -1, dtype=torch.int64)
     for number, pair in enumerate(pairs):

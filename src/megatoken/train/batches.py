@@ -35,7 +35,10 @@ def open_batches(
         policy=state,
         device=device,
         scorer=AnswerScorer(
-            device=device, micro_batch=steps.micro_batch, loss_chunk=steps.loss_chunk
+            device=device,
+            micro_batch=steps.micro_batch,
+            loss_chunk=steps.loss_chunk,
+            fits=not steps.deterministic,
         ),
         console=plan.console,
         log_event=log.event,
