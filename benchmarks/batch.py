@@ -62,7 +62,7 @@ def run_batch(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     if needed > find_allowed_bytes(device):
         what = f"one sequence needs about {format_quantity(needed, 'B')}"
         raise ConfigError(what, "--seq-len", "use a smaller one, or a smaller preset")
-    machine = MachineConfig(device=str(device.torch_device))
+    machine = MachineConfig(device=str(device.torch_device), compile="off")
     workload = build_workload(config, machine, batch_seqs=1, micro_batch=1)
     rows, ended = measure(workload, device, largest, options.repeats, console)
     if not rows:

@@ -26,7 +26,6 @@ from megatoken.model.kernels import attention
 from megatoken.system.device import Device, open_device
 from megatoken.system.timing import time_interleaved
 from megatoken.train import step
-from megatoken.train.compilation import compile_forward
 
 MODEL = PRESETS["gpt2-124m"]
 DOCUMENT = 600
@@ -82,12 +81,13 @@ def time_attention(starts: Tensor, device: Device, repeats: int) -> dict[str, fl
 def time_step(kind: str, variant: str, starts: Tensor, options: argparse.Namespace) -> list[float]:
     """Return milliseconds and peak GB of a training step."""
     model = replace(MODEL, window=WINDOW) if kind == "window" else MODEL
-    machine = MachineConfig(attention="flash", fused="on", master_weights="on")
+    machine = MachineConfig(
+        attention="flash", fused="on", master_weights="on", compile=options.mode
+    )
     rows = len(starts)
     workload = build_workload(model, machine, batch_seqs=rows, micro_batch=rows)
     state, step_config, device = workload.state, workload.step_config, workload.device
-    if options.mode != "off":
-        assert not compile_forward(state, step_config, device, options.mode)
+    assert not workload.tuning.note
     batch = draw_batch(model, rows, 0, device)
     if kind == "documents":
         batch = Batch(batch.inputs_BT, batch.targets_BT, starts)

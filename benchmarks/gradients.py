@@ -44,10 +44,7 @@ def compute(preset: str, machine: MachineConfig) -> tuple[float, list[Tensor], s
     """Return the loss, the gradient of every parameter in fp32 on the CPU, and the kernels."""
     config = PRESETS[preset]
     torch.compiler.reset()
-    is_compiled = machine.compile != "off"
-    workload = build_workload(
-        config, machine, batch_seqs=SEQS, micro_batch=SEQS, compiled=is_compiled
-    )
+    workload = build_workload(config, machine, batch_seqs=SEQS, micro_batch=SEQS)
     state = workload.state
     assert not workload.tuning.note, workload.tuning.note
     batch = draw_batch(config, SEQS, 0, workload.device)

@@ -460,7 +460,7 @@ def measure_steps(
 ) -> Iterator[Row]:
     """Time training steps one model at a time, in order of memory, as a CPU's peak only grows."""
     allowed = find_allowed_bytes(device)
-    machine = MachineConfig(device=str(device.torch_device))
+    machine = MachineConfig(device=str(device.torch_device), compile="off")
     for size in sizes:
         needed = estimate_step_bytes(size.model_config, size.tokens)
         if needed > allowed:

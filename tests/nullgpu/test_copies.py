@@ -31,7 +31,7 @@ def test_separated_documents_are_copied_without_a_wait(tmp_path: Path) -> None:
 
 
 def test_a_save_waits_once_and_reuses_its_pinned_memory() -> None:
-    machine = MachineConfig(device="cuda")
+    machine = MachineConfig(device="cuda", compile="off")
     state = build_workload(
         shrink(PRESETS["gpt2-124m"], 2), machine, batch_seqs=1, micro_batch=1
     ).state

@@ -20,6 +20,7 @@ def count(preset: str, fp8: str, mode: str, checkpointing: str = "none") -> coun
     """Return the calls of a step after a warm-up."""
     machine = MachineConfig(
         device="cuda",
+        compile="off",
         attention="flash",
         fused="on",
         master_weights="on",

@@ -70,9 +70,7 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
         launches.append(counters.read().total)
 
     with join_process_group(env, "cuda") as comm:
-        workload = build_workload(
-            config, machine, batch_seqs=4, micro_batch=2, compiled=True, comm=comm
-        )
+        workload = build_workload(config, machine, batch_seqs=4, micro_batch=2, comm=comm)
         assert workload.tuning.note == ""
         state = workload.state
         grad_reduce.GradBucketReducer._reduce = count_reduce  # type: ignore[method-assign]

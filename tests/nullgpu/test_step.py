@@ -12,7 +12,6 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
-from megatoken.train.compilation import compile_forward
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
@@ -24,10 +23,9 @@ def build(
     config: ModelConfig, mode: str, *, batch_seqs: int, micro_batch: int, **settings: Any
 ) -> Workload:
     machine = MachineConfig(device="cuda", attention="flash", fused="on", master_weights="on")
-    machine = replace(machine, **settings)
+    machine = replace(machine, compile=mode, **settings)
     workload = build_workload(config, machine, batch_seqs=batch_seqs, micro_batch=micro_batch)
-    if mode != "off":
-        assert compile_forward(workload.state, workload.step_config, workload.device, mode) == ""
+    assert workload.tuning.note == ""
     return workload
 
 

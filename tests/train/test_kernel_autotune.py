@@ -205,7 +205,7 @@ def test_cached_timings_decide(tmp_path: Path):
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig):
     states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
-    apply_choice(states[1], KernelChoice(kernels=Kernels(), masters=True), BF16)
+    apply_choice(states[1], KernelChoice(kernels=Kernels(mixed="masters")), BF16)
     assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
     step_config = tiny_step_config(2)
     for _ in range(20):

@@ -76,11 +76,7 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     machine = config.machine
     micro_batch = seqs if machine.micro_batch == "auto" else machine.micro_batch
     workload = build_workload(
-        replace(config.model, seq_len=seq_len),
-        machine,
-        batch_seqs=seqs,
-        micro_batch=micro_batch,
-        compiled=True,
+        replace(config.model, seq_len=seq_len), machine, batch_seqs=seqs, micro_batch=micro_batch
     )
     device = with_peak(workload.device)
     console.print(f"a step of {options.preset}, {seqs} x {seq_len} tokens, {format_peak(device)}")

@@ -83,7 +83,6 @@ def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
         machine,
         batch_seqs=spec.batch_seqs,
         micro_batch=spec.micro_batch or "auto",
-        compiled=True,
         comm=comm,
     )
     state, device, tuning = workload.state, workload.device, workload.tuning

@@ -83,17 +83,11 @@ def build_workload(
     *,
     batch_seqs: int,
     micro_batch: int | Literal["auto"],
-    compiled: bool = False,
     comm: Comm = ONE_PROCESS,
 ) -> Workload:
-    """Build a model with its optimizer and prepare its step, as a training run does.
-
-    compiled: whether to compile the model as `machine` says.
-    """
+    """Build a model with its optimizer and prepare its step, as a training run does."""
     budget = BudgetConfig(steps=STEPS, batch_tokens=batch_seqs * model_config.seq_len)
-    machine = replace(
-        machine, micro_batch=micro_batch, compile=machine.compile if compiled else "off"
-    )
+    machine = replace(machine, micro_batch=micro_batch)
     config = Config(seed=0, model=model_config, budget=budget, machine=machine)
     env = comm.dist_env
     device = open_device(machine, local_rank=env.local_rank, local_world_size=env.local_world_size)

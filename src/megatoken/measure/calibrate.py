@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import BudgetConfig, Config
+from megatoken.config.schema import Config
 from megatoken.data.dataloader import Batch
 from megatoken.estimate.calibration import Calibration
 from megatoken.measure.memory_tracker import MemoryTracker
@@ -126,11 +126,8 @@ def build_run(
     if seqs is not None:
         config = replace(config, machine=replace(config.machine, micro_batch=seqs))
     state = build_state(GPT(model), config, device)
-    budget = replace(BudgetConfig(), steps=1, batch_tokens=2 * (seqs or 1) * model.seq_len)
     step_config = build_step_config(
-        replace(Config(), machine=config.machine, optim=config.optim, budget=budget),
-        epoch_tokens=budget.batch_tokens,
-        device_type=device.type,
+        config, epoch_tokens=config.budget.batch_tokens, device_type=device.type
     )
     is_measured = device.type == "cpu"
     return state, *prepare_step(

@@ -22,7 +22,7 @@ from megatoken.sampling.batch import Request, Token, generate_batch
 from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 from megatoken.system.large_pages import gather_in_large_pages
-from megatoken.system.threads import leave_threads_to_kernels
+from megatoken.system.threads import use_torch_threads
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 
@@ -119,7 +119,7 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
 
 
 def _set_native_attention(model: GPT) -> None:
-    leave_threads_to_kernels()
+    use_torch_threads(1)
     if model.attention_name == "flash" and not model.config.window:
         set_attention(model, "native")
 

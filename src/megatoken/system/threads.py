@@ -20,9 +20,13 @@ def thread_count() -> int:
     return _count or torch.get_num_threads()
 
 
-def leave_threads_to_kernels() -> None:
-    """Let torch use one thread, so that its waiting threads do not keep cores from the kernels."""
-    torch.set_num_threads(1)
+def use_torch_threads(count: int) -> None:
+    """Set the number of torch's threads alone; 0 leaves it as it is.
+
+    With 1, its waiting threads do not keep cores from the native kernels.
+    """
+    if count:
+        torch.set_num_threads(count)
 
 
 @contextmanager

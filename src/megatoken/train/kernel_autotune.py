@@ -28,7 +28,7 @@ from megatoken.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.system.malloc import return_freed_memory
 from megatoken.system.measurement_cache import read_measurements, save_measurement
-from megatoken.system.threads import thread_count
+from megatoken.system.threads import thread_count, use_torch_threads
 from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
@@ -48,27 +48,24 @@ Errors = dict[str, str]  # "operation implementation" -> why it does not run her
 class KernelChoice:
     """The chosen implementation of each operation, and the timings on which the choice is based.
 
-    masters: whether weights are held in low precision, with fp32 master weights.
     seconds: empty if the config left no choice. errors: messages of implementations that failed
     when timed. library: name of the native library; "" if no native kernel is chosen. threads:
     torch's threads on a CPU, on which the order of its sums depends; 0 on other devices.
     """
 
     kernels: Kernels
-    masters: bool
     threads: int = 0
     seconds: Timings = field(default_factory=dict)
     errors: Errors = field(default_factory=dict)
     library: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.kernels}{', weights held in low precision' if self.masters else ''}"
-        text += f", torch's threads: {self.threads}" if self.threads else ""
+        text = f"{self.kernels}, torch's threads: {self.threads or 'any'}"
         return f"{text} ({self.library})" if self.library else text
 
     def explain(self) -> list[tuple[str, str]]:
         """Return pairs to print: the operation, then its chosen implementation and all timings."""
-        chosen = asdict(self.kernels) | {"mixed": "masters" if self.masters else "autocast"}
+        chosen = asdict(self.kernels)
         rows = []
         for op, seconds in self.seconds.items():
             times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in seconds.items())
@@ -85,20 +82,21 @@ def step_key(
     the model and the number of sequences. mode: how the model is compiled.
     """
     library = find_library()
-    settings = asdict(config.machine) | {
+    settings = asdict(config.machine) | model.architecture()
+    settings |= {
         "device": f"{device.name} ({device.type})",
         "precision": device.precision,
-        "threads": thread_count() if device.type == "cpu" else 0,
+        "threads": _torch_threads(device, ""),
         "compile": mode,
         "sharding": str(dims),
         "document_mask": config.data.document_mask,
-        "torch": torch.__version__,
-        "library": library.name if library else "",
-        **model.architecture(),
         "dropout": model.dropout,
+        "torch": torch.__version__,
+        "library": library and library.name,
+        "n_layer": "any",
+        "micro_batch": "any",
     }
-    omitted = ("n_layer", "micro_batch")
-    return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in omitted)
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def autotune(
@@ -136,26 +134,26 @@ def autotune(
     for name, timings in seconds.items():
         chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
     # Other matmuls need low-precision weights, which autocast would have to cast at every use.
-    masters = chosen.pop("mixed") == "masters" or (
-        chosen["block"] != "torch" and device.precision == "bf16"
-    )
+    if chosen["block"] != "torch" and device.precision == "bf16":
+        chosen["mixed"] = "masters"
     is_native = any("native" in form for form in chosen.values())
     return KernelChoice(
         kernels=Kernels(**chosen),
-        masters=masters,
         seconds=seconds,
         errors=errors,
         library=library.name if library and is_native else "",
-        threads=_torch_threads(chosen["block"]) if device.type == "cpu" else 0,
+        threads=_torch_threads(device, chosen["block"]),
     )
 
 
-def _torch_threads(block: str) -> int:
-    """Return torch's threads in a run whose blocks use this implementation.
+def _torch_threads(device: Device, block: str) -> int:
+    """Return torch's threads in a run whose blocks use this implementation; 0 except on a CPU.
 
     It is one if our kernels compute all but a few operations, because torch's waiting threads would
     keep cores from them.
     """
+    if device.type != "cpu":
+        return 0
     return 1 if block == "native" else thread_count()
 
 
@@ -169,11 +167,10 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
         for part in state.model.modules():
             if isinstance(part, MLP):
                 set_block_kernels(part, "fp8")
-    if choice.masters:
+    if choice.kernels.mixed == "masters":
         state.enable_master_weights(device.dtype)
     state.threads = choice.threads
-    if choice.threads:
-        torch.set_num_threads(choice.threads)
+    use_torch_threads(choice.threads)
     if choice.kernels.adamw == "native" and find_library():
         state.use_native_optimizer(loaded_library())
 
@@ -192,6 +189,7 @@ def list_options(
     options = {"block": ["torch"], "attention": ["flash"], "loss": ["torch"], "adamw": ["torch"]}
     options["fp8"] = ["off"]
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
+    is_low = device.precision == "bf16" and machine.master_weights != "off"
     if device.type == "cpu" and machine.compile in ("auto", "off"):  # else torch.compile's kernels
         native = ["native"] if find_library() else []
         if not dropout:
@@ -199,7 +197,7 @@ def list_options(
             options["attention"] += native if native and not config.window else ["blocked"]
         if native and device.precision == "fp32":  # torch's matmuls may be faster
             options["block"] += ["torch+native", "native"]
-        elif machine.master_weights != "off":
+        elif is_low:
             options["block"] += native
         if machine.fused == "auto":
             options["loss"] += native
@@ -208,7 +206,6 @@ def list_options(
         options["adamw"] = native or ["torch"]  # not timed: it moves fewer bytes than torch's
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not config.window:
         options["attention"] += CUDA_ONLY
-    is_low = device.precision == "bf16" and machine.master_weights != "off"
     replaced = machine.fp8 == "all" or machine.activation_checkpointing == "gelu"
     has_gelu = config.mlp == "gelu" and config.has_bias("mlp") and not replaced
     if device.type == "cuda" and torch.version.cuda and is_low and has_gelu:
@@ -304,11 +301,15 @@ def _time_options(
 
     best: Timings = {}
     errors: Errors = {}
-    block = options["block"][0]
+    block, *others = options["block"]
+    block = "" if others else block  # until it is chosen
+
+    def set_threads(form: str) -> None:
+        use_torch_threads(_torch_threads(device, block or form))
+
     for name, forms in options.items():
         if len(forms) == 1 or (name == "mixed" and block != "torch"):
             continue  # decided: other matmuls need low-precision weights
-        set_threads = partial(_set_threads, device, "" if name == "block" else block)
         calls = {}
         for form in forms:
             call = partial(run_trial, name, form)
@@ -328,12 +329,6 @@ def _time_options(
         if name == "block":
             block = pick(best[name], BLOCK_MARGIN)
     return best, errors
-
-
-def _set_threads(device: Device, block: str, form: str) -> None:
-    """Give torch the threads that a run has with these blocks, or with `form` if not decided."""
-    if device.type == "cpu":
-        torch.set_num_threads(_torch_threads(block or form))
 
 
 def _build_trials(

@@ -31,6 +31,7 @@ from megatoken.model.loss import cross_entropy
 from megatoken.objectives.answer_scores import fit_rows
 from megatoken.optim.optimizer import set_lr, set_momentum
 from megatoken.system.device import Device
+from megatoken.system.threads import use_torch_threads
 from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
 
@@ -133,8 +134,7 @@ def compute_gradients(
 
     batch: this data-parallel rank's sequences.
     """
-    if state.threads:  # other code in this process, such as a callback, may have changed it
-        torch.set_num_threads(state.threads)
+    use_torch_threads(state.threads)  # code in a callback may have changed it
     comm = state.comm
     size = count_rows(state, step_config, batch)
     micro_batches = batch.split(size)

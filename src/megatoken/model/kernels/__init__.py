@@ -41,6 +41,7 @@ class Kernels:
     block: str = "torch"
     adamw: str = "torch"
     fp8: str = "off"
+    mixed: str = "autocast"  # masters: weights held in low precision, with fp32 master weights
 
     def __str__(self) -> str:
         parts = [f"attention {self.attention}"]
@@ -55,4 +56,6 @@ class Kernels:
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
         if native:
             parts.append(f"native {' + '.join(native)}")
+        if self.mixed == "masters":
+            parts.append("weights held in low precision")
         return ", ".join(parts)
