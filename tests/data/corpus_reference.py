@@ -32,7 +32,7 @@ def read_documents(path: Path, key: str) -> list[str | None]:
     if suffix in (".parquet", ".pq"):
         return [find_text(row, key) for row in parquet.read_table(io.BytesIO(data)).to_pylist()]
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
-    if suffix in (".txt", ".md") and not text.lstrip().startswith("{"):
+    if suffix in (".txt", ".md") and not text.lstrip(" \t\r\n\v\f").startswith("{"):
         return [*text.split("<|endoftext|>")] if suffix == ".txt" else [text]
     if suffix in (".csv", ".tsv"):
         delimiter = "\t" if suffix == ".tsv" else ";" if ";" in text.partition("\n")[0] else ","

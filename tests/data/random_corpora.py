@@ -152,7 +152,7 @@ class Writer:
             else draw.choice(("", "", "", ".gz", ".zst", ".gzip", ".zstd"))
         )
         path = self.folder / f"{name}{re.sub('[a-z]+(?=[.])|.none', '', form)}{packing}"
-        if path.exists():
+        if path.exists() or path.parent.is_file():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = [data[: len(data) // 2], data[len(data) // 2 :]] if self.chance(0.2) else [data]

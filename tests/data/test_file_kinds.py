@@ -79,7 +79,7 @@ def test_validation_files_are_named_by_hand(tmp_path: Path):
     other = write(tmp_path / "other.txt", "other")
     for val in (folder / "b.txt", other):
         source = find_corpus(str(folder), val=str(val))
-        expected = {"a.txt": "train", "b.txt": "train", val.name: "val"}
+        expected = {"a.txt": "", "b.txt": "", val.name: "val"}
         assert list_splits(source) == expected
         assert source.skipped == {"named val": 1, "named test": 1}
     result = prepare(folder, tmp_path / "out", val=str(other))

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from megatoken.data.dataset import load_dataset
-from megatoken.data.file_kinds import DATASETS, FILES, refuse_foreign
+from megatoken.data.file_kinds import FOREIGN, find_foreign
 from megatoken.data.sources import find_source
 from megatoken.errors import DataError
 from tests.data.small_dataset import write_external
 
 Door = Callable[[str], Any]
+DATASETS = [name for name, row in FOREIGN.items() if len(row["markers"]) > 1]
+FILES = [name for name in FOREIGN if name not in DATASETS]
 
 
 def check_named(door: Door, path: Path, name: str) -> None:
@@ -24,7 +26,7 @@ def check_named(door: Door, path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
-    markers = DATASETS[name]["markers"]
+    markers = FOREIGN[name]["markers"]
     folder = tmp_path / "data" / "train"
     folder.mkdir(parents=True)
     for marker in markers:
@@ -34,19 +36,19 @@ def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
         for door in (load_dataset, find_source):
             check_named(door, path, name)
     (folder / "notes.txt").write_text("text")
-    refuse_foreign(folder / "notes.txt")
+    assert find_foreign(folder / "notes.txt") is None
     (folder / last).unlink()
     assert find_source(str(folder)).files
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_foreign_file_is_named_if_nothing_else_is_there(name: str, tmp_path: Path):
-    row = FILES[name]
-    file = tmp_path / row["pattern"].replace("[0-9]", "0").replace("*", "0")
-    file.write_bytes(row.get("start", "\x17\x08").encode("latin-1") + bytes(100))
+    row = FOREIGN[name]
+    file = tmp_path / row["markers"][0].replace("[0-9]", "0").replace("*", "0")
+    file.write_bytes((b"LITPKDS" if "LITPKDS" in name else b"\x17") + bytes(100))
     for path in (file, tmp_path, tmp_path / "*"):
         check_named(find_source, path, name)
-        if "ids" in name:
+        if file.suffix in (".npy", ".bin", ".ds"):
             check_named(load_dataset, path, name)
     (tmp_path / "notes.txt").write_text("text")
     assert [each.name for each in find_source(str(tmp_path)).files] == ["notes.txt"]

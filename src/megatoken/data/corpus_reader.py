@@ -105,7 +105,7 @@ def _read_segments(
     counts: updated for a binary file, and for each cut inside a document that may change its ids.
     """
     _, offset, line, split = start
-    val_fraction = {"train": 0.0, "val": 1.0}.get(file.split, options.val_fraction)
+    val_fraction = 1.0 if file.split == "val" else options.val_fraction
     with open_text(file, options.text_key) as (stream, format, tell, is_binary):
         if is_binary:
             counts["binary_files"] += 1

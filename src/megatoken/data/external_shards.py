@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.data.file_kinds import find_foreign, find_split, refuse_foreign
+from megatoken.data.file_kinds import find_foreign, find_split
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -41,8 +41,6 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     Raises DataError if there are no shards, shards of several formats, or a dataset in a format that
     is not read.
     """
-    with suppress(OSError):  # the path cannot exist
-        refuse_foreign(path)
     splits = _find_files(path)
     files = [*splits]
     headers = [read_layout(file)[0] for file in files]
@@ -79,9 +77,11 @@ def _find_files(path: Path) -> dict[Path, str]:
     else:
         paths = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (absolute patterns)
     files = sorted(file for file in paths if file.suffix in SUFFIXES)
+    for each in (path, *([] if files else paths)):
+        with suppress(OSError):  # a path that cannot exist
+            if error := find_foreign(each):
+                raise error
     if not files:
-        for error in filter(None, map(find_foreign, paths)):
-            raise error
         fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
         if not (paths or path.is_absolute()):
             fix = "it is relative to where the run began: start there, or give data.path=PATH"

@@ -5,8 +5,6 @@ import io
 import json
 import re
 from contextlib import suppress
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -19,8 +17,7 @@ HEAD_BYTES = 8192  # read to detect the content of a file
 LARGEST_ROW = 64 << 20  # bytes
 _TABLE = read_table(__file__)
 FORMATS: dict[str, Format] = _TABLE["formats"]  # by suffix
-DATASETS: dict[str, dict[str, Any]] = _TABLE["datasets"]  # that are not read, by name
-FILES: dict[str, dict[str, str]] = _TABLE["files"]  # that are not read, by name
+FOREIGN: dict[str, dict[str, Any]] = _TABLE["foreign"]  # that are not read, by name
 # The words, as in `datasets`, that name the split of a file or folder. "eval" is for validation.
 _SPLIT = re.compile(
     r"(?<![^\W\d_])(?:(?P<train>train|training)|(?P<test>test|testing)"
@@ -72,43 +69,39 @@ def decompress(raw: BinaryIO, name: str) -> io.BufferedReader:
 
 
 def _starts_with_rows(path: Path) -> bool:
-    """Return whether the first two lines that are not blank are JSON objects with a common key.
+    """Return whether the first two lines, but for blank ones, are JSON objects with a common key.
 
     A single line is enough if it has the key "text".
     """
     try:
         with path.open("rb") as raw, decompress(raw, path.name) as stream:
-            lines = filter(bytes.strip, iter(partial(stream.readline, LARGEST_ROW), b""))
-            texts = [line.decode("utf-8-sig", "replace") for line in islice(lines, 2)]
-        keys = [json.loads(text).keys() for text in texts]
+            lines = [stream.readline(LARGEST_ROW) for _ in range(4)]
+        texts = [line.decode("utf-8-sig", "replace") for line in lines if line.strip()]
+        keys = [json.loads(text).keys() for text in texts[:2]]
         return bool(keys[0] & (keys[1:] or [{"text"}])[0])
     except Exception:  # `open_text` names what is wrong with the file
         return False
 
 
-def refuse_foreign(path: Path) -> None:
-    """Raise DataError if `path` belongs to one of DATASETS.
+def find_foreign(path: Path) -> DataError | None:
+    """Return an error that names the format of `path`, if that is one of FOREIGN.
 
-    path: a folder that holds the files or a split's folder with them, or one of the files; for
-    Megatron-LM, also their name without a suffix.
+    path: a file, or a folder that holds several files of a dataset or a split's folder with them;
+    for Megatron-LM, also their name without a suffix.
     """
     index = Path(f"{path}.idx")
     path = index if index.is_file() else path
-    for folder in [path, *path.glob("*/")] if path.is_dir() else [path.parent]:
-        for name, row in DATASETS.items():
-            has_all = all(any(folder.glob(marker)) for marker in row["markers"])
-            if has_all and (path.is_dir() or any(map(path.match, row["markers"]))):
-                what = f"a dataset of {name}, a format that is not read"
-                raise DataError(what, path, row["fix"].replace("DIR", str(folder)))
-
-
-def find_foreign(path: Path) -> DataError | None:
-    """Return an error that names the format of a file, if that is one of FILES."""
-    head = ""
-    with suppress(OSError), path.open("rb") as file:
-        head = file.read(16).decode("latin-1")
-    for name, row in FILES.items():
-        if path.match(row["pattern"]) and re.match(row.get("start", ""), head):
-            fix = row["fix"].replace("FILE", str(path))
-            return DataError(f"{name}, a format that is not read", path, fix)
+    is_folder = path.is_dir()
+    start = ""
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as file:
+            start = file.read(16).decode("latin-1")
+    for folder in [path, *path.glob("*/")] if is_folder else [path.parent]:
+        for name, row in FOREIGN.items():
+            markers = row["markers"]
+            is_match = len(markers) > 1 if is_folder else any(map(path.match, markers))
+            has_all = is_match and all(any(folder.glob(marker)) for marker in markers)
+            if has_all and re.match(row.get("start", ""), start):
+                fix = row["fix"].replace("DIR", str(folder)).replace("FILE", str(path))
+                return DataError(f"{name} is not read", path, fix)
     return None

@@ -94,6 +94,7 @@ def prepare(
     corpus = source
     if not isinstance(corpus, Source):
         corpus = find_corpus(str(source), root, exclude=out, val=val)
+    val_fraction *= not corpus.has_val
     if tokenizer.startswith("bpe:"):
         parse_bpe(tokenizer)
         loaded = None
@@ -117,7 +118,7 @@ def prepare(
         options = replace(options, split_points=loaded.split_points)
         with closing(_Writer(out, state, loaded, shard_tokens, corpus, on_progress)) as writer:
             writer.write_documents(options, workers)
-            writer.balance_splits(0 if corpus.has_val else val_fraction)
+            writer.balance_splits(val_fraction)
             manifest = writer.finish()
     return summarize(manifest, started, corpus, resumed=resumed)
 
@@ -216,7 +217,7 @@ class _Writer:
         """
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
-        if not counts["train"] + counts["val"] * (not self.corpus.has_val):
+        if not counts["train"] + bool(val_fraction) * counts["val"]:
             what = f"no text in {format_count(len(self.corpus.files), 'file')}"
             raise DataError(what, self.corpus.files[0].path, "name files that hold text")
         with storage_errors(self.out):

@@ -73,6 +73,7 @@ def prepare_chats(
     started = time.monotonic()
     if seq_len < 1 or not 0 <= val_fraction < 1:
         raise ConfigError("--context or --val-fraction is out of range", "prepare", "see --help")
+    val_fraction *= not source.has_val
     tokenizer = add_control_tokens(tokenizer)
     template = find_template(tokenizer)
     recipe = describe_source(source) | {

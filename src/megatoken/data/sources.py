@@ -28,7 +28,6 @@ from megatoken.data.file_kinds import (
     find_foreign,
     find_format,
     find_split,
-    refuse_foreign,
 )
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError
@@ -75,7 +74,7 @@ class File:
     """An input file.
 
     name: path relative to the corpus. size: bytes on disk. changed: mtime in ns, 0 if unknown.
-    opener: opens it. split: "train" or "val", or "" if each document is assigned by a hash.
+    opener: opens it. split: "val", or "" if each document is assigned by a hash, if at all.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Source:
     @property
     def has_val(self) -> bool:
         """Whether some files are the validation split."""
-        return any(file.split == "val" for file in self.files)
+        return any(file.split for file in self.files)
 
     def digest(self, *, times: bool) -> str:
         """Return the xxh3_128 hex of all file names, sizes and splits.
@@ -154,7 +153,8 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if spec in HUB:
         return _list_local(spec, root, root.glob(HUB[spec][1])) if root else _find_on_hub(spec)
     path = local_path(spec)
-    refuse_foreign(path)
+    if error := find_foreign(path):
+        raise error
     if path.is_dir():
         paths = [path / name for name in _walk(path, exclude)]
         return _list_local(path.resolve().name, path, paths, in_folder=True)
@@ -188,13 +188,14 @@ def find_corpus(
             splits[file] = find_split(file.name) if is_text else ""
     if not splits:
         raise ConfigError("all files of the source are for validation", "--val", "name other files")
-    train = [file for file, split in splits.items() if split in ("", "train")] or [*splits]
-    held_out = splits.keys() - train
-    val_files = named or [file for file in held_out if splits[file] == "val"]
-    skipped = Counter(f"named {splits[file]}" for file in held_out.difference(val_files))
-    files = [replace(file, split="train" if val_files else "") for file in train]
+    if {"", "train"}.isdisjoint(splits.values()):
+        splits = dict.fromkeys(splits, "")
+    left_out = ("test", "val") if val else ("test",)
+    skipped = Counter(f"named {split}" for split in splits.values() if split in left_out)
+    val_files = named or [file for file, split in splits.items() if split == "val"]
+    files = [file for file, split in splits.items() if split in ("", "train")]
     files += [replace(file, split="val") for file in val_files]
-    return Source(source.name, _sort(files), {**source.skipped, **skipped})
+    return Source(source.name, tuple(files), {**source.skipped, **skipped})
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
@@ -263,11 +264,7 @@ def _list_local(
         left_out = f" (skipped: {describe_skipped(skipped)})" if skipped else ""
         fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join(NAMES)}"
         raise next(iter(foreign), DataError(f"no text files here{left_out}", folder, fix))
-    return Source(name, _sort(files), skipped)
-
-
-def _sort(files: list[File]) -> tuple[File, ...]:
-    return tuple(sorted(files, key=attrgetter("name", "path")))
+    return Source(name, tuple(sorted(files, key=attrgetter("name", "path"))), skipped)
 
 
 def _walk(folder: Path, exclude: Path | None, skip: Collection[str] = ()) -> Iterator[str]:

@@ -143,9 +143,10 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
                 row_lines.append(line)
             yield line
 
-    reader = csv.DictReader(read_lines(), delimiter=delimiter, strict=True)
-    names = reader.fieldnames
+    names = None
     while True:
+        reader = csv.DictReader(read_lines(), names, delimiter=delimiter, strict=True)
+        names = reader.fieldnames
         row_lines.clear()
         try:
             for row in reader:
@@ -155,7 +156,6 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
         except csv.Error as error:
             yield {str(error): None}
             again.extendleft(reversed(row_lines[1:]))
-            reader = csv.DictReader(read_lines(), names, delimiter=delimiter, strict=True)
 
 
 def _read_parquet(raw: BinaryIO, text_key: str) -> Iterator[Any]:
