@@ -75,6 +75,8 @@ def _starts_with_rows(path: Path) -> bool:
     """
     try:
         with path.open("rb") as raw, decompress(raw, path.name) as stream:
+            if not re.match(rb"(?:\xef\xbb\xbf)?\s*\{", stream.peek(HEAD_BYTES)):
+                return False
             lines = [stream.readline(LARGEST_ROW) for _ in range(4)]
         texts = [line.decode("utf-8-sig", "replace") for line in lines if line.strip()]
         keys = [json.loads(text).keys() for text in texts[:2]]
