@@ -15,7 +15,6 @@ from megatoken.bench.workload import (
     SPEED,
     Workload,
     build_workload,
-    describe_mfu,
     describe_peak,
     describe_seconds,
     format_peak,
@@ -27,7 +26,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
-from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.model.flops import count_parameters, describe_mfu, flops_per_token
 from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.machine import free_memory_bytes
@@ -142,7 +141,7 @@ def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing)
         "tokens_per_second": timing.rate(tokens),
         "best": tokens / timing.best,
         "skipped": None,
-        **describe_mfu(tokens / timing.median, config, device),
+        **describe_mfu(tokens / timing.median, config, device.peak_flops),
         "seconds_per_token": timing.median / tokens,
     }
 

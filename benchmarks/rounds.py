@@ -6,16 +6,16 @@ speed. A round next to a slow probe counts as disturbed.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import ClassVar
 
 from megatoken.bench.report import Row
 from megatoken.bench.runner import Worker, count_steps
 from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import describe_mfu
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
+from megatoken.model.flops import describe_mfu
 from megatoken.system.device import Device, open_device, probe_flops
 from megatoken.system.timing import Timing
 
@@ -53,9 +53,10 @@ class ProbedWorker(Worker):
         if self.probes and undisturbed and not self.skipped:
             row["undisturbed"] = Timing(undisturbed).rate(self.spec.batch_tokens)
             row["probe_flops"] = median(self.probes)
-            probed = replace(device, peak_flops=row["probe_flops"])
             speed = row["tokens_per_second"]["median"]
-            row["mfu_probe"] = describe_mfu(speed, self.spec.model_config, probed)["mfu"]
+            row["mfu_probe"] = describe_mfu(speed, self.spec.model_config, row["probe_flops"])[
+                "mfu"
+            ]
         return row
 
 

@@ -24,14 +24,13 @@ from megatoken.bench.workload import (
     Workload,
     build_workload,
     count_seqs,
-    describe_mfu,
     describe_peak,
     describe_seconds,
     format_peak,
 )
 from megatoken.config.load import resolve_preset
 from megatoken.console import Console
-from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.model.flops import count_matmul_parameters, describe_mfu, flops_per_token
 from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, with_peak
@@ -133,7 +132,7 @@ def measure(
         "floor_seconds": floor,
         "floor_tokens_per_second": tokens / floor if floor else None,
         "tokens_per_second": timing.rate(tokens),
-        **describe_mfu(tokens / timing.median, config, device),
+        **describe_mfu(tokens / timing.median, config, device.peak_flops),
         **(describe_kernels(events) if device.type == "cuda" else {}),
     }
 

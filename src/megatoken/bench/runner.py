@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megatoken.bench.report import Row
 from megatoken.bench.worker import WorkerSpec, serve
-from megatoken.bench.workload import describe_mfu
 from megatoken.console import Console
 from megatoken.launch.local import find_free_port
+from megatoken.model.flops import describe_mfu
 from megatoken.system.device import Device
 from megatoken.system.environment import given_environment
 from megatoken.system.timing import Timing
@@ -97,7 +97,7 @@ class Worker:
         row["best"] = tokens / timing.best
         row["seconds"] = timing.median
         speed = tokens / timing.median
-        return row | describe_mfu(speed, self.spec.model_config, device, n_peaks)
+        return row | describe_mfu(speed, self.spec.model_config, n_peaks * device.peak_flops)
 
     def close(self) -> None:
         """Close the connections so that the processes end; terminate those that do not."""

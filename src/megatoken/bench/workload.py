@@ -19,7 +19,6 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
-from megatoken.model.flops import flops_per_token
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device, open_device
 from megatoken.system.timing import Timing
@@ -128,23 +127,6 @@ def count_seqs(tokens: int, seq_len: int) -> int:
         what = f"{tokens} tokens is not a multiple of the context"
         raise ConfigError(what, "--batch-tokens", f"give a multiple of {seq_len}")
     return tokens // seq_len
-
-
-def describe_mfu(
-    tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
-) -> Row:
-    """Return {"mfu": ..., "mfu_causal": ...}; both are None if the device's peak is unknown.
-
-    mfu counts the FLOPs of full attention, mfu_causal only the causal half. n_peaks: number
-    of devices, each with the peak FLOP/s of `device`.
-    """
-    if not device.peak_flops:
-        return {"mfu": None, "mfu_causal": None}
-    share = tokens_per_second / (n_peaks * device.peak_flops)
-    return {
-        "mfu": share * flops_per_token(model_config, causal=False),
-        "mfu_causal": share * flops_per_token(model_config, causal=True),
-    }
 
 
 def describe_peak(device: Device) -> Row:

@@ -23,7 +23,8 @@ from megatoken.system.device import Device, open_device, restored_settings, with
 from megatoken.system.machine import peak_resident_bytes
 from megatoken.system.measurement_cache import save_measurement
 from megatoken.system.timing import time_once
-from megatoken.train.expectation import CALIBRATIONS, calibration_key
+from megatoken.train.expectation import CALIBRATIONS
+from megatoken.train.kernel_autotune import step_key
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import forward_backward, train_step
 from megatoken.train.tuning import Tuning, prepare_step
@@ -46,7 +47,7 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     while time.perf_counter() - start < seconds or len(timer.rounds) < FEWEST_ROUNDS:
         timer.run_interleaved()
     calibration = timer.result(base_bytes)
-    save_measurement(CALIBRATIONS, calibration_key(config, model, device), asdict(calibration))
+    save_measurement(CALIBRATIONS, step_key(config, model, device), asdict(calibration))
     return device, calibration
 
 

@@ -126,6 +126,18 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     return per_weight * count_matmul_parameters(config) + adapters + attention
 
 
+def describe_mfu(rate: float, config: ModelConfig, peak_flops: float) -> dict[str, float | None]:
+    """Return {"mfu": ..., "mfu_causal": ...} at `rate` tokens/s; None if the peak is 0.
+
+    mfu counts the FLOPs of full attention, mfu_causal only the causal half.
+    """
+    share = rate / peak_flops if peak_flops else None
+    return {
+        name: share and share * flops_per_token(config, causal=causal)
+        for name, causal in (("mfu", False), ("mfu_causal", True))
+    }
+
+
 def expected_initial_loss(config: ModelConfig) -> float:
     """Return ln V, the loss in nats of a uniform prediction; a new model starts close to it."""
     return math.log(config.vocab_size)

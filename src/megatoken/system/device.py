@@ -25,7 +25,7 @@ from megatoken.system.machine import (
 )
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
-from megatoken.system.threads import restored_threads, set_thread_count, thread_count
+from megatoken.system.threads import set_thread_count, thread_count, use_torch_threads
 from megatoken.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,18 +144,21 @@ def open_device(
 @contextmanager
 def restored_settings() -> Iterator[None]:
     """Restore on exit what `open_device` and a choice of kernels set in this process."""
-    precision = torch.get_float32_matmul_precision()
-    debug_mode = torch.get_deterministic_debug_mode()
-    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    cuda = torch.backends.cuda
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
+    before: list[tuple[Callable[[Any], object], Any]] = [
+        (set_thread_count, thread_count()),
+        (use_torch_threads, torch.get_num_threads()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),  # type: ignore[no-untyped-call]
+        (torch.cuda.set_device, index),  # nothing for -1
+    ]
     try:
-        with restored_threads():
-            yield
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.set_deterministic_debug_mode(debug_mode)
-        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
-        torch.cuda.set_device(index)  # does nothing for -1
+        for restore, value in before:
+            restore(value)
 
 
 def choose_device(

@@ -1,8 +1,5 @@
 """The number of threads that computations on the CPU use."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 _count = 0
@@ -27,15 +24,3 @@ def use_torch_threads(count: int) -> None:
     """
     if count:
         torch.set_num_threads(count)
-
-
-@contextmanager
-def restored_threads() -> Iterator[None]:
-    """Restore the numbers of threads on exit."""
-    global _count
-    before = _count, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        _count, threads = before
-        torch.set_num_threads(threads)

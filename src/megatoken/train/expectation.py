@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config
 from megatoken.console import format_duration, format_memory
-from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.estimate.calibration import Calibration, count_run_bytes
 from megatoken.estimate.plan import build_layout
 from megatoken.estimate.speed import estimate_step
@@ -54,14 +53,6 @@ class Expectation:
         )
 
 
-def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
-    """Return the cache key of a calibration.
-
-    It names all that the calibration depends on, except the model's depth and the micro-batch.
-    """
-    return f"{step_key(config, model, device, ParallelDims(), 'off')}; {config.optim.name}"
-
-
 def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
@@ -69,7 +60,7 @@ def find_calibration(
 
     It may have been measured with another depth, but not with another micro-batch.
     """
-    saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
+    saved = read_measurements(CALIBRATIONS).get(step_key(config, model, device))
     if saved is None or saved["micro_batch"] != micro_batch:
         return None
     return Calibration(**saved)

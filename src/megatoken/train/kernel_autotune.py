@@ -40,6 +40,8 @@ BLOCK_MARGIN = 1.0
 TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}
 MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # more do not change the ranking
 
+ONE_PROCESS = ParallelDims()
+
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
 Errors = dict[str, str]  # "operation implementation" -> why it does not run here
 
@@ -74,7 +76,11 @@ class KernelChoice:
 
 
 def step_key(
-    config: Config, model: ModelConfig, device: Device, dims: ParallelDims, mode: str
+    config: Config,
+    model: ModelConfig,
+    device: Device,
+    dims: ParallelDims = ONE_PROCESS,
+    mode: str = "off",
 ) -> str:
     """Return the key of all measurements of a step.
 
@@ -90,6 +96,7 @@ def step_key(
         "compile": mode,
         "sharding": str(dims),
         "document_mask": config.data.document_mask,
+        "optimizer": config.optim.name,
         "dropout": model.dropout,
         "torch": torch.__version__,
         "library": library and library.name,

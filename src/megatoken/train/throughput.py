@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.flops import flops_per_token
+from megatoken.model.flops import describe_mfu
 from megatoken.system.device import Device
 from megatoken.train.state import StepConfig
 
@@ -55,16 +55,12 @@ class ThroughputMeter:
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = 0.9 * (self.smooth_seconds or full) + 0.1 * full
         self.start()
+        peak = self.device.peak_flops * self.world_size * self.is_dense
         return {
             "seconds": elapsed / steps,
             "tokens_per_second": rate,
-            "mfu": self._mfu(rate, causal=False),
-            "mfu_causal": self._mfu(rate, causal=True),
+            **describe_mfu(rate, self.model_config, peak),
         }
-
-    def _mfu(self, rate: float, *, causal: bool) -> float | None:
-        peak = self.device.peak_flops * self.world_size if self.is_dense else 0.0
-        return rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
 
     def remaining_seconds(self, step: int) -> float:
         """Return the estimated seconds from `step` to the end of the run at the recent speed."""
