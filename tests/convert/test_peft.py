@@ -28,7 +28,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GPT, GPT, An
     """Return a base model, the same with random adapters, and PEFT's model from its export."""
     base = draw_model(FAMILIES[request.param])
     export(LoadedModel(base, byte_tokenizer(), "base"), "hf", tmp_path / "hf")
-    model = draw_model(replace(base.config, lora_rank=3, lora_alpha=5.0, init=str(tmp_path / "hf")))
+    model = draw_model(replace(base.config, lora_rank=4, lora_alpha=5.0, init=str(tmp_path / "hf")))
     model.load_state_dict(base.state_dict(), strict=False)
     write_peft(tmp_path, model, "fp32")
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -79,6 +79,9 @@ def test_merged_adapters_compute_the_same(models: tuple[GPT, GPT, Any], tmp_path
         ("bias", "all"),
         ("use_dora", True),
         ("modules_to_save", ["lm_head"]),
+        ("lora_alpha", None),
+        ("a_new_variant", {"rank": 2}),
+        *(("init_lora_weights", name) for name in ("pissa", "pissa_niter_4", "olora", "loftq")),
         ("base_model_name_or_path", None),
         ("base_model_name_or_path", "absent/base"),
     ],
@@ -93,17 +96,33 @@ def test_what_is_not_supported_is_named(
 
 
 @pytest.mark.parametrize("models", ["llama-tied"], indirect=True)
+@pytest.mark.filterwarnings("ignore:.*eva_config")
+@pytest.mark.parametrize("value", [False, "gaussian", "orthogonal", "eva"])
+def test_initial_weights_that_keep_the_base(
+    models: tuple[GPT, GPT, Any], tmp_path: Path, value: object
+):
+    path = tmp_path / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": value}))
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = peft.PeftModel.from_pretrained(hf, tmp_path).eval()
+    assert relative(load_pretrained(tmp_path).model.eval().logits(IDS), theirs(IDS).logits) < 2e-6
+
+
+@pytest.mark.parametrize("models", ["llama-tied"], indirect=True)
 def test_tensors_that_do_not_fit_are_refused(models: tuple[GPT, GPT, Any], tmp_path: Path):
     tensors = load_file(tmp_path / WEIGHTS)
     name = next(key for key in tensors if "lora_A" in key)
     for change in (
         {name.replace("A.weight", "A.bias"): tensors[name].clone()},
         {name: tensors[name][:, 1:].contiguous()},
+        {name: tensors[name] * float("nan")},
+        {"base_model.model.lm_head.lora_A.weight": tensors[name].clone()},
     ):
         save_file(tensors | change, tmp_path / WEIGHTS)
         with pytest.raises(CheckpointError):
             load_pretrained(tmp_path)
     del tensors[name]
-    save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(CheckpointError):
-        load_pretrained(tmp_path)
+    for remaining in (tensors, {}):
+        save_file(remaining, tmp_path / WEIGHTS)
+        with pytest.raises(CheckpointError):
+            load_pretrained(tmp_path)

@@ -13,7 +13,8 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert import llmc, nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
-from megatoken.convert.hf.peft import merge_peft, read_base
+from megatoken.convert.hf.peft import BASE, merge_peft, read_base
+from megatoken.convert.hf.peft import CONFIG as ADAPTER
 from megatoken.convert.nanochat import FILES
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
 from megatoken.data.tokenizer import (
@@ -75,7 +76,11 @@ def load_pretrained(
         if kind == "hf":
             folder = find_folder(str(name))
             if base := read_base(folder):
-                loaded = load_pretrained(base, warn)
+                try:
+                    loaded = load_pretrained(base, warn)
+                except CheckpointError as error:
+                    fix = "set it to the folder or hub name of an unquantized model"
+                    raise CheckpointError(f"{BASE}: {error}", folder / ADAPTER, fix) from error
                 merge_peft(loaded.model, folder)
                 if not find_vocabulary(folder):
                     return replace(loaded, source=source)

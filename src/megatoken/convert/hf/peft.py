@@ -1,6 +1,8 @@
 """Read and write LoRA adapters in PEFT's format: adapter_config.json, adapter_model.safetensors."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,23 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 PREFIX = "base_model.model."
 DEFAULT_ALPHA = 8
-# Fields that change what an adapter computes, and their value in plain LoRA if they are set.
-PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "use_bdlora", "alpha_pattern")),
-    **dict.fromkeys(("modules_to_save", "lora_bias", "trainable_token_indices", "velora_config")),
-    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "monteclora_config")),
-    **dict.fromkeys(("kasa_config", "arrow_config")),
+# Fields that change what an adapter computes, and their supported values.
+PLAIN: dict[str, Sequence[Any]] = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "revision": ["main"],
+    # Others, such as pissa, subtract the initial adapter from the base.
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
 }
+# Fields that say how an adapter was trained, or what its tensors show.
+IGNORED = {
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", BASE, "r", "lora_alpha"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("rank_pattern", "target_parameters", "lora_dropout", "fan_in_fan_out", "megatron_core"),
+    *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    "ensure_weight_tying",
+}
+MERGE = "merge it into its base with PEFT's merge_and_unload"
 
 
 def read_base(folder: Path) -> str:
@@ -42,13 +52,16 @@ def read_base(folder: Path) -> str:
     path = folder / CONFIG
     if not path.is_file():
         return ""
-    config = read_object(path)
-    base = str(config.get(BASE) or "")
-    wrong = [key for key, plain in PLAIN.items() if (config.get(key) or plain) != plain]
-    for key in wrong if base else [BASE]:
-        what = f"{key}: {config.get(key)!r:.80} is not supported"
-        raise CheckpointError(what, path, "use plain LoRA, with the name of its base")
-    return base
+    config = {BASE: None} | read_object(path)
+    wrong = [
+        key
+        for key, value in config.items()
+        if value and key not in IGNORED and value not in PLAIN.get(key, ())
+    ]
+    for key in wrong if config[BASE] else [BASE]:
+        what = f"{key}: {config[key]!r:.80} is not supported"
+        raise CheckpointError(what, path, MERGE if config[BASE] else "name its base")
+    return str(config[BASE])
 
 
 def merge_peft(model: GPT, folder: Path) -> None:
@@ -56,12 +69,20 @@ def merge_peft(model: GPT, folder: Path) -> None:
 
     Raises CheckpointError for tensors that are damaged or do not fit.
     """
+    path = folder / WEIGHTS
     alpha = read_object(folder / CONFIG).get("lora_alpha", DEFAULT_ALPHA)
+    if not isinstance(alpha, int | float):
+        raise CheckpointError(f"lora_alpha is {alpha!r:.80}", folder / CONFIG, "write a number")
     family = replace(choose_family(model.config), conv1d=())
     tensors = {
         key.removeprefix(PREFIX): file.get_tensor(key).float()
         for key, file in open_tensors(folder, WEIGHTS)
     }
+    if not tensors:
+        raise CheckpointError("no tensors", path, "save it with gathered parameters (ZeRO-3)")
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name} does not hold finite numbers", path, AGAIN)
     views = family.view_params(dict(model.named_parameters()), model.config)
     try:
         while tensors:
@@ -69,8 +90,10 @@ def merge_peft(model: GPT, folder: Path) -> None:
             a, b = (tensors.pop(f"{module}.lora_{side}.weight") for side in "AB")
             views[f"{module}.weight"] += alpha / len(a) * (b @ a)
     except (KeyError, RuntimeError) as error:
-        what = f"tensors do not fit the base model: {error}"
-        raise CheckpointError(what, folder / WEIGHTS, AGAIN) from None
+        what, fix = f"tensors do not fit the base model: {error}", AGAIN
+        if not re.search(r"\.\d+\.", module):
+            what, fix = f"adapters of the embedding are not supported: {module}", MERGE
+        raise CheckpointError(what, path, fix) from None
 
 
 def write_peft(folder: Path, model: GPT, dtype: str) -> None:
