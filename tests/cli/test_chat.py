@@ -76,6 +76,7 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFix
         ["FOLDER", "-p", " "],
         ["FOLDER", "-p", "x", "--system", ""],
         ["FOLDER", "-p", "x" * 5000, "--tokens", "9"],
+        ["FOLDER", "-p", "x", "--chat-template-kwargs", "enable_thinking=false"],
         ["PLAIN", "-p", "x"],  # no template
     ],
 )

@@ -2,10 +2,11 @@
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_template
 from megatoken.errors import ConfigError
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import Conversation, fit_context
@@ -13,6 +14,7 @@ from megatoken.sampling.generate import generate_ids
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
+ENCODE = partial(TEMPLATE.encode, reply=True)
 MODEL = draw_model(
     replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
 )
@@ -26,10 +28,10 @@ def say_nothing(part: str) -> None:
     assert isinstance(part, str)
 
 
-def make_conversation(**values: object) -> Conversation:
+def make_conversation(template: ChatTemplate = TEMPLATE, **values: object) -> Conversation:
     return Conversation(
         MODEL,
-        TEMPLATE,
+        template,
         Sampling(**{"max_new_tokens": 8, "temperature": 0} | values),
         messages=[SYSTEM],
     )
@@ -52,6 +54,16 @@ def test_an_answer_follows_from_all_messages():
     conversation.clear()
     assert conversation.messages == [SYSTEM]
     assert conversation.ask("hello", say_nothing) == first
+
+
+def test_variables_reach_the_template():
+    jinja = TEMPLATE.jinja + "{{ '<think></think>' if enable_thinking is false }}"
+    conversation = make_conversation(template=ChatTemplate("own", TEMPLATE.tokenizer, jinja))
+    plain = conversation.ask("hello", say_nothing)
+    conversation.clear()
+    conversation.variables = {"enable_thinking": False}
+    answer = conversation.ask("hello", say_nothing)
+    assert answer.prompt_tokens == plain.prompt_tokens + len("<think></think>")
 
 
 def test_a_stop_token_ends_an_answer():
@@ -83,15 +95,15 @@ def test_full_turns_are_dropped_from_the_beginning():
         first: TEMPLATE.encode([SYSTEM, *messages[first:]], reply=True)[0] for first in (1, 3, 5)
     }
     for first, full in ids.items():  # 4 new tokens, of which the last is never read
-        assert fit_context(TEMPLATE, messages, len(full) + 3, 4) == (
+        assert fit_context(ENCODE, messages, len(full) + 3, 4) == (
             [SYSTEM, *messages[first:]],
             full,
         )
-    assert fit_context(TEMPLATE, messages, len(ids[1]) + 2, 4)[1] == ids[3]
-    assert fit_context(TEMPLATE, messages[1:], len(ids[5]), 1)[0] == [MORE]
+    assert fit_context(ENCODE, messages, len(ids[1]) + 2, 4)[1] == ids[3]
+    assert fit_context(ENCODE, messages[1:], len(ids[5]), 1)[0] == [MORE]
     context = len(ids[5]) + 2
     with pytest.raises(ConfigError):
-        fit_context(TEMPLATE, messages, context, 1000)
+        fit_context(ENCODE, messages, context, 1000)
 
 
 def test_the_conversation_continues_beyond_the_context():

@@ -22,8 +22,16 @@ TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + ' ' + (message.content or '') }}"
     "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}{{ '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}"
+    "{{ '<think></think>' if enable_thinking is false }}{% endif %}"
 )
+# What clients of vLLM and llama.cpp send, and the last of it is used.
+NEUTRAL: dict[str, Any] = {
+    **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0},
+    **{"ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True},
+    **{"modalities": ["text"], "continue_final_message": False, "add_generation_prompt": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+}
 # Messages after {"role": "user", "content": "Hi"}, and other parameters.
 ACCEPTED = [
     ([{"role": "user", "content": "Hi?"}], {}),
@@ -39,6 +47,14 @@ ACCEPTED = [
     ([], {"tools": [], "tool_choice": "none"}),
     ([], {"max_tokens": 5, "max_completion_tokens": 5}),
     ([], {"response_format": {"type": "text"}, "logit_bias": {}}),
+    ([], NEUTRAL),
+    (
+        [
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "user", "content": "a"},
+        ],
+        {},
+    ),
 ]
 
 
@@ -59,6 +75,24 @@ def test_accepted_requests(served: Served):
         body = {"messages": [{"role": "user", "content": "Hi"}, *messages], "max_tokens": 3}
         response = served.post(CHAT, **(body | options))
         assert response.status_code == 200, response.text
+
+
+def test_other_parameters_are_refused_by_name(served: Served):
+    openai = pytest.importorskip("openai")
+    json_mode = {"response_format": {"type": "json_object"}}
+    others = json_mode | {"reasoning_effort": "low", "min_p": 0.1, "skip_special_tokens": False}
+    options: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        for name, value in others.items():
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(**options, extra_body={name: value})
+            assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+
+
+def test_variables_reach_the_template(served: Served):
+    plain = served.chat("Hi", max_tokens=1)["usage"]["prompt_tokens"]
+    changed = served.chat("Hi", max_tokens=1, **NEUTRAL)["usage"]["prompt_tokens"]
+    assert changed == plain + len("<think></think>")
 
 
 def test_choices_and_prompts(served: Served):
@@ -131,7 +165,8 @@ def answer_with(text: str, **body: Any) -> tuple[str, dict[str, Any], dict[str, 
     requests, _ = request.encode(served)
     full, streamed = (ResponseBuilder(request, requests, served) for _ in range(2))
     joined: dict[str, Any] = {}
-    for id in (*tokenizer.encode(text).tolist(), tokenizer.eot):
+    control = tokenizer.special_ids["<|im_start|>"]  # is not shown
+    for id in (*tokenizer.encode(text).tolist(), control, tokenizer.eot):
         token = Token(0, id, "stop" if id == tokenizer.eot else None, None)
         full.choices[0].push(token)
         streamed.choices[0].push(token)

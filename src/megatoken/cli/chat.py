@@ -1,5 +1,6 @@
 """`megatoken chat MODEL`: talk to a model in the terminal, or ask it once. Nothing is saved."""
 
+import json
 import re
 import select
 import sys
@@ -43,6 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = "message to answer (default: a conversation, or the message in a pipe)"
     arg("-p", "--prompt", metavar="TEXT", help=doc)
     arg("--system", metavar="TEXT", help="system message")
+    doc = "variables of the chat template, such as '{\"enable_thinking\": false}'"
+    arg("--chat-template-kwargs", default="{}", metavar="JSON", help=doc)
     add_sampling_arguments(parser, 256)
     add_device_arguments(parser)
 
@@ -70,8 +73,14 @@ def chat(options: Namespace, console: Console) -> Result:
     for name, message in (("message", text), ("--system", options.system)):
         if message is not None and not message.strip():
             raise ConfigError("empty text", name, "give some, or leave it out")
+    try:
+        variables = dict(json.loads(options.chat_template_kwargs))
+    except (TypeError, ValueError):
+        where, fix = "--chat-template-kwargs", 'write {"NAME": VALUE}'
+        raise ConfigError("not a JSON object", where, fix) from None
     loaded, device = open_model(options, Console(to_stderr=True).warn)
     conversation = open_conversation(options, loaded, device, sampling)
+    conversation.variables = variables
     if text is not None:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":

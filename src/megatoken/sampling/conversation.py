@@ -1,7 +1,8 @@
 """A conversation with a model, which forgets the oldest turns when the context is full."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from megatoken.data.chat_template import ChatTemplate, Message
@@ -29,7 +30,7 @@ class Answer:
 class Conversation:
     """A conversation. Answer number n is sampled with seed `sampling.seed` + n.
 
-    dropped: number of old messages that were dropped to fit the context.
+    dropped: number of old messages that were dropped to fit the context. variables: of the template.
     """
 
     model: GPT
@@ -38,6 +39,7 @@ class Conversation:
     device: Device | None = None
     messages: list[Message] = field(default_factory=list)
     dropped: int = 0
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def ask(self, text: str, on_text: Callable[[str], object]) -> Answer:
         """Add the user's message, generate the answer, and add it.
@@ -50,7 +52,8 @@ class Conversation:
         number = (self.dropped + len(self.messages)) // 2
         messages = [*self.messages, Message("user", text)]
         max_new_tokens = self.sampling.max_new_tokens
-        self.messages, ids = fit_context(self.template, messages, context, max_new_tokens)
+        encode = partial(self.template.encode, reply=True, variables=self.variables)
+        self.messages, ids = fit_context(encode, messages, context, max_new_tokens)
         self.dropped += len(messages) - len(self.messages)
         sampling = replace(
             self.sampling,
@@ -81,23 +84,22 @@ class Conversation:
 
 
 def fit_context(
-    template: ChatTemplate,
+    encode: Callable[[Sequence[Message]], tuple[list[int], list[bool]]],
     messages: Sequence[Message],
     context: int,
     new_tokens: int,
-    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[list[Message], list[int]]:
     """Drop the oldest turns until the others fit the context; return (messages, their ids).
 
-    The ids end with the assistant's header. The system message is never dropped. Room for
-    `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises ConfigError
-    if the last turn does not fit. A turn is a user's message and those up to the next one.
+    encode: `ChatTemplate.encode` with the assistant's header. The system message is never dropped.
+    Room for `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises
+    ConfigError if the last turn does not fit. A turn is a user's message and those up to the next.
     """
     messages = list(messages)
     room = min(new_tokens, context // ANSWER_SHARE)
     first = int(messages[0].role in ("system", "developer"))
     while True:
-        ids, _ = template.encode(messages, reply=True, tools=tools)
+        ids, _ = encode(messages)
         if len(ids) + room <= context + 1:  # the last new token is not fed to the model
             return messages, ids
         turns = [i for i, message in enumerate(messages) if message.role == "user" and i > first]

@@ -39,7 +39,7 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.serving.engine import Engine, Job
@@ -64,7 +64,7 @@ HEADERS = [
 ]
 
 
-def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> Starlette:
+def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> ASGIApp:
     """Build the web application.
 
     hosts: accepted Host headers, "*" for any. api_key: key that clients must send, "" for none.
@@ -78,7 +78,7 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
     ]
     check_key = [Middleware(CheckKey, api_key=api_key)] if api_key else []
     errors = (HTTPException, ValidationError, MegatokenError, Exception)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", endpoints.get_page),
             Route("/health", endpoints.get_health),
@@ -89,6 +89,7 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
         exception_handlers=dict.fromkeys(errors, endpoints.handle_error),
         max_body_size=MAX_BODY_BYTES,
     )
+    return FormatErrors(app)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,7 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
+def build_server(app: ASGIApp, engine: Engine) -> uvicorn.Server:
     """Build a server that logs only errors, and on shutdown finishes the answers in progress."""
     return uvicorn.Server(
         uvicorn.Config(
@@ -134,6 +135,32 @@ class CheckKey:
         if not hmac.compare_digest(header.encode(), f"Bearer {self.api_key}".encode()):
             raise ApiError(401, "missing or wrong API key", "invalid_api_key")
         await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True)
+class FormatErrors:
+    """Middleware that gives OpenAI's JSON to errors that starlette answers as text."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def format_error(message: Message) -> None:
+            nonlocal status
+            headers = Headers(raw=message.get("headers", []))
+            if (
+                headers.get("content-type", "").startswith("text/plain")
+                and message["status"] >= 400
+            ):
+                status = message["status"]
+            elif status:
+                error = ApiError(status, message["body"].decode())
+                await build_error(error)(scope, receive, send)
+            else:
+                await send(message)
+
+        await self.app(scope, receive, format_error)
 
 
 def build_error(error: Exception) -> JSONResponse:

@@ -9,6 +9,8 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -27,16 +29,13 @@ IGNORED = {
     *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"),
     "parallel_tool_calls",
 }
-# Unsupported parameters, with the values that change nothing.
+# Values that change nothing, of OpenAI's, vLLM's and llama.cpp's parameters.
 NEUTRAL = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "response_format": {"type": "text"},
-    "suffix": "",
-    "tools": [],
+    **{"best_of": 1, "echo": False, "suffix": "", "tools": [], "top_k": -1, "min_p": 0},
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}},
+    **{"length_penalty": 1, "use_beam_search": False, "ignore_eos": False},
+    **{"response_format": {"type": "text"}, "modalities": ["text"], "skip_special_tokens": True},
+    **{"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
 }
 # The tags in which models mark parts of an answer: per field, tags and the field of the text after.
 TAGS = {
@@ -94,19 +93,28 @@ class ServedModel:
 class Schema(BaseModel):
     """A JSON object in which unknown keys are errors and null means the default."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_nulls(cls, content: Any) -> Any:
-        """Drop nulls, the IGNORED parameters, and parameters with their NEUTRAL value."""
+    def drop_neutral(cls, content: Any) -> Any:
+        """Drop nulls, the IGNORED parameters, and parameters with their NEUTRAL value.
+
+        Raises ApiError for others that the server does not support.
+        """
         if not isinstance(content, dict):
             return content
-        return {
+        content = {
             name: value
             for name, value in content.items()
             if name not in IGNORED and value is not None and value != NEUTRAL.get(name)
         }
+        for name in content:
+            if name not in cls.model_fields:
+                only = f" other than {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+                what = f"{name!a:.80}{only} is not supported"
+                raise ApiError(400, what, "unsupported_parameter", name)
+        return content
 
 
 def _wrap_text(value: Any) -> Any:
@@ -166,7 +174,7 @@ class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions.
 
     truncation: "auto" drops the oldest turns if the messages do not fit the context, as in OpenAI's
-    Responses API.
+    Responses API. chat_template_kwargs: variables of the template, as in vLLM.
     """
 
     messages: list[JsonObject] = Field(max_length=512)
@@ -176,6 +184,7 @@ class ChatRequest(CommonRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
     max_completion_tokens: int | None = Field(None, ge=1)
     truncation: Literal["auto", "disabled"] = "disabled"
+    chat_template_kwargs: JsonObject = {}
 
     def encode(self, model: ServedModel) -> tuple[list[Request], int]:
         """Return a request per choice, and the number of messages dropped to fit the context.
@@ -187,13 +196,15 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, model.no_template, "no_chat_template", "model")
         messages = fitting = parse_messages(self.messages, "messages", reply=True)
         tools = self.tools if self.tool_choice == "auto" and self.tools else None
+        variables = self.chat_template_kwargs
+        encode = partial(model.template.encode, reply=True, tools=tools, variables=variables)
         max_tokens = self.max_completion_tokens or self.max_tokens
         if self.truncation == "auto":
             new_tokens = (max_tokens or model.context) + 1
-            fitting, ids = fit_context(model.template, messages, model.context, new_tokens, tools)
+            fitting, ids = fit_context(encode, messages, model.context, new_tokens)
             max_tokens = min(max_tokens or model.context, model.context - len(ids))
         else:
-            ids, _ = model.template.encode(messages, reply=True, tools=tools)
+            ids, _ = encode(messages)
         max_tokens = max_tokens or model.context - len(ids)
         top_logprobs = self.top_logprobs if self.logprobs else None
         stop_ids = model.template.stop_ids
@@ -227,7 +238,7 @@ class Choice:
     """An answer as it grows: turns tokens into text, and the text into the message's fields.
 
     Text in <think> becomes reasoning_content. If the request has tools, JSON in <tool_call> becomes
-    tool_calls.
+    tool_calls. Other control tokens are left out.
     """
 
     def __init__(
@@ -255,6 +266,9 @@ class Choice:
                 self._marks["content"].setdefault("<tool_call>", "tool_calls")
             if model.tokenizer.decode(request.prompt_ids[-THINK_IDS:]).rstrip().endswith("<think>"):
                 self._field = "reasoning_content"
+        marks = chain(*self._marks.values())
+        special = model.tokenizer.special_ids
+        self._hidden = {special[token] for token in special.keys() - marks}
 
     def push(self, token: Token) -> None:
         """Add a token to the answer; a stop text may end it."""
@@ -262,7 +276,8 @@ class Choice:
         self.cached += token.cached
         self.finish_reason = token.finish_reason
         if token.finish_reason != "stop":
-            self._text += self._stream.push(token.id)
+            if token.id not in self._hidden:
+                self._text += self._stream.push(token.id)
             if token.top:
                 pairs = [(self._tokenizer.decode_bytes(id), logprob) for id, logprob in token.top]
                 self.fields["logprobs"].append(pairs)
