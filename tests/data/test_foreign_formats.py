@@ -11,6 +11,7 @@ import pytest
 from megatoken.data.dataset import load_dataset
 from megatoken.data.file_kinds import FOREIGN, find_foreign
 from megatoken.data.sources import find_source
+from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError
 from tests.data.small_dataset import write_external
 
@@ -45,11 +46,14 @@ def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
 def test_a_foreign_file_is_named_if_nothing_else_is_there(name: str, tmp_path: Path):
     row = FOREIGN[name]
     file = tmp_path / row["markers"][0].replace("[0-9]", "0").replace("*", "0")
-    file.write_bytes((b"LITPKDS" if "LITPKDS" in name else b"\x17") + bytes(100))
+    start = row.get("start", "")
+    file.write_bytes((start if start.isalpha() else "\x17").encode() + bytes(100))
     for path in (file, tmp_path, tmp_path / "*"):
         check_named(find_source, path, name)
         if file.suffix in (".npy", ".bin", ".ds"):
             check_named(load_dataset, path, name)
+        if path.exists() and file.suffix in (".model", ".tiktoken", ".bpe"):
+            check_named(load_tokenizer, path, name)
     (tmp_path / "notes.txt").write_text("text")
     assert [each.name for each in find_source(str(tmp_path)).files] == ["notes.txt"]
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatoken.data import byte_bpe
 from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.byte_bpe import EOT, byte_vocabulary, split_merge
+from megatoken.data.file_kinds import find_foreign
 from megatoken.data.gpt2_vocab import find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
 from megatoken.data.tiktoken_pickle import BOS, read_tiktoken
@@ -394,15 +395,17 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
             raise ConfigError(f"{spec} is not trained", "tokenizer", "name the folder it is in")
         return Tokenizer(byte_bpe.train_bpe(vocab_size, texts()), spec)
     path = Path(spec)
-    if path.is_file():
-        return _load_file(path, path.name)
-    if not path.is_dir():
+    if not path.exists():
         raise ConfigError(f"no tokenizer {spec}", "tokenizer", "use gpt2, bytes, bpe:N or a file")
     if (path / DESCRIPTION_NAME).exists():
         return load_saved_tokenizer(path)
     if (path / "tokenizer").is_dir():  # a dataset or run
         return load_tokenizer(str(path / "tokenizer"))
-    return _load_file(find_vocabulary(path) or path / "tokenizer.json", path.name)
+    file = path if path.is_file() else find_vocabulary(path)
+    for each in [file] if file else path.iterdir():
+        if error := find_foreign(each):
+            raise error
+    return _load_file(file or path / "tokenizer.json", path.name)
 
 
 def find_vocabulary(folder: Path) -> Path | None:
