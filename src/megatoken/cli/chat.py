@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
@@ -45,9 +45,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("-p", "--prompt", metavar="TEXT", help=doc)
     arg("--system", metavar="TEXT", help="system message")
     doc = "variables of the chat template, such as '{\"enable_thinking\": false}'"
-    arg("--chat-template-kwargs", default="{}", metavar="JSON", help=doc)
+    arg("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=doc)
     add_sampling_arguments(parser, 256)
     add_device_arguments(parser)
+
+
+def json_object(text: str) -> Any:
+    """Parse JSON; argparse names this function in its error."""
+    return json.loads(text)
 
 
 def run(options: Namespace, console: Console) -> Result:
@@ -73,14 +78,8 @@ def chat(options: Namespace, console: Console) -> Result:
     for name, message in (("message", text), ("--system", options.system)):
         if message is not None and not message.strip():
             raise ConfigError("empty text", name, "give some, or leave it out")
-    try:
-        variables = dict(json.loads(options.chat_template_kwargs))
-    except (TypeError, ValueError):
-        where, fix = "--chat-template-kwargs", 'write {"NAME": VALUE}'
-        raise ConfigError("not a JSON object", where, fix) from None
     loaded, device = open_model(options, Console(to_stderr=True).warn)
     conversation = open_conversation(options, loaded, device, sampling)
-    conversation.variables = variables
     if text is not None:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":
@@ -106,7 +105,9 @@ def open_conversation(
 
     template = find_template(loaded.tokenizer)
     system = [Message("system", options.system)] if options.system else []
-    return Conversation(loaded.model, template, sampling, device, system)
+    conversation = Conversation(loaded.model, template, sampling, device, system)
+    conversation.variables = options.chat_template_kwargs
+    return conversation
 
 
 def talk(conversation: "Conversation", options: Namespace, console: Console) -> None:

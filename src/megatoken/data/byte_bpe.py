@@ -54,9 +54,7 @@ def assemble(
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    inner.add_special_tokens([*special])
     return inner
 
 

@@ -63,8 +63,9 @@ class Tokenizer:
     """A vocabulary and its encoding rules, identified by `fingerprint`.
 
     vocab_size: highest id + 1. eot: id of the token between documents. files: content of the
-    CHAT_FILES and TOKEN_IDS that the model has, by name. split_points: where a long text can be
-    split without changing an id.
+    CHAT_FILES and TOKEN_IDS that the model has, by name. settings: what they hold, as one object.
+    named_tokens: the text of each special token that they name, such as bos_token. split_points:
+    where a long text can be split without changing an id.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Tokenizer:
         """Wrap `inner`, a `tokenizers` tokenizer or the content of its tokenizer.json.
 
         eot: None to find it among the EOT_NAMES and the ends that `files` name. Raises DataError if
-        there is none, if it is outside the vocabulary or if the vocabulary is too large.
+        there is none or the vocabulary is too large.
         """
         self._inner = tokenizers.Tokenizer.from_str(inner) if isinstance(inner, str) else inner
         self._inner.encode_special_tokens = True  # special tokens in text are plain text
@@ -87,16 +88,14 @@ class Tokenizer:
             self._inner.model.dropout = None  # dropout would make merges random
         self.name = name
         self.files = dict(files or {})
+        self.settings, self.named_tokens = _read_settings(self.files)
         ids = self._inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max(ids, default=-1)
-        what = f"vocabulary of {self.vocab_size:,} ids, or its end of text, is out of range"
-        out_of_range = DataError(what, name, "use the tokenizer.json of the model")
         if self.vocab_size > LARGEST_VOCABULARY:
-            raise out_of_range
+            what = f"vocabulary of {self.vocab_size:,} ids"
+            raise DataError(what, name, "use the tokenizer.json of the model")
         self._content: dict[str, Any] = json.loads(self._inner.to_str())
-        self.eot = self._find_eot() if eot is None else eot
-        if not 0 <= self.eot < self.vocab_size:
-            raise out_of_range
+        self.eot = self._find_eot() if eot is None else range(self.vocab_size)[eot]
         self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_text
         if not _splits_like_gpt2(self._content):
@@ -122,16 +121,6 @@ class Tokenizer:
             decisive["model"] = {**model, "merges": merges}
         text = json.dumps(_drop_defaults(decisive), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings in `files` as one object."""
-        return _read_settings(self.files)
-
-    @cached_property
-    def named_tokens(self) -> dict[str, str]:
-        """The text of each special token that `files` name, by its name, such as bos_token."""
-        return _name_tokens(self.settings)
 
     @cached_property
     def templates(self) -> dict[str, str]:
@@ -258,9 +247,7 @@ class Tokenizer:
         """
         inner = tokenizers.Tokenizer.from_str(self.to_json())
         missing = [token for token in tokens if token not in self.special_ids]
-        inner.add_special_tokens(
-            [tokenizers.AddedToken(token, special=True, normalized=False) for token in missing]
-        )
+        inner.add_special_tokens(missing)
         expected = list(range(self.vocab_size, self.vocab_size + len(missing)))
         if [inner.token_to_id(token) for token in missing] != expected:
             what = f"cannot add special tokens {', '.join(missing)}"
@@ -445,8 +432,8 @@ def parse_bpe(spec: str) -> int:
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:
-    files = _read_files(path.parent)
     with _data_errors(f"cannot read {path.name}", path, "use a tokenizer.json of Hugging Face"):
+        files = _read_files(path.parent)
         if path.name == "vocab.json":
             return Tokenizer(_read_vocabulary(path, files), name, files=files)
         content = read_small_file(path, LARGEST_FILE)
@@ -463,8 +450,8 @@ def _read_vocabulary(path: Path, files: Mapping[str, str]) -> tokenizers.Tokeniz
     vocabulary, merges = tokenizers.models.BPE.read_file(*paths)
     if not vocabulary.keys() >= {*byte_bpe.byte_characters()}:
         raise ValueError("not a byte-level BPE, because bytes have no token")
-    names = [*_name_tokens(_read_settings(files)).values(), *EOT_NAMES]
-    special = [name for name in names if name in vocabulary]
+    _, named = _read_settings(files)
+    special = [token for token in (*named.values(), *EOT_NAMES) if token in vocabulary]
     return byte_bpe.assemble(vocabulary, merges, special or [EOT])
 
 
@@ -474,17 +461,16 @@ def _read_files(folder: Path) -> dict[str, str]:
     NAMED_TEMPLATES become a list in TOKENIZER_CONFIG, and the ids in config.json and
     generation_config.json become TOKEN_IDS.
     """
-    files = {}
-    for name in CHAT_FILES:
-        with suppress(OSError, ValueError):
-            files[name] = read_small_file(folder / name).decode()
-    named = {"default": files.get(CHAT_TEMPLATE_NAME)}
-    for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
-        with suppress(OSError, ValueError):
-            named[path.stem] = read_small_file(path).decode()
-    if len(named) > 1:
-        files.pop(CHAT_TEMPLATE_NAME, None)
-        rows = [{"name": name, "template": text} for name, text in named.items() if text]
+    present = [name for name in CHAT_FILES if (folder / name).is_file()]
+    files = {name: read_small_file(folder / name).decode() for name in present}
+    named = {
+        path.stem: read_small_file(path).decode()
+        for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    }
+    if named:
+        if CHAT_TEMPLATE_NAME in files:
+            named = {"default": files.pop(CHAT_TEMPLATE_NAME), **named}
+        rows = [{"name": name, "template": text} for name, text in named.items()]
         settings = read_object(folder / TOKENIZER_CONFIG) | {"chat_template": rows}
         files[TOKENIZER_CONFIG] = json.dumps(settings, indent=2, ensure_ascii=False)
     ids = {"bos_token_id": list[int](), "eos_token_id": list[int]()}
@@ -494,23 +480,19 @@ def _read_files(folder: Path) -> dict[str, str]:
     return files | ({TOKEN_IDS: json.dumps(ids)} if any(ids.values()) else {})
 
 
-def _read_settings(files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings in `Tokenizer.files` as one object."""
+def _read_settings(files: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the `settings` and `named_tokens` of a tokenizer with these files."""
     settings: dict[str, Any] = {}
     for name, text in files.items():
         with suppress(*MALFORMED):
             is_text = name == CHAT_TEMPLATE_NAME
             settings |= {"chat_template": text} if is_text else json.loads(text)
-    return settings
-
-
-def _name_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     tokens = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in settings.items()
-        if name.endswith("_token")
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token") and isinstance(value, dict | str)
     }
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+    return settings, tokens
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
@@ -39,7 +38,7 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.serving.engine import Engine, Job
@@ -64,7 +63,7 @@ HEADERS = [
 ]
 
 
-def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> ASGIApp:
+def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> Starlette:
     """Build the web application.
 
     hosts: accepted Host headers, "*" for any. api_key: key that clients must send, "" for none.
@@ -77,19 +76,18 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
         Route("/completions", endpoints.complete, methods=["POST"]),
     ]
     check_key = [Middleware(CheckKey, api_key=api_key)] if api_key else []
+    everything = [
+        Route("/", endpoints.get_page),
+        Route("/health", endpoints.get_health),
+        Route("/metrics", endpoints.get_metrics),
+        Mount("/v1", routes=routes, middleware=check_key),
+    ]
+    check_host = [Middleware(CheckHost, hosts=hosts)]
     errors = (HTTPException, ValidationError, MegatokenError, Exception)
-    app = Starlette(
-        routes=[
-            Route("/", endpoints.get_page),
-            Route("/health", endpoints.get_health),
-            Route("/metrics", endpoints.get_metrics),
-            Mount("/v1", routes=routes, middleware=check_key),
-        ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+    return Starlette(
+        routes=[Mount("", routes=everything, middleware=check_host)],
         exception_handlers=dict.fromkeys(errors, endpoints.handle_error),
-        max_body_size=MAX_BODY_BYTES,
     )
-    return FormatErrors(app)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -106,7 +104,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_server(app: ASGIApp, engine: Engine) -> uvicorn.Server:
+def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
     """Build a server that logs only errors, and on shutdown finishes the answers in progress."""
     return uvicorn.Server(
         uvicorn.Config(
@@ -124,6 +122,20 @@ def build_server(app: ASGIApp, engine: Engine) -> uvicorn.Server:
 
 
 @dataclass(frozen=True)
+class CheckHost:
+    """Middleware that refuses requests for other hosts. hosts: names without ports, "*" for any."""
+
+    app: ASGIApp
+    hosts: Sequence[str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = re.sub(r":\d+$", "", Headers(scope=scope).get("host", "")).lower()
+        if not {host, "*"} & {*map(str.lower, self.hosts)}:
+            raise ApiError(400, f"invalid Host header {host!a:.80}")
+        await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True)
 class CheckKey:
     """Middleware that refuses requests without the API key."""
 
@@ -135,32 +147,6 @@ class CheckKey:
         if not hmac.compare_digest(header.encode(), f"Bearer {self.api_key}".encode()):
             raise ApiError(401, "missing or wrong API key", "invalid_api_key")
         await self.app(scope, receive, send)
-
-
-@dataclass(frozen=True)
-class FormatErrors:
-    """Middleware that gives OpenAI's JSON to errors that starlette answers as text."""
-
-    app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 0
-
-        async def format_error(message: Message) -> None:
-            nonlocal status
-            headers = Headers(raw=message.get("headers", []))
-            if (
-                headers.get("content-type", "").startswith("text/plain")
-                and message["status"] >= 400
-            ):
-                status = message["status"]
-            elif status:
-                error = ApiError(status, message["body"].decode())
-                await build_error(error)(scope, receive, send)
-            else:
-                await send(message)
-
-        await self.app(scope, receive, format_error)
 
 
 def build_error(error: Exception) -> JSONResponse:
@@ -175,7 +161,7 @@ def build_error(error: Exception) -> JSONResponse:
         case HTTPException():
             api_error = ApiError(error.status_code, error.detail)
         case ValidationError():
-            details = error.errors(include_url=False, include_input=False, include_context=False)
+            details = error.errors()
             lines = [": ".join([*map(str, row["loc"]), row["msg"]]) for row in details[:3]]
             api_error = ApiError(400, "; ".join(lines), param=str((*details[0]["loc"], "")[0]))
         case MegatokenError():
@@ -245,7 +231,12 @@ class Endpoints:
     ) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise ApiError(415, "Content-Type must be application/json")
-        body = schema.model_validate_json(await request.body())
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body exceeds {MAX_BODY_BYTES:,} bytes")
+        body = schema.model_validate_json(content)
         self._check_model(body.model)
         try:
             requests, dropped = await run_in_threadpool(body.encode, self._model)

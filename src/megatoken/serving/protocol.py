@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
@@ -24,19 +26,8 @@ from megatoken.sampling.conversation import fit_context
 from megatoken.sampling.generate import TextStream
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
-# Parameters that do not change the answer.
-IGNORED = {
-    *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"),
-    "parallel_tool_calls",
-}
-# Values that change nothing, of OpenAI's, vLLM's and llama.cpp's parameters.
-NEUTRAL = {
-    **{"best_of": 1, "echo": False, "suffix": "", "tools": [], "top_k": -1, "min_p": 0},
-    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}},
-    **{"length_penalty": 1, "use_beam_search": False, "ignore_eos": False},
-    **{"response_format": {"type": "text"}, "modalities": ["text"], "skip_special_tokens": True},
-    **{"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
-}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+NEUTRAL = TABLE["neutral"]
 # The tags in which models mark parts of an answer: per field, tags and the field of the text after.
 TAGS = {
     "content": {"<think>": "reasoning_content"},
@@ -98,7 +89,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, content: Any) -> Any:
-        """Drop nulls, the IGNORED parameters, and parameters with their NEUTRAL value.
+        """Drop nulls, and parameters that protocol.yaml says to change nothing.
 
         Raises ApiError for others that the server does not support.
         """
@@ -107,7 +98,7 @@ class Schema(BaseModel):
         content = {
             name: value
             for name, value in content.items()
-            if name not in IGNORED and value is not None and value != NEUTRAL.get(name)
+            if name not in TABLE["ignored"] and value is not None and value != NEUTRAL.get(name)
         }
         for name in content:
             if name not in cls.model_fields:

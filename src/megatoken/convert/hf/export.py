@@ -51,17 +51,18 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
     }
     eot = tokenizer.decode([tokenizer.eot])
-    special_tokens = {"eos_token": eot, "unk_token": eot, **tokenizer.named_tokens}
-    special_tokens["bos_token"] = tokenizer.decode([tokenizer.bos])
-    tokenizer_config: dict[str, Any] = {
+    bos = tokenizer.decode([tokenizer.bos])
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{"eos_token": eot, "unk_token": eot, **tokenizer.named_tokens, "bos_token": bos},
         "model_max_length": model.config.seq_len,
         "clean_up_tokenization_spaces": False,
     }
     template = template_of(tokenizer)
     if template:
         if template.stop_ids[0] in stop_ids:
-            special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
-        special_tokens.setdefault("pad_token", eot)
+            tokenizer_config["eos_token"] = tokenizer.decode(template.stop_ids[:1])
+        tokenizer_config.setdefault("pad_token", eot)
         tokenizer_config["chat_template"] = drop_marks(template)
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
@@ -74,29 +75,17 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
             "dtype": str(torch_dtype).removeprefix("torch."),
         },
         TOKEN_IDS: {**special_ids, "pad_token_id": tokenizer.eot},
-        TOKENIZER_CONFIG: {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **special_tokens,
-            **tokenizer_config,
-        },
-        "special_tokens_map.json": special_tokens,
+        TOKENIZER_CONFIG: tokenizer_config,
     }
-    files = _list_files(contents, tokenizer) | (describe_chat(template) if template else {})
-    for name, text in files.items():
+    files = {
+        name: json.dumps(row, indent=2, ensure_ascii=False) + "\n" for name, row in contents.items()
+    }
+    if tokenizer.templates:
+        files |= {name: text for name, text in tokenizer.files.items() if name in CHAT_FILES}
+    files |= describe_chat(template) if template else {}
+    for name, text in (files | {"tokenizer.json": tokenizer.to_json()}).items():
         (folder / name).write_bytes(text.encode())
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file private
-
-
-def _list_files(contents: dict[str, dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the text of files by name: JSON of `contents`, and the tokenizer's own files."""
-    own = {name: text for name, text in tokenizer.files.items() if name in CHAT_FILES}
-    if not tokenizer.templates:
-        own = {}
-    if TOKENIZER_CONFIG in own:
-        contents = {name: row for name, row in contents.items() if name not in CHAT_FILES}
-    files = {name: json.dumps(row, indent=2, ensure_ascii=False) for name, row in contents.items()}
-    files = {name: f"{text}\n" for name, text in files.items()}
-    return {**files, **own, "tokenizer.json": tokenizer.to_json()}
 
 
 def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,22 +25,7 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 PREFIX = "base_model.model."
 DEFAULT_ALPHA = 8
-# Fields that change what an adapter computes, and their supported values.
-PLAIN: dict[str, Sequence[Any]] = {
-    "peft_type": ["LORA"],
-    "bias": ["none"],
-    "revision": ["main"],
-    # Others, such as pissa, subtract the initial adapter from the base.
-    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
-}
-# Fields that say how an adapter was trained, or what its tensors show.
-IGNORED = {
-    *("task_type", "auto_mapping", "peft_version", "inference_mode", BASE, "r", "lora_alpha"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("rank_pattern", "target_parameters", "lora_dropout", "fan_in_fan_out", "megatron_core"),
-    *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    "ensure_weight_tying",
-}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MERGE = "merge it into its base with PEFT's merge_and_unload"
 
 
@@ -56,7 +41,7 @@ def read_base(folder: Path) -> str:
     wrong = [
         key
         for key, value in config.items()
-        if value and key not in IGNORED and value not in PLAIN.get(key, ())
+        if value and key not in TABLE["ignored"] and value not in TABLE["plain"].get(key, ())
     ]
     for key in wrong if config[BASE] else [BASE]:
         what = f"{key}: {config[key]!r:.80} is not supported"
@@ -80,14 +65,13 @@ def merge_peft(model: GPT, folder: Path) -> None:
     }
     if not tensors:
         raise CheckpointError("no tensors", path, "save it with gathered parameters (ZeRO-3)")
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{name} does not hold finite numbers", path, AGAIN)
     views = family.view_params(dict(model.named_parameters()), model.config)
     try:
         while tensors:
             module = next(iter(tensors)).partition(".lora_")[0]
             a, b = (tensors.pop(f"{module}.lora_{side}.weight") for side in "AB")
+            if not torch.isfinite(b @ a).all():
+                raise CheckpointError(f"{module}: numbers that are not finite", path, AGAIN)
             views[f"{module}.weight"] += alpha / len(a) * (b @ a)
     except (KeyError, RuntimeError) as error:
         what, fix = f"tensors do not fit the base model: {error}", AGAIN
