@@ -19,6 +19,7 @@ from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.native.selection import find_library
 from tests.convert.models import save_run
 from tests.ranks import run_ranks
 from tests.tiny_run import TINY, fingerprint, read_losses, tiny_run, train
@@ -108,7 +109,7 @@ class Case:
             self.nprocs, self.is_split = int(ranks), layout != "none"
             self.precision = draws["machine.precision"]
             has_masters = draws["machine.master_weights"] != "off" and not self.is_split
-            if self.precision == "bf16" and not has_masters:
+            if not find_library() or (self.precision == "bf16" and not has_masters):
                 draws["machine.gemm_backend"] = "torch"  # others are refused
             self.is_deterministic = draws["machine.deterministic"] == "true" and not self.is_split
             # On two processes, the first batch of a ramp has no micro-batch of 4 for each.
