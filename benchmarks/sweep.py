@@ -249,7 +249,7 @@ def draw(view: View, rows: Sequence[Row], title: str, path: Path) -> Path:
                 bbox_to_anchor=(1, 1),
             )
         if y_key != "seconds":
-            axis.set_ylim(0)
+            axis.set_ylim(0, 1.05 * axis.dataLim.ymax)
     return save_figure(figure, path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from megatoken.errors import ConfigError, DataError, Warn, import_extra
 from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.metrics_log import Row, read_metrics
+from megatoken.system.metrics_log import Row, of_kind, read_metrics
 
 # Panels: title, format of ticks, format of the last value.
 PANELS = {
@@ -140,11 +140,11 @@ def draw_curves(
     """
     rows = {run: read_metrics(run, warn) for run in runs}
     all_rows = [row for run_rows in rows.values() for row in run_rows]
-    if not any(row["kind"] == "train" for row in all_rows):
+    if not of_kind(all_rows, "train"):
         raise DataError("no training steps", runs[0], "name the folder of a run")
     x_label = _set_x(all_rows, x)
     keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in all_rows)]
-    tasks = sorted({row["task"] for row in all_rows if row["kind"] == "eval"})
+    tasks = sorted({row["task"] for row in of_kind(all_rows, "eval")})
     pyplot = load_pyplot()
     small = [*keys[1:], *tasks, ".", "."]  # three in a row; those left over stay empty
     names = [("loss",) * 3, *zip(small[::3], small[1::3], small[2::3], strict=False)]
@@ -166,7 +166,7 @@ def draw_curves(
         right = axis.get_xlim()[1]
         axis.set(title=title, xlabel=x_label, xlim=(-0.02 * right, right))  # shows points at 0
         if name in keys[1:]:
-            axis.set_ylim(0, None)
+            axis.set_ylim(0, 1.05 * axis.dataLim.ymax)
         axis.xaxis.set_major_formatter(format_tick)
         axis.yaxis.set_major_formatter(ticks)
         axis.grid(alpha=0.25)
@@ -214,7 +214,7 @@ def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, 
 
     A value that is missing or not a number becomes NaN, which leaves a gap in the curve.
     """
-    rows = [row for row in rows if row["kind"] == kind]
+    rows = of_kind(rows, kind)
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 

@@ -343,7 +343,10 @@ def list_published() -> list[Row]:
 
 
 def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
-    """Draw bars of the tokens/s of our own and published rungs, and of our MFU and peak memory."""
+    """Draw the tokens/s of our own and published rungs, and our MFU and peak memory.
+
+    On a logarithmic axis, which has no zero, dots replace the bars. Returns the path.
+    """
     rungs = [row for row in rows if not row.get("skipped")]
     own = [row for row in rungs if "kept" in row]
     figure = load_pyplot().figure(layout="constrained", figsize=(17, 3 + 0.3 * len(rungs)))
@@ -353,17 +356,21 @@ def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
         shown = rungs if is_rate else own
         colors = [("C0", 1 if row["kept"] else 0.35) if "kept" in row else "0.8" for row in shown]
         widths = [row[key] or 0.0 for row in shown]
-        bars = axis.barh([row["name"] for row in shown], widths, color=colors)
+        names = [row["name"] for row in shown]
+        is_log = len(shown) > len(own)
+        bars = axis.barh(names, widths, color="none" if is_log else colors)
         texts = [
             format_cell(key, row[key]) + is_rate * f", {format_cell('speedup', row['speedup'])}"
             for row in shown
         ]
-        axis.bar_label(bars, texts, padding=4)
+        axis.bar_label(bars, texts, padding=7)
         axis.margins(x=0.3)
         axis.set_xlabel(COLUMNS.get(key, "tokens/s"))
         axis.invert_yaxis()
         axis.locator_params(axis="x", nbins=4)
-        if len(shown) > len(own):
+        if is_log:
+            axis.scatter(widths, names, color=colors)
+            axis.grid(axis="x", alpha=0.25)
             axis.set(xscale="log", xlim=(min(widths) / 2, 40 * max(widths)))
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
         axis.xaxis.set_major_formatter(tick)

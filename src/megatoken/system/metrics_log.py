@@ -245,6 +245,11 @@ def read_metrics(run: Path | str, warn: Warn = warnings.warn) -> list[Row]:
     return rows
 
 
+def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    """Return the rows of a kind."""
+    return [row for row in rows if row["kind"] == kind]
+
+
 def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, Row]:
     """Return the last row of each kind, by kind, in the last LONGEST_TAIL bytes of a run's log."""
     rows: dict[str, Row] = {}
