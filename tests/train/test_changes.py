@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from megatoken.cli.train import describe_fields
-from megatoken.config.fields import ConfigField, Duration
+from megatoken.config.fields import ConfigField, Duration, Resume
 from megatoken.config.load import list_changes
-from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class
+from megatoken.config.schema import FIELDS, Config, build_config, flatten, resume_class
 from megatoken.errors import ConfigError, DataError
 from megatoken.train.run_folder import check_changes
 from tests.tiny_run import TEXT, read_column, read_events, train, write_shards

@@ -34,31 +34,11 @@ from megatoken.model.flops import count_matmul_parameters, describe_mfu, flops_p
 from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, with_peak
+from megatoken.system.table import read_table
 from megatoken.system.timing import Timing, time_once
 
-GROUPS = {  # names of forward and backward operations; the first match counts
-    "blocks in one call": re.compile("native::block"),
-    "matrix products": re.compile(
-        r"native::matmul|megatoken::linear_gelu|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
-        r"|mkldnn.*linear|Addmm|MmBackward0"
-    ),
-    "loss": re.compile(r"cross_?entropy|log_softmax|nll_loss", re.IGNORECASE),
-    "attention": re.compile(r"attention|aten::baddbmm|aten::bmm|softmax"),
-    "norm": re.compile(r"native::norm|layer_?norm|rms_?norm|rsqrt", re.IGNORECASE),
-    "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
-    "optimizer": re.compile(
-        r"adam|muon|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE
-    ),
-}
-KERNELS = {  # names of CUDA kernels in torch, Inductor, cuBLAS and cuDNN; the first match counts
-    "matrix products": re.compile("gemm|gemv|nvjet|splitK|triton_tem"),
-    "loss": re.compile("cross_entropy|LogSoftMax|nll_loss"),
-    "attention": re.compile("flash|fmha|sdpa|cudnn|[Ss]oft[Mm]ax"),
-    "norm": re.compile("layer_norm|rms_norm|GammaBeta"),
-    "activation": re.compile("gelu|silu|relu|threshold", re.IGNORECASE),
-    "optimizer": re.compile("multi_tensor_apply|lpnorm|NormTwoOps"),
-    "copies": re.compile("Memcpy|Memset|copy|[Cc]at(_|Array)"),
-}
+# Patterns of names by group: of operations, and of CUDA kernels; the first match counts.
+GROUPS, KERNELS = read_table(__file__).values()
 SHOWN_KERNELS = 12
 LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
 
@@ -203,11 +183,11 @@ def record_native_kernels() -> Iterator[None]:
         Library.call = call  # type: ignore[method-assign]
 
 
-def find_group(event: Any, groups: dict[str, re.Pattern[str]] = GROUPS) -> str:
+def find_group(event: Any, groups: dict[str, str] = GROUPS) -> str:
     """Return the group that an event's name matches, or else its closest caller's group."""
     while event is not None:
         for group, names in groups.items():
-            if names.search(event.name):
+            if re.search(names, event.name):
                 return group
         event = event.cpu_parent
     return "other"

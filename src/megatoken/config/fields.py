@@ -17,6 +17,7 @@ NUMBER = re.compile(
 INTEGER = re.compile(r"[-+]?\d[\d_]*")
 PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}  # by first letter
+Resume = Literal["free", "guarded", "fatal"]
 SETTINGS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("settings.toml").read_text(encoding="utf-8")
 )
@@ -65,6 +66,7 @@ class ConfigField:
     open_low: whether `low` itself is excluded from the range.
     only_if: a condition on another setting, such as `optim.name=muon`, `objective.name=grpo|ppo` or
         `model.window!=0`. Unless it holds, this setting has no effect.
+    resume: whether a resume may change it (schema.py); None: as its section.
     key: the dotted key, such as `model.n_layer`.
     """
 
@@ -75,6 +77,7 @@ class ConfigField:
     high: float = LARGEST
     open_low: bool = False
     only_if: str = ""
+    resume: Resume | None = None
     key: str = ""
     type: Any = None
 

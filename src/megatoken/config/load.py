@@ -16,18 +16,10 @@ from typing import Any
 import yaml
 
 from megatoken.config import depth
-from megatoken.config.fields import parse_value
+from megatoken.config.fields import Resume, parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS, suggest_preset
-from megatoken.config.schema import (
-    FIELDS,
-    Config,
-    Resume,
-    build_config,
-    flatten,
-    is_ignored,
-    resume_class,
-)
+from megatoken.config.schema import FIELDS, Config, build_config, flatten, is_ignored, resume_class
 from megatoken.config.validate import validate
 from megatoken.config.words import suggest_setting
 from megatoken.errors import ConfigError

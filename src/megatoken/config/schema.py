@@ -11,12 +11,11 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.fields import ConfigField, Duration, list_fields
+from megatoken.config.fields import ConfigField, Duration, Resume, list_fields
 from megatoken.config.model_config import ModelConfig, default_d_ff
 from megatoken.config.objective_config import ObjectiveConfig
 from megatoken.config.presets import PRESETS
 
-Resume = Literal["free", "guarded", "fatal"]
 DataOrder = Literal["shuffled", "sequential", "one-batch"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
@@ -197,30 +196,22 @@ class Config:
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
-# Whether a resume may change a section or a setting. free: yes. guarded: only with --allow-changes,
-# because training would continue differently. fatal: never, because weights, optimizer state or
-# data order would not fit.
+# Whether a resume may change the settings of a section, unless their rows in settings.toml say so.
+# free: yes. guarded: only with --allow-changes, because training would continue differently. fatal:
+# never, because weights, optimizer state or data order would not fit.
 ON_RESUME: dict[str, Resume] = {
     "seed": "fatal",
     "model": "fatal",
-    "model.preset": "free",
-    "model.dropout": "guarded",
     "data": "guarded",
-    "data.tokenizer": "fatal",
     "objective": "guarded",
-    "objective.name": "fatal",
     "optim": "guarded",
-    "optim.name": "fatal",
     "budget": "guarded",
-    "budget.batch_tokens": "fatal",
-    "budget.batch_start": "fatal",
-    "budget.batch_ramp": "fatal",
 }
 
 
 def resume_class(key: str) -> Resume:
     """Return whether a resume may change this setting: `free`, `guarded` or `fatal`."""
-    return ON_RESUME.get(key) or ON_RESUME.get(key.partition(".")[0], "free")
+    return FIELDS[key].resume or ON_RESUME.get(key.partition(".")[0], "free")
 
 
 def is_ignored(config: Config, key: str) -> bool:

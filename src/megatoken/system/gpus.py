@@ -21,6 +21,7 @@ class Gpu:
     link_rate: rate between GPUs in one machine.
     network_rate: a GPU's share of the rate between machines.
     price: 0 if unknown.
+    aliases: other names by which it is found.
     """
 
     name: str
@@ -35,16 +36,12 @@ class Gpu:
     watts: float
     price: float
     per_machine: int = 8
+    price_source: str = "RunPod's list of March 2026"
+    aliases: tuple[str, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
         return round(self.memory_gib * 2**30)
-
-    @property
-    def price_source(self) -> str:
-        if self.name == "A100-40GB":
-            return "llm.c's account of 2024"
-        return "RunPod's list of March 2026"
 
     def compute_precision(self, precision: str) -> str:
         """Return the precision in which matmuls run: the given one, or fp32 if not supported."""
@@ -65,13 +62,8 @@ def _simplify(name: str) -> str:
     return NOISE.sub("", name.lower())
 
 
-_BY_WORD = {_simplify(word): gpu for gpu in GPUS.values() for word in (gpu.name, gpu.driver)}
-_BY_WORD |= {
-    "a100": GPUS["A100-80GB"],
-    "v100": GPUS["V100-32GB"],
-    "a100pcie": GPUS["A100-PCIe-80GB"],
-    "h10080": GPUS["H100"],
-    "h200141": GPUS["H200"],
+_BY_WORD = {
+    _simplify(word): gpu for gpu in GPUS.values() for word in (gpu.name, gpu.driver, *gpu.aliases)
 }
 
 
