@@ -352,7 +352,7 @@ class GPT(Module):
         meta device, weights are left uninitialized, to be loaded by the caller.
     """
 
-    recompute_blocks = False
+    activation_checkpointing = "none"
     attention_name = "flash"
 
     def __init__(
@@ -438,7 +438,8 @@ class GPT(Module):
             if layer in self.config.nope_layers:
                 block_cos_sin = None
             run: Callable[..., Tensor] = block
-            if self.recompute_blocks and cache is None and torch.is_grad_enabled():
+            recomputes = self.activation_checkpointing == "block" and cache is None
+            if recomputes and torch.is_grad_enabled():
                 run = partial(checkpoint, block, use_reentrant=False)
             x_BTC = run(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
             if layer == self.config.n_layer // 2:
@@ -575,18 +576,10 @@ def copy_kernels(model: GPT, source: GPT) -> None:
 
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
     """Choose what the backward recomputes: `none`, `gelu` (MLP activations) or `block`."""
-    model.recompute_blocks = mode == "block"
+    model.activation_checkpointing = mode
     for part in model.modules():
         if isinstance(part, MLP):
             part.recompute_activation = mode == "gelu"
-
-
-def get_activation_checkpointing(model: GPT) -> str:
-    """Return the mode set by `set_activation_checkpointing`."""
-    if model.recompute_blocks:
-        return "block"
-    mlps = [part for part in model.modules() if isinstance(part, MLP)]
-    return "gelu" if any(mlp.recompute_activation for mlp in mlps) else "none"
 
 
 def init_weights(model: GPT, seed: int, part: str = "") -> Iterator[tuple[str, Tensor]]:

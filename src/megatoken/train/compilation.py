@@ -17,12 +17,7 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.dropout import sequence_keys
-from megatoken.model.gpt import (
-    GPT,
-    get_activation_checkpointing,
-    set_activation_checkpointing,
-    set_attention,
-)
+from megatoken.model.gpt import GPT, set_activation_checkpointing, set_attention
 from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.torch_compat import uncompile
 from megatoken.train.state import StepConfig, TrainState
@@ -125,7 +120,7 @@ def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
     config = replace(model.config, n_layer=1, vocab_size=1)
     small = GPT(config, seed=None).to(device.torch_device, device.dtype)
     set_attention(small, model.attention_name)
-    set_activation_checkpointing(small, get_activation_checkpointing(model))
+    set_activation_checkpointing(small, model.activation_checkpointing)
     _compile_blocks(small)
     with device.autocast():
         keys = sequence_keys(0, 0, 0, len(ids), device.torch_device)

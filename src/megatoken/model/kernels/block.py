@@ -48,21 +48,12 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 TORCH = BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu)
+MIXED = replace(TORCH, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu)
 BLOCK = {
     "torch": TORCH,
     "cublaslt": replace(TORCH, linear_gelu=cublaslt.linear_gelu),
-    "torch+native": BlockKernels(
-        linear=F.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
-    ),
-    "native": BlockKernels(
-        linear=native_linear,
-        norm=native.norm,
-        gelu=native.gelu,
-        swiglu=native.swiglu,
-        fused_block=FusedBlock.apply,
-    ),
-    "int8": BlockKernels(
-        linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
-    ),
+    "torch+native": MIXED,
+    "native": replace(MIXED, linear=native_linear, fused_block=FusedBlock.apply),
+    "int8": replace(MIXED, linear=int8.linear),
     "fp8": replace(TORCH, linear=fp8.linear),
 }

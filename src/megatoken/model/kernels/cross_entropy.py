@@ -14,9 +14,10 @@ Shapes: N rows, V padded vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,22 +39,10 @@ WARPS = 32  # per row
 LOAD_BYTES = 16  # of logits that a thread loads at once
 
 
-class CrossEntropyFn(Protocol):
-    """Logits (N, V), targets (N,), vocabulary size, softcap (0 for none) -> losses (N,).
-
-    Overwrites the logits. If `overwrite` is set, they then hold their gradient; otherwise, their
-    content is undefined.
-    """
-
-    def __call__(
-        self,
-        logits_NV: Tensor,
-        targets_N: Tensor,
-        vocab_size: int,
-        softcap: float,
-        *,
-        overwrite: bool,
-    ) -> Tensor: ...
+# Logits (N, V), targets (N,), vocabulary size, softcap (0 for none), overwrite= -> losses (N,).
+# Overwrites the logits. If `overwrite` is set, they then hold their gradient; otherwise, their
+# content is undefined.
+CrossEntropyFn = Callable[..., Tensor]
 
 
 def softmax_cross_entropy(
