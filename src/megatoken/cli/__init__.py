@@ -1,9 +1,11 @@
 """The `megatoken` command: one module per subcommand.
 
 A command module defines HELP (one line), EXAMPLE (a command line), `add_arguments(parser)` and
-`run(options, console)`. Importing it loads neither torch nor numpy; `run` imports what it needs.
+`run(options, console)`, which returns what --json prints, or a `Result` with another exit code than
+0. Importing it loads neither torch nor numpy; `run` imports what it needs.
 """
 
+from argparse import Namespace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,14 +22,17 @@ GROUPS = {  # in the order of `megatoken --help`
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 
+Data = dict[str, Any]  # what --json prints
+
+
 class Result(NamedTuple):
     """The exit code of a command, and the object that --json prints; None prints nothing."""
 
     exit_code: int
-    data: dict[str, Any] | None
+    data: Data | None
 
 
-def done(data: dict[str, Any] | None) -> Result:
+def done(data: Data | None) -> Result:
     """Return the result of a command that did what it was asked to."""
     return Result(ExitCode.DONE, data)
 
@@ -35,3 +40,9 @@ def done(data: dict[str, Any] | None) -> Result:
 def load_command(name: str) -> ModuleType:
     """Import the module of a command in COMMANDS."""
     return import_module(f"megatoken.cli.{name}")
+
+
+def run_parsed(options: Namespace, console: Any) -> Result:
+    """Run the command of `arguments.parse`."""
+    answer = load_command(options.command).run(options, console)
+    return answer if isinstance(answer, Result) else Result(ExitCode.DONE, answer)

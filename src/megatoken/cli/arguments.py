@@ -21,6 +21,12 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """Parse the text of a number without `type` as the type of its default."""
+        if isinstance(action.default, int | float):
+            action.type = action.type or type(action.default)
+        return super()._get_value(action, text)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices and value not in action.choices:
             match = suggest(value, action.choices)
@@ -119,11 +125,11 @@ def _reject(word: str) -> NoReturn:
 def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     """Add the options of sampling. tokens: default of --tokens."""
     arg = parser.add_argument
-    arg("--tokens", type=int, default=tokens, help=f"most new tokens (default {tokens})")
-    arg("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
-    arg("--top-k", type=int, default=50, help="sample from the top k tokens; 0: all (default 50)")
-    arg("--top-p", type=float, default=1.0, help="sample from the top-p nucleus (default 1)")
-    arg("--seed", type=int, default=0, help="random seed (default 0)")
+    arg("--tokens", default=tokens, help=f"most new tokens (default {tokens})")
+    arg("--temperature", default=0.8, help="0: greedy (default 0.8)")
+    arg("--top-k", default=50, help="sample from the top k tokens; 0: all (default 50)")
+    arg("--top-p", default=1.0, help="sample from the top-p nucleus (default 1)")
+    arg("--seed", default=0, help="random seed (default 0)")
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,5 +145,5 @@ def add_address_arguments(parser: argparse.ArgumentParser, port: int, key: str) 
     arg = parser.add_argument
     doc = "address to listen on; others than localhost need a key (default 127.0.0.1)"
     arg("--host", default="127.0.0.1", help=doc)
-    arg("--port", type=int, default=port, help=f"0: a free port (default {port})")
+    arg("--port", default=port, help=f"0: a free port (default {port})")
     arg("--api-key", metavar="KEY", help=key)

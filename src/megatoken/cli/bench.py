@@ -4,7 +4,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from megatoken.bench.arguments import add_benches
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_output_arguments
 from megatoken.console import Console
 
@@ -23,9 +23,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_benches(add)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.bench.main import run
 
     data = run(options, console)
     options.json = options.json or not sys.stdout.isatty()
-    return done(data)
+    return data

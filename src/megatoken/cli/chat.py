@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
 from megatoken.console import MUTED, Console, format_count, format_quantity, spell_controls
 from megatoken.errors import ConfigError
@@ -55,14 +55,14 @@ def json_object(text: str) -> Any:
     return json.loads(text)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.system.device import memory_errors
 
     with memory_errors("chat", "use --precision bf16 or --device cpu"):
         return chat(options, console)
 
 
-def chat(options: Namespace, console: Console) -> Result:
+def chat(options: Namespace, console: Console) -> Data:
     """Talk until the user leaves, or answer one message."""
     from megatoken.cli.model import open_model
     from megatoken.sampling.choose import Sampling
@@ -84,7 +84,7 @@ def chat(options: Namespace, console: Console) -> Result:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":
             raise KeyboardInterrupt
-        return done({**asdict(answer), "model": loaded.source})
+        return {**asdict(answer), "model": loaded.source}
     config = loaded.model.config
     size = f"{format_quantity(count_parameters(config))} parameters"
     console.print(f"{loaded.source}: {size}, context {config.seq_len:,} tokens", MUTED)
@@ -93,7 +93,7 @@ def chat(options: Namespace, console: Console) -> Result:
     messages = [
         {"role": message.role, "content": message.content} for message in conversation.messages
     ]
-    return done({"messages": messages, "model": loaded.source})
+    return {"messages": messages, "model": loaded.source}
 
 
 def open_conversation(

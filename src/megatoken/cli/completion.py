@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from megatoken.cli import COMMANDS, Result, done, load_command
+from megatoken.cli import COMMANDS, Data, load_command
 from megatoken.cli.recipe import PRESET_HELP
 from megatoken.config.load import list_recipes
 from megatoken.config.presets import PRESETS
@@ -37,11 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=list(PREAMBLE))
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     script = write_completion(options.shell)
     if not options.json:
         print(script, end="")
-    return done({"script": script})
+    return {"script": script}
 
 
 def write_completion(shell: str) -> str:

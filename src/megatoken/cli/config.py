@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import add_recipe_arguments, find_recipe, render_with_notes
 from megatoken.console import Console
@@ -18,9 +18,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_settings(parser)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     resolved, _ = find_recipe(options)
     if not options.json:
         print(redact(render_with_notes(resolved)), end="")
     data = {"values": asdict(resolved.config), "origins": resolved.origins}
-    return done(data)
+    return data

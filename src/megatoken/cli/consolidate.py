@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.console import Console
 from megatoken.system.atomic_write import local_path
 
@@ -16,9 +16,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=local_path, help="folder to write step-N into")
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.checkpoint.tensor_files import consolidate
 
     folder = consolidate(options.source, options.out, console.warn)
     console.print(f"written: {folder}")
-    return done({"folder": str(folder)})
+    return {"folder": str(folder)}

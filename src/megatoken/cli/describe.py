@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.manifest import encode_model_config
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model, find_vocabulary
 from megatoken.config.load import list_recipes
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu", default="H100", metavar="NxNAME", help=doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     if options.tensors:
         return list_model_tensors(options, console)
     resolved, model, _ = find_model(options)
@@ -73,7 +73,7 @@ def run(options: Namespace, console: Console) -> Result:
     if options.rate:
         rows += describe_mfu(options, data)
     console.table(rows)
-    return done(data)
+    return data
 
 
 def describe_mfu(options: Namespace, data: dict[str, Any]) -> list[tuple[str, str]]:
@@ -102,7 +102,7 @@ def describe_blocks(model: ModelConfig) -> str:
     return ", ".join(parts)
 
 
-def list_model_tensors(options: Namespace, console: Console) -> Result:
+def list_model_tensors(options: Namespace, console: Console) -> Data:
     """Print the tensors of a preset, recipe or model file."""
     from megatoken.convert.list_tensors import list_parameters, list_tensors
 
@@ -127,4 +127,4 @@ def list_model_tensors(options: Namespace, console: Console) -> Result:
         ]
         console.table(cells, left=3)
     console.print(f"{total:,} parameters in {format_count(len(rows), 'tensor')}")
-    return done({"tensors": rows, "parameters": total})
+    return {"tensors": rows, "parameters": total}

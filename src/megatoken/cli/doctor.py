@@ -188,12 +188,9 @@ def check_collective(_: Path) -> Finding:
 
 
 CHECKS: dict[str, Callable[[Path], Finding]] = {
-    "versions": check_versions,
-    "device": check_device,
-    "compiler": check_compiler,
-    "native": check_native,
-    "disk": check_disk,
-    "tokenizer": check_tokenizer,
-    "extras": check_extras,
-    "collective": check_collective,
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        *(check_versions, check_device, check_compiler, check_native),
+        *(check_disk, check_tokenizer, check_extras, check_collective),
+    )
 }

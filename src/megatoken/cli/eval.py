@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_device_arguments
 from megatoken.cli.ranks import launch_ranks
 from megatoken.cli.runs import find_own_data
@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc += "without: shards or text, also at an address (default: what the run trained on)"
     arg("--data", type=path_or_address, metavar="PATH", help=doc)
     doc = "most examples per task, prompts, or tokens; 0: all (default 0)"
-    arg("--limit", type=int, default=0, metavar="N", help=doc)
+    arg("--limit", default=0, metavar="N", help=doc)
     arg("--split", choices=("train", "val"), help="split of the shards (default val if any)")
     arg("--examples", action="store_true", help="also return the prediction for each example")
     arg(
@@ -60,7 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="skip acc_token_mean: HellaSwag in half the time",
     )
-    arg("--nproc", type=int, default=1, metavar="N", help="local processes (default 1)")
+    arg("--nproc", default=1, metavar="N", help="local processes (default 1)")
     doc = "PNG of the scores, or the loss, of each model"
     arg("--plot", type=local_path, metavar="FILE", help=doc)
     chat = parser.add_argument_group("chat models")
@@ -69,11 +69,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = f"{', '.join(REWARDS)}, or module:function (default exact)"
     chat.add_argument("--reward", metavar="NAME", default="exact", help=doc)
     doc = "answers to sample per question, for pass@k (default 0)"
-    chat.add_argument("--samples", type=int, default=0, metavar="N", help=doc)
+    chat.add_argument("--samples", default=0, metavar="N", help=doc)
     doc = "of the sampled answers (default 1)"
-    chat.add_argument("--temperature", type=float, default=1.0, metavar="T", help=doc)
+    chat.add_argument("--temperature", default=1.0, metavar="T", help=doc)
     doc = "most new tokens per answer (default 256)"
-    chat.add_argument("--tokens", type=int, default=256, metavar="N", help=doc)
+    chat.add_argument("--tokens", default=256, metavar="N", help=doc)
     harness = parser.add_argument_group("lm-evaluation-harness")
     doc = "evaluate --tasks, any it has, by lm-evaluation-harness"
     harness.add_argument("--harness", action="store_true", help=doc)
@@ -83,7 +83,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_device_arguments(parser)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Result | Data | None:
     if options.limit < 0:
         raise ConfigError(f"--limit is {options.limit}", "--limit", "give 0 or more")
     if options.tasks is None and not (options.data or options.chat or options.harness):
@@ -169,7 +169,7 @@ def prepare_questions(
     }
 
 
-def evaluate_models(options: Namespace) -> Result:
+def evaluate_models(options: Namespace) -> Data | None:
     """Load and evaluate each model. Only rank 0 prints results and returns them as data.
 
     For a single model, the data is its scores. For several, it is {"models": [...]}, with the
@@ -201,7 +201,7 @@ def evaluate_models(options: Namespace) -> Result:
             about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
             answers.append(about | evaluate_model(loaded, device, comm))
     if not dist_env.is_main_process:
-        return done(None)
+        return None
     models: list[Model] = list(zip(options.models, answers, strict=True))
     if HELLASWAG in answers[0].get("tasks", ()):
         models += PUBLISHED
@@ -210,9 +210,9 @@ def evaluate_models(options: Namespace) -> Result:
     if options.plot:
         console.print(f"picture: {draw_scores(models, options.plot)}")
     if len(answers) > 1:
-        return done({"models": answers})
+        return {"models": answers}
     del answers[0]["parameters"]
-    return done(answers[0])
+    return answers[0]
 
 
 def print_answers(models: Sequence[Model], console: Console) -> None:

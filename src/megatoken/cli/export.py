@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.console import Console
 from megatoken.system.atomic_write import local_path
 
@@ -28,8 +28,8 @@ def _parse_dtype(name: str) -> str:
     return {"f32": "fp32", "f16": "fp16"}.get(name, name)  # as llama.cpp spells them
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.convert.export import export
 
     data = export(options.model, options.to, options.out, options.dtype, console)
-    return done(data)
+    return data

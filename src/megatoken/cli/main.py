@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from megatoken import __version__
-from megatoken.cli import load_command
+from megatoken.cli import run_parsed
 from megatoken.cli.arguments import parse
 from megatoken.cli.help import format_overview
 from megatoken.console import Console
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(words: Sequence[str]) -> int:
     """Parse and run one command, and print its JSON line."""
     options = parse(words)
-    result = load_command(options.command).run(options, Console(to_stderr=options.json))
+    result = run_parsed(options, Console(to_stderr=options.json))
     if options.json and result.data is not None:
         try:
             print(json.dumps(redact_values(result.data)), flush=True)

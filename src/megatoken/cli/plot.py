@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.console import Console
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path
@@ -29,10 +29,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=doc,
     )
     doc = "block of the QKV weight (default 1)"
-    arg("--block", metavar="N", type=int, default=1, help=doc)
+    arg("--block", metavar="N", default=1, help=doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.plots import draw_curves, draw_weights
 
     first: Path = options.runs[0]
@@ -50,4 +50,4 @@ def run(options: Namespace, console: Console) -> Result:
     names = [str(path) for path in pictures]
     if not options.json:
         print(redact("\n".join(names)))
-    return done({"pictures": names})
+    return {"pictures": names}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.console import SEPARATOR, Console, format_count, format_duration, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import local_path
@@ -42,11 +42,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--out", required=True, type=path_or_address, help=doc)
     doc = "gpt2, bytes, bpe:N, a tokenizer.json, dataset or RUN (default gpt2)"
     arg("--tokenizer", default="gpt2", help=doc)
-    arg("--workers", type=int, default=0, help="processes; 0: all cores (default 0)")
+    arg("--workers", default=0, help="processes; 0: all cores (default 0)")
     doc = "fraction of documents held out for validation (default 0.01)"
-    arg("--val-fraction", type=float, default=0.01, help=doc)
+    arg("--val-fraction", default=0.01, help=doc)
     doc = "tokens per shard (default 100000000)"
-    arg("--shard-tokens", type=int, default=100_000_000, help=doc)
+    arg("--shard-tokens", default=100_000_000, help=doc)
     doc = "text that is not UTF-8, and with skip unusable rows (default replace)"
     arg("--invalid", choices=("replace", "skip", "fail"), default="replace", help=doc)
     arg("--text-key", default="text", help="field or column of the text (default text)")
@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--root", type=local_path, help="local copy of a named source")
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.data.chat_formats import peek_format
     from megatoken.data.prepare import prepare
     from megatoken.data.remote import begin_upload, upload_dataset
@@ -89,11 +89,12 @@ def run(options: Namespace, console: Console) -> Result:
     if folder != options.out:
         upload_dataset(folder, options.out, console.print)
         console.print(f"uploaded; local copy in {folder}")
-    print_summary(console, options.out, prepared, "RECIPE")
-    return done(asdict(prepared))
+    name = Path(options.out).name
+    print_summary(console, options.out, prepared, f"quickstart --out runs/{shlex.quote(name)}")
+    return asdict(prepared)
 
 
-def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Result:
+def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Data:
     """Prepare conversations, preferences or prompts. recipe: name of a recipe that uses them."""
     from megatoken.data.prepare_chats import prepare_chats
 
@@ -111,7 +112,7 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
         long=options.long,
     )
     print_summary(console, options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
-    return done(asdict(prepared))
+    return asdict(prepared)
 
 
 def load_tokenizer_and_context(
@@ -179,6 +180,7 @@ def print_summary(
     for name, number in prepared.counts.items():
         if number:
             words = name if " " in name else name.replace("_", " ")
+            words = words.replace("val from tail tokens", "tokens held out at the text's end")
             console.print(f"  {words}: {number:,}")
     for split, sizes in prepared.bytes.items():
         text, decoded, lost = (sizes[size] for size in ("text", "decoded", "lost"))

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.cli import Result, done, load_command
+from megatoken.cli import Data, Result, run_parsed
 from megatoken.cli.arguments import add_settings, parse
 from megatoken.config.load import prepare_words, resolve
 from megatoken.console import Console, format_quantity
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--out", type=local_path, help=doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Result | Data:
     """Run `prepare`, `train`, `eval` and `sample`.
 
     The result has the exit code of `train`. Its data holds the data of each command, by the name of
@@ -86,7 +86,7 @@ def run(options: Namespace, console: Console) -> Result:
     run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, answers)
     console.print("")
     console.table(describe_end(out, answers, prompt if source else "class", source is not None))
-    return done(answers)
+    return answers
 
 
 def run_step(words: list[str], parent: Namespace, console: Console, answers: dict[str, Any]) -> int:
@@ -97,7 +97,7 @@ def run_step(words: list[str], parent: Namespace, console: Console, answers: dic
     console.print(f"\n$ megatoken {shlex.join(words)}")
     options = parse(words)
     options.json = parent.json
-    result: Result = load_command(words[0]).run(options, console)
+    result = run_parsed(options, console)
     answers[words[0]] = result.data
     return result.exit_code
 

@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = "training time of a run instead of --tokens, from the measured time of a step"
     arg("--minutes", type=float, metavar="M", help=doc)
     doc = "runs of each RECIPE; a larger number continues a finished race (default 3)"
-    arg("--seeds", type=int, default=3, metavar="N", help=doc)
+    arg("--seeds", default=3, metavar="N", help=doc)
     doc = "time slice of a run; 0: run each to its end (default 5m)"
     arg("--turn", type=parse_time, default="5m", metavar="TIME", help=doc)
     doc = "folder of the race and its runs (default races/FIRST)"
@@ -128,8 +128,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that was trained; 0 before the first."""
-        step: int = read_object(self.folder / STATUS).get("step", 0)
-        return step
+        return int(read_object(self.folder / STATUS).get("step", 0))
 
     @property
     def is_finished(self) -> bool:

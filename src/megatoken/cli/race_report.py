@@ -20,7 +20,7 @@ from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plots import choose_time_unit, format_tick, line_style, open_panels, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.device import open_device
-from megatoken.system.metrics_log import STATUS, Row, read_metrics
+from megatoken.system.metrics_log import STATUS, Row, of_kind, read_metrics
 from megatoken.system.timing import Timing
 from megatoken.train.run_folder import CHECKPOINTS
 
@@ -73,7 +73,7 @@ def read_pace(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
 
     tokens: (n + 1,) training tokens before each step and at the end. pace: (n,) seconds per token.
     """
-    train = [row for row in rows if row["kind"] == "train"]
+    train = of_kind(rows, "train")
     tokens = np.array([0.0, *(row["tokens"] for row in train)])
     return tokens, np.array([row["seconds"] for row in train]) / np.diff(tokens)
 
@@ -84,7 +84,7 @@ def read_curve(run: Path, metric: str, warn: Warn) -> Curve:
     warn: as in `read_metrics`.
     """
     rows = read_metrics(run, warn)
-    val = [row for row in rows if row["kind"] == "val"]
+    val = of_kind(rows, "val")
     tokens, pace = read_pace(rows)
     median = np.median(pace) if len(pace) else 0.0
     pace = np.where(pace > SLOW * median, median, pace)
@@ -174,20 +174,17 @@ def describe_run(curve: Curve, target: float, per_token: int) -> Row:
     The first three are None if it did not reach the target. per_token: FLOPs per token.
     """
     final_loss = float(curve.losses[-1])
-    run: Row = {
+    tokens = curve.find_crossing(target)
+    return {
         "target": target,
-        "tokens": curve.find_crossing(target),
-        "flops": None,
-        "seconds": None,
+        "tokens": tokens,
+        "flops": tokens and tokens * per_token,
+        "seconds": tokens and float(np.interp(tokens, curve.tokens, curve.seconds)),
         "final_loss": final_loss if math.isfinite(final_loss) else None,
         "lowest_loss": float(curve.losses.min()),
         "trained_tokens": int(curve.tokens[-1]),
         "trained_seconds": float(curve.seconds[-1]),
     }
-    if run["tokens"] is not None:
-        run["flops"] = run["tokens"] * per_token
-        run["seconds"] = float(np.interp(run["tokens"], curve.tokens, curve.seconds))
-    return run
 
 
 def summarize(values: Sequence[float]) -> Row | None:

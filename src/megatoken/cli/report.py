@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_address_arguments
 from megatoken.cli.runs import DEFAULT, find_runs
 from megatoken.cli.serve import LOOPBACK
@@ -39,12 +39,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_address_arguments(parser, 8765, doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.cli.report_page import build_page
 
     if options.serve:
         serve(options, console)
-        return done({"served": True})
+        return {"served": True}
     # A path without runs is kept, as an error names it.
     runs = [run for path in options.runs for run in [*find_runs(path)] or [path]]
     page = build_page(runs, options.price, options.ladder, console.warn).encode()
@@ -52,7 +52,7 @@ def run(options: Namespace, console: Console) -> Result:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
     console.print(f"report: {options.out} ({format_quantity(len(page), 'B')})")
-    return done({"report": str(options.out), "bytes": len(page)})
+    return {"report": str(options.out), "bytes": len(page)}
 
 
 def serve(options: Namespace, console: Console) -> None:

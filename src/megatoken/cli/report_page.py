@@ -6,7 +6,7 @@ which have at most MAX_POINTS points each.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -29,7 +29,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu, find_driver
 from megatoken.system.machine import read_load
-from megatoken.system.metrics_log import METRICS, Row, read_metrics
+from megatoken.system.metrics_log import METRICS, Row, of_kind, read_metrics
 
 MAX_POINTS = 1500
 MAX_SAMPLES = 12  # per run, evenly spread
@@ -53,7 +53,7 @@ class RunData:
 
     def of_kind(self, kind: str) -> list[Row]:
         """Return the rows of metrics.jsonl that have this kind."""
-        return [row for row in self.rows if row["kind"] == kind]
+        return of_kind(self.rows, kind)
 
     @property
     def gpu(self) -> Gpu | None:
@@ -138,20 +138,18 @@ def _read_log(run: Path, stamp: tuple[int, int], warn: Warn) -> tuple[list[Row],
     return rows, read_curves(rows)
 
 
-def read_curves(rows: Iterable[Row]) -> dict[str, Any]:
+def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the points of a run's curves under the keys `train`, `val` and `tasks`.
 
     Training rows are averaged over at most MAX_POINTS groups of consecutive rows; `low` and `high`
     hold the lowest and highest loss of each group.
     """
-    train = [row for row in rows if row["kind"] == "train"]
-    val = [row for row in rows if row["kind"] == "val"]
+    val = of_kind(rows, "val")
     scores: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "eval":
-            scores.setdefault(str(row.get("task")), []).append(row)
+    for row in of_kind(rows, "eval"):
+        scores.setdefault(str(row.get("task")), []).append(row)
     return {
-        "train": _average(_columns(train, (*AXES, *CURVES, *REWARDS))),
+        "train": _average(_columns(of_kind(rows, "train"), (*AXES, *CURVES, *REWARDS))),
         "val": _to_lists(_columns(val, (*AXES, "loss", *REWARDS))),
         "tasks": {task: _to_lists(_columns(of, (*AXES, *SCORES))) for task, of in scores.items()},
     }

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_settings
 from megatoken.config.load import ResolvedConfig, resolve
 from megatoken.config.schema import MachineConfig
@@ -20,7 +20,7 @@ from megatoken.errors import DataError, ExitCode
 from megatoken.eval.tasks import SCORES as KINDS
 from megatoken.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 from megatoken.system.atomic_write import local_path
-from megatoken.system.metrics_log import read_metrics
+from megatoken.system.metrics_log import of_kind, read_metrics
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--plot", type=local_path, metavar="FILE", help="PNG of both loss curves")
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Result | Data:
     name = options.name
     if options.list or name is None:
         return list_runs(console)
@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result:
     return compare_losses(RUNS[name], options, console)
 
 
-def list_runs(console: Console) -> Result:
+def list_runs(console: Console) -> Data:
     """Print the published runs and models."""
     rows = [["name", "what", "published on", "first and last loss", "needs"]]
     for run in RUNS.values():
@@ -68,7 +68,7 @@ def list_runs(console: Console) -> Result:
             [name, f"{model['name']} on HellaSwag", "", "", f"{model['weights']} from the hub"]
         )
     console.table(rows, left=5)
-    return done({"runs": [*RUNS, *MODELS]})
+    return {"runs": [*RUNS, *MODELS]}
 
 
 def resolve_run(run: PublishedRun, overrides: Sequence[str]) -> ResolvedConfig:
@@ -89,7 +89,7 @@ def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> R
     summary = Trainer(resolved, out, console=console).fit()
     if summary.code:
         return Result(summary.code, None)
-    logged = {row["step"]: row["loss"] for row in read_metrics(out) if row["kind"] == "train"}
+    logged = {row["step"]: row["loss"] for row in of_kind(read_metrics(out), "train")}
     steps = [step for step in logged if step <= len(run.losses)]
     losses = [logged[step] for step in steps]
     published = [run.losses[step - 1] for step in steps]

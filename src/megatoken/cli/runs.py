@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import is_copy
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.config.load import RUN_CONFIG, format_value, resolve
 from megatoken.config.schema import FIELDS, Config, flatten
 from megatoken.console import Console, format_duration, format_quantity
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sort", metavar="COLUMN", choices=list(SORT_KEYS), help=doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     folders = options.folders or [DEFAULT]
     for folder in folders:
         if not folder.is_dir() and folder != DEFAULT:
@@ -73,7 +73,7 @@ def run(options: Namespace, console: Console) -> Result:
     for row in rows:
         if row["message"]:
             console.warn(f"{row['run']}: {row['message']}")
-    return done({"runs": rows, "differences": differences})
+    return {"runs": rows, "differences": differences}
 
 
 def is_run(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
 from megatoken.console import Console, spell_controls
 
@@ -20,12 +20,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("model", metavar="MODEL", help=doc)
     arg("prompts", metavar="PROMPT", nargs="*", default=["-"], help="default -: stdin")
     add_sampling_arguments(parser, 128)
-    arg("-n", "--n", type=int, default=1, help="sequences per prompt (default 1)")
+    arg("-n", "--n", default=1, help="sequences per prompt (default 1)")
     arg("--int8", action="store_true", help="8-bit weights: faster on a CPU")
     add_device_arguments(parser)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.system.device import memory_errors
 
     with memory_errors("sample", "use --precision bf16 or --device cpu, or lower --n and --tokens"):
@@ -41,7 +41,7 @@ def read_prompt(prompt: str) -> str:
     return sys.stdin.buffer.read().decode(errors="replace")
 
 
-def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Result:
+def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Data:
     """Generate text and print it. Without --json, a single sequence is printed as it grows.
 
     For a single prompt, the data is its ids and texts. For several, it is {"samples": [...]}.
@@ -91,7 +91,7 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Resu
         console.fence(title, texts)
     elif not options.json:
         print(f"\n{'-' * 40}\n".join(texts))
-    return done(samples[0] if len(samples) == 1 else {"samples": samples})
+    return samples[0] if len(samples) == 1 else {"samples": samples}
 
 
 def write(text: str, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.console import Console
 from megatoken.system.atomic_write import local_path
 
@@ -18,8 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--plot", type=local_path, metavar="FILE", help="picture of the runs and the law")
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.cli.scaling_fit import fit_scaling
 
     data = fit_scaling(options.runs, options.flops, options.plot, console)
-    return done(data)
+    return data

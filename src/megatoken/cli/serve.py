@@ -3,10 +3,10 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_address_arguments, add_device_arguments
 from megatoken.console import Console
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, import_extra
 from megatoken.launch.local import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
@@ -19,9 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("model", metavar="MODEL", help="any MODEL of `sample`")
     add_address_arguments(parser, 8000, "key that clients must send (default: none)")
     doc = "answers decoded at once (default 64)"
-    arg("--parallel", type=int, default=64, metavar="N", help=doc)
+    arg("--parallel", default=64, metavar="N", help=doc)
     doc = "requests that may wait; others are refused (default 256)"
-    arg("--queue", type=int, default=256, metavar="N", help=doc)
+    arg("--queue", default=256, metavar="N", help=doc)
     doc = "tokens in the KV cache (default: a quarter of the memory, at most N full contexts)"
     arg("--cache-tokens", type=int, metavar="N", help=doc)
     doc = "accept this Host header too, * for any; repeatable"
@@ -29,29 +29,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_device_arguments(parser)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     from megatoken.system.device import memory_errors
 
     with memory_errors("serve", "use --precision bf16 or --device cpu, or lower --parallel"):
         return serve(options, console)
 
 
-def serve(options: Namespace, console: Console) -> Result:
+def serve(options: Namespace, console: Console) -> Data:
     """Serve until SIGTERM or Ctrl-C, then finish the answers in progress.
 
     A second Ctrl-C cuts them off. Raises ConfigError if an option is out of range, if the port is
     in use, or if other machines could connect without a key.
     """
-    try:
-        from megatoken.serving.app import build_app, build_server, listen
-        from megatoken.serving.engine import Engine
-        from megatoken.serving.protocol import ServedModel
-    except ImportError as error:
-        fix = 'pip install -e ".[serve]"'
-        raise ConfigError(f"serve needs {error.name}, which is not installed", fix=fix) from None
+    import_extra("megatoken.serving.app", "serve")
     from megatoken.cli.model import open_model
     from megatoken.data.chat_template import find_template
     from megatoken.model.kv_cache import token_bytes
+    from megatoken.serving.app import build_app, build_server, listen
+    from megatoken.serving.engine import Engine
+    from megatoken.serving.protocol import ServedModel
 
     check_options(options)
     loaded, device = open_model(options, console.warn)
@@ -93,7 +90,7 @@ def serve(options: Namespace, console: Console) -> Result:
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
             server.run([listener])
-    return done({"model": loaded.source, "address": address})
+    return {"model": loaded.source, "address": address}
 
 
 def check_options(options: Namespace) -> None:

@@ -47,9 +47,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("recipe", metavar="RECIPE", help=RECIPE_HELP)
     add_settings(parser)
     doc = "total runs; a larger number continues a finished sweep (default 20)"
-    arg("--trials", type=int, default=20, help=doc)
-    arg("--jobs", type=int, default=1, help="parallel runs, which share the CPU (default 1)")
-    arg("--seed", type=int, default=0, help="seed of the search (default 0)")
+    arg("--trials", default=20, help=doc)
+    arg("--jobs", default=1, help="parallel runs, which share the CPU (default 1)")
+    arg("--seed", default=0, help="seed of the search (default 0)")
     doc = "folder of the search and its runs (default sweeps/RECIPE)"
     arg("--out", type=local_path, metavar="DIR", help=doc)
     parser.epilog = f"{parser.epilog}\n\nranges: KEY=A..B, KEY=log:A..B, or KEY=A|B|C"
@@ -278,16 +278,16 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     from megatoken.bench.report import save_picture
 
     out = search.options.out
-    rows: list[dict[str, Any]] = []
-    for trial in search.study.get_trials(deepcopy=False):
-        row: dict[str, Any] = {
+    rows: list[dict[str, Any]] = [
+        {
             "trial": find_folder(out, trial).name,
             "state": trial.state.name.lower(),
             "values": format_values(trial.params),
             "loss": trial.value,
         }
-        if trial.params:
-            rows.append(row)
+        for trial in search.study.get_trials(deepcopy=False)
+        if trial.params
+    ]
     rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] is None, row["loss"]))
     cells = [("trial", "state", "loss", *search.space)]
     for row in rows:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.runs import find_state, read_config
 from megatoken.config.load import format_value
 from megatoken.config.schema import SINKS, flatten, split_sinks
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help=doc)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     unknown = set(options.to).difference(SINKS)
     if unknown or not options.to:
         raise ConfigError(
@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result:
     for name in options.to:
         counts[name] = send(options.run, name, follow=options.follow and len(options.to) == 1)
         console.print(f"{name}: {counts[name]:,} rows")
-    return done({"rows": counts})
+    return {"rows": counts}
 
 
 class Sink(NamedTuple):

@@ -39,11 +39,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg = parser.add_argument
     arg("--out", type=run_folder, help="run folder (default runs/RECIPE, or the run)")
     arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights: model.init=...")
-    arg(
-        "--nproc", type=int, default=1, metavar="N", help="local processes, one per GPU (default 1)"
-    )
+    arg("--nproc", default=1, metavar="N", help="local processes, one per GPU (default 1)")
     doc = f"restarts without progress after a process fails or hangs (default {RESTARTS})"
-    arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    arg("--restarts", default=RESTARTS, metavar="N", help=doc)
     doc = "continue a finished run for this much longer: 2000steps, 1e9tok, 0.5ep or 0.5dur"
     arg("--extend", metavar="LENGTH", type=_length, help=doc)
     doc = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"

@@ -18,7 +18,7 @@ from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.data.chat_template import ChatTemplate, Message, find_stop_ids, template_of
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import ConfigError, DataError, import_extra
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import Request, decode
@@ -195,9 +195,7 @@ def run_harness(
     Tasks come from the harness or from the folder `--include`. Raises ConfigError if the harness is
     not installed or does not know a task, and DataError if it cannot read a task's data.
     """
-    if lm_eval is None:
-        fix = 'pip install -e ".[eval]"'
-        raise ConfigError("lm-evaluation-harness is not installed", "--harness", fix)
+    import_extra("lm_eval", "eval")
     manager = TaskManager(include_path=str(options.include) if options.include else None)
     template = None if options.no_template else template_of(loaded.tokenizer)
     if template:

@@ -33,7 +33,10 @@ def translate_nanogpt(command: str) -> Translation:
     get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
     if get("init_from") == "resume":
-        _find_run(translation)
+        out = translation.out = translation.out or Path("out")
+        if not (out / "checkpoints").is_dir():
+            fix = f"start from nanoGPT's weights: model.init={out}/ckpt.pt"
+            raise ConfigError(f"no run to resume in {out}", translation.where("init_from"), fix)
     _set_decay(translation)
     path = Path("data") / get("dataset")  # relative to nanoGPT's folder
     if files and not path.is_dir() and (files[-1].parent.parent / path).is_dir():
@@ -46,15 +49,6 @@ def translate_nanogpt(command: str) -> Translation:
         tokens = get(key) * get("batch_size") * get("block_size")
         translation.set(field, tokens, key, "batch_size", "block_size")
     return translation
-
-
-def _find_run(translation: Translation) -> None:
-    """Set the folder of the run to resume. Raises ConfigError if there is none."""
-    translation.out = translation.out or Path("out")
-    if not (translation.out / "checkpoints").is_dir():
-        what = f"no run to resume in {translation.out}"
-        fix = f"start from nanoGPT's weights: model.init={translation.out}/ckpt.pt"
-        raise ConfigError(what, translation.where("init_from"), fix)
 
 
 def _set_decay(translation: Translation) -> None:
