@@ -51,6 +51,7 @@ PACKAGES = {
     "reproduce": f"cli data {STEP}",
     "sink": "cli train",
     "trl": "objectives",
+    "templates": "data",
     "vllm": "data model convert sampling",
     "llamacpp": "data model convert sampling",
     "families": "config data model convert",

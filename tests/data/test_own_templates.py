@@ -1,6 +1,7 @@
 """Templates in the styles of chat models give transformers' ids and masks, for any content."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatoken.data.chat_template import (
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import DataError
 
 PROSE = (
@@ -116,6 +117,61 @@ PLAIN = """
     {%- if m.role == 'assistant' %}[[{{- m.content + eos_token }}]]{{- '\n' }}{% else %}{{- m.content + '\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '\n### assistant:\n' }}{% endif %}"""
+AGENT = """
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set thoughts = m.thinking if loop.index0 > ns.last else '' %}
+        {{- '<|im_start|>assistant\n' + ('<think>\n' if thoughts else '') }}[[
+        {%- if thoughts %}{{- thoughts + '\n</think>\n\n' }}{% endif %}
+        {{- m.content }}
+        {%- for call in m.tool_calls %}
+            {{- '\n<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}]]{{- '\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+    {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+CALL_ENDS_OTHERWISE = """
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}
+    {%- if m.role == 'assistant' %}[[{{- m.content }}
+        {%- for call in m.tool_calls %}{{- call.function.arguments | tojson }}{% endfor %}
+        {{- '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}]]
+    {%- else %}{{- m.content + '<|eot_id|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+LAST_ENDS_OTHERWISE = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant' }}[[
+        {%- if m.thinking and loop.last %}
+            {{- ' to=self<|message|>' + m.thinking + '<|im_end|><|im_start|>assistant' }}
+        {%- endif %}
+        {%- if m.tool_calls %}
+            {{- ' to=add<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|eom_id|>' }}
+        {%- else %}
+            {{- ' to=user<|message|>' + m.content + ('<|eot_id|>' if loop.last else '<|im_end|>') }}
+        {%- endif %}]]
+    {%- else %}{{- '<|im_start|>' + m.role + '<|message|>' + m.content + '<|im_end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{% endif %}"""
+PARTS = """
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '<|message|>' }}
+    {%- if m.role == 'assistant' %}[[
+        {{- 'think<|message|>' + m.thinking | default('') + '<|eom_id|>' }}
+        {{- 'response<|message|>' + m.content + '<|eom_id|>' }}
+        {%- for call in m.tool_calls %}
+            {{- 'call<|message|>' + call.function.arguments | tojson + '<|eom_id|>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}]]
+    {%- else %}{{- m.content + '<|eom_id|><|im_end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant<|message|>' }}{% endif %}"""
 TEMPLATES = {
     "default-system": DEFAULT_SYSTEM,
     "tools": TOOLS,
@@ -124,10 +180,17 @@ TEMPLATES = {
     "instructions": INSTRUCTIONS,
     "headers": HEADERS,
     "plain": PLAIN,
+    "agent": AGENT,
+    "call-ends-otherwise": CALL_ENDS_OTHERWISE,
+    "last-ends-otherwise": LAST_ENDS_OTHERWISE,
+    "parts": PARTS,
 }
+WITH_TOOLS = ("tools", "agent", "call-ends-otherwise", "last-ends-otherwise", "parts")
+WITH_REASONING = ("thinking", "agent", "last-ends-otherwise", "parts")
 CONTROL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]"),
-    *("[/INST]", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("[/INST]", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    "<|message|>",
 )
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added tokens that are not special
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"q": "<é> & 'x'"}}}
@@ -193,12 +256,16 @@ def conversations(draw: st.DrawFn, name: str, texts: st.SearchStrategy[str]) -> 
         messages.append(Message("system", draw(texts)))
     for _ in range(draw(st.integers(1, 3))):
         messages.append(Message("user", draw(texts)))
-        if name == "tools" and draw(st.booleans()):
-            arguments = {"a": draw(texts), "b": [1, None]}
+        fields = {}
+        if name in WITH_REASONING and draw(st.booleans()):
+            thoughts = draw(texts)
+            fields = {"thinking": thoughts, "reasoning_content": thoughts}
+        while name in WITH_TOOLS and draw(st.booleans()):
+            arguments = draw(st.sampled_from(({"a": draw(texts), "b": [1, None]}, {"c": 2}, {})))
             calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
-            messages.append(Message("assistant", draw(texts), 1, {"tool_calls": calls * 2}))
+            calling = {**fields, "tool_calls": calls * 2}
+            messages.append(Message("assistant", draw(st.just("") | texts), 1, calling))
             messages += [Message("tool", draw(texts), 1, {"name": "add"})] * 2
-        fields = {"reasoning_content": draw(texts)} if name == "thinking" else {}
         messages.append(Message("assistant", draw(texts), 1, fields))
     return messages
 
@@ -229,6 +296,15 @@ def test_ids_and_masks_equal_transformers(name: str, make: Any, data: st.DataObj
     assert untagged.encode(messages[:-1], reply=True, tools=tools)[0] == prompt
 
 
+def make_harmless(value: Any) -> Any:
+    """Replace all texts with another, but not where there is none."""
+    if isinstance(value, dict):
+        return {key: make_harmless(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(map(make_harmless, value))
+    return "x" if isinstance(value, str) and value else value
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
@@ -238,18 +314,15 @@ def test_no_control_token_comes_from_a_message(name: str, data: st.DataObject):
     messages = data.draw(conversations(name, SPELLED))
     ids, trained = template.encode(messages)
     special = set(template.tokenizer.special_ids.values())
-    fields = [
-        {**m.fields, "tool_calls": []} if "tool_calls" in m.fields else m.fields for m in messages
+    harmless = [Message(m.role, "x", m.weight, make_harmless(m.fields)) for m in messages]
+    expected = zip(*template.encode(harmless), strict=True)
+    found = zip(ids, trained, strict=True)
+    assert [pair for pair in found if pair[0] in special] == [
+        pair for pair in expected if pair[0] in special
     ]
-    harmless = [Message(m.role, "x", m.weight, f) for m, f in zip(messages, fields, strict=True)]
-    expected = template.encode(harmless)[0]
-    assert [id for id in ids if id in special] == [id for id in expected if id in special]
     assert template.tokenizer.decode(ids) == oracle.apply_chat_template(
         to_rows(messages), tokenize=False
     )
-    stop = template.stop_ids[0]
-    n_answers = sum(message.role == "assistant" for message in messages)
-    assert sum(mark and id == stop for id, mark in zip(ids, trained, strict=True)) == n_answers
 
 
 def decode_trained(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
@@ -294,7 +367,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 def test_reasoning_and_variables_reach_the_template(read: str, given: str):
     template, oracle = open_template("thinking", tagged=False)
     jinja = THINKING.replace("m.reasoning_content", f"m.{read}").replace("[[", "").replace("]]", "")
-    jinja += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    jinja = "{% if enable_thinking is false %}<think></think>{% endif %}" + jinja
     own = ChatTemplate("own", template.tokenizer, jinja)
     rows = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4", given: "add"}]
     for variables in ({}, {"enable_thinking": False}):
@@ -303,6 +376,84 @@ def test_reasoning_and_variables_reach_the_template(read: str, given: str):
         assert ids == oracle.apply_chat_template(
             rows, chat_template=jinja, return_dict=False, **variables
         )
+
+
+QUESTION = {"role": "user", "content": "Q"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "x"}}}
+CALLING = [
+    QUESTION,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "R"},
+    {"role": "assistant", "content": "A"},
+]
+END_COMES_LATE = """
+{%- for m in messages %}
+    {{- '<|im_start|>' if m.role == 'user' else '[INST]' if m.role == 'tool' else '[/INST]' }}
+    {{- m.content }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '[/INST]' }}{% endif %}"""
+RESULT_IS_INSIDE = """
+{%- for m in messages if m.role != 'tool' %}
+    {{- '<|im_start|>' + m.role }}
+    {%- for call in m.tool_calls %}
+        {{- call.function.arguments | tojson + '<|eom_id|>' }}
+        {%- for m in messages if m.role == 'tool' %}{{- m.content + '<|eot_id|>' }}{% endfor %}
+    {%- endfor %}
+    {{- m.content + ('<|im_end|>' if m.content else '') }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{% endif %}"""
+CALL_IS_LEFT_OUT = "{# tool_calls #}" + DEFAULT_SYSTEM.replace("[[", "").replace("]]", "")
+
+
+def open_jinja(jinja: str, special: tuple[str, ...] = CONTROL) -> ChatTemplate:
+    inner = byte_level()
+    inner.add_special_tokens(list(special))
+    inner.add_tokens([token for token in CONTROL if token not in special])
+    return ChatTemplate("own", Tokenizer(inner, "own", inner.token_to_id("<|endoftext|>")), jinja)
+
+
+def test_an_end_that_comes_with_the_next_message_is_appended():
+    """As in trl's training template of GLM, whose answers end so."""
+    template = open_jinja(END_COMES_LATE)
+    later = [QUESTION, {"role": "assistant", "content": "B"}]
+    for rows, text, trained in (
+        (CALLING[:2], '<|im_start|>Q[/INST]{"a": "x"}[INST]', '{"a": "x"}[INST]'),
+        (CALLING[::3], "<|im_start|>Q[/INST]A<|im_start|>", "A<|im_start|>"),
+        (
+            CALLING + later,
+            '<|im_start|>Q[/INST]{"a": "x"}[INST]R[/INST]A<|im_start|>Q[/INST]B<|im_start|>',
+            '{"a": "x"}[INST]A<|im_start|>B<|im_start|>',
+        ),
+    ):
+        messages = parse_messages(rows, "f:1")
+        assert template.tokenizer.decode(template.encode(messages)[0]) == text
+        assert decode_trained(template, messages) == trained
+    stops = template.tokenizer.decode(template.stop_ids)
+    assert stops == "<|im_start|><|endoftext|>[INST]"
+    prompt = parse_messages(CALLING[:3], "f:1", reply=True)
+    assert template.tokenizer.decode(template.encode(prompt, reply=True)[0]).endswith("R[/INST]")
+
+
+def test_an_answer_that_is_not_found_in_one_piece_is_refused():
+    """A result between a call and the text after it, and a call that the template leaves out."""
+    inside, left_out = open_jinja(RESULT_IS_INSIDE), open_jinja(CALL_IS_LEFT_OUT)
+    assert (
+        decode_trained(inside, parse_messages(CALLING, "f:1")) == '{"a": "x"}<|eom_id|>A<|im_end|>'
+    )
+    talking = parse_messages([QUESTION, {**CALLING[1], "content": "T"}, *CALLING[2:]], "f:1")
+    for template, messages in ((inside, talking), (left_out, parse_messages(CALLING, "f:1"))):
+        with pytest.raises(DataError, match="f:9"):
+            template.encode(messages, where="f:9")
+        context = [replace(m, weight=int(m.content == "A")) for m in messages]
+        if template is left_out:
+            assert decode_trained(template, context) == "A<|im_end|>"
+
+
+def test_an_end_need_not_be_a_special_token():
+    template = open_jinja(CALL_IS_LEFT_OUT, special=())
+    end = template.tokenizer.encode("<|im_end|>").tolist()
+    assert (len(end), template.stop_ids[0]) == (1, end[0])
+    assert decode_trained(template, parse_messages(CALLING[::3], "f:1")) == "A<|im_end|>"
 
 
 def test_what_a_template_does_not_render_is_refused():
@@ -326,10 +477,10 @@ def test_a_developers_message_is_the_systems_unless_the_template_has_it():
 
 
 TEXT_OF_TURN = "{% for m in messages %}<s>{{ m.content }}</s>\r\n{% endfor %}"
-WITH_TOOLS = "{{ tools | length }}" + TEXT_OF_TURN
+TOOLS_OF_TURN = "{{ tools | length }}" + TEXT_OF_TURN
 NAMED = [
     {"name": "default", "template": TEXT_OF_TURN},
-    {"name": "tool_use", "template": WITH_TOOLS},
+    {"name": "tool_use", "template": TOOLS_OF_TURN},
 ]
 PLACES: dict[str, dict[str, Any]] = {
     "text": {"tokenizer_config.json": {"chat_template": TEXT_OF_TURN}},

@@ -40,9 +40,9 @@ Parts = tuple[Any, ...]  # messages: the prompt or None, then each complete conv
 Kind = Literal["chat", "preference", "kto", "prompt"]
 # Values in CSV are text, and pandas writes a column with gaps as floats.
 _LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
-_COMMON = {"system", "weight", "tools", "chat_template_kwargs"}
 _NOT_SET: tuple[Any, ...] = (None, "", [], {})
 _RATED = ("label", "kto_tag")  # trl's key, LLaMA-Factory's key
+_COMMON = {"system", "weight", "tools", "chat_template_kwargs", *_RATED}
 HARMLESS = {"id", "prompt_id", "idx", "index", "uuid", "source", "dataset", "category"}
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -142,8 +142,7 @@ def _match_format(row: Row, where: str) -> Format:
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
             if row_format.kind == "chat" and _read_label(row, where) is not None:
-                name, optional = f"{row_format.name}/label", (*row_format.optional, *_RATED)
-                return row_format._replace(name=name, kind="kto", optional=optional)
+                return row_format._replace(name=f"{row_format.name}/label", kind="kto")
             return row_format
     similar = [each for each in FORMATS if row.keys() & {*each.keys}] or FORMATS
     missing = {each.name: [key for key in each.keys if key not in row] for each in similar}
@@ -185,16 +184,15 @@ def _parse(row: Row, row_format: Format, where: str) -> Example:
         prompt = answers[0][: is_trained.index(1)]
     else:
         prompt = parse_messages(prompt_rows, where, reply=True)
-    variables = _load(row.get("chat_template_kwargs")) or {}
     return Example(
         where,
         prompt,
         answers,
         row=row if kind == "prompt" else {},
         is_desirable=kind == "kto" and bool(_read_label(row, where)),
-        weight=0 if weight == 0 else 1,
+        weight=int(weight != 0),
         tools=_load(row.get("tools")),
-        variables={key: value for key, value in variables.items() if value is not None} or None,
+        variables=_load(row.get("chat_template_kwargs")),
         unused=unused,
     )
 

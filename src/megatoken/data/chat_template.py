@@ -10,11 +10,13 @@ import json
 import re
 import secrets
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import jinja2
@@ -59,12 +61,17 @@ BUILT_IN = {  # control tokens, template
     "llama-3": (LLAMA_3, _LLAMA_3),
     "nanochat": (NANOCHAT, _NANOCHAT),
 }
-# Marks of what {% generation %} encloses, and another answer. No message contains them.
-_START, _END, _OTHER = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003\ue004")
+_LEAVE_OUT = "leave the conversation out"
+# Marks of what {% generation %} encloses, and digits around the number of a message, which replace
+# its texts. No message contains them.
+_START, _END = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003")
+_DIGITS = str(secrets.randbelow(9 * 10**17) + 10**17)
+_LABEL = re.compile(f"{_DIGITS}([0-9]+?){_DIGITS}")
+_COMPARED = {"role", "id", "name", "tool_call_id", "type"}  # values that templates compare
 _MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 
 
-Render = Callable[[Sequence["Message"], bool], tuple[str, list[int]]]
+Render = Callable[[Sequence["Message"], bool, bool], tuple[str, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +88,23 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-_PROBE = [Message("user", "Hi 1"), Message("assistant", "yes 2"), Message("user", "ok 3")]
-_AFTER_ANSWER = re.compile("Hi 1.*yes 2\\s*\ue000\\w+:([0-9]+)\ue001.*ok 3", re.DOTALL)
+# Conversations of which only the end of the answer is of interest; the key is whether it is a call.
+_PROBES = {
+    False: """[{"role": "user", "content": "Hi 1"}, {"role": "assistant", "content": "yes 2"},
+        {"role": "user", "content": "ok 3"}]""",
+    True: """[{"role": "user", "content": "Hi 1"}, {"role": "assistant", "tool_calls": [{"id":
+        "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "yes 2"}}}]},
+        {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "ok 3"}]""",
+}
+_TOOLS = """[{"type": "function", "function": {"name": "f", "description": "f", "parameters":
+    {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}}}]"""
 
 
 class ChatTemplate:
     """Encodes conversations for one tokenizer.
 
     name: chatml, llama-3, nanochat, or own-HASH for the model's own. stop_ids: ids that end an
-    answer; the model is trained to emit the first one. jinja: the text of the template, which can
+    answer; the first one ends an answer to the user. jinja: the text of the template, which can
     contain transformers' {% generation %} tags.
     """
 
@@ -110,9 +125,13 @@ class ChatTemplate:
         self._variables = {key: names.get(token, token) for key, token in tokens}
         texts = (jinja, tool_jinja or jinja)
         self._templates = [(text, self._compile(text)) for text in texts]  # without, with tools
-        self.stop_ids = (self._find_stop_id(), tokenizer.eot, *tokenizer.end_ids)
-        self.stop_ids = tuple(dict.fromkeys(self.stop_ids))
-        self._stop = re.compile("|".join(map(name_control, self.stop_ids)))
+        plain = calling = self._probe(False)
+        with suppress(ConfigError):  # the template has no tools
+            calling = self._probe(True)
+        self._last_ends = (plain[0][0], calling[0][0])
+        self._end = re.compile("|".join(re.escape(end) for end, _ in plain + calling))
+        stops = (int(plain[0][1]), tokenizer.eot, int(calling[0][1]), *tokenizer.end_ids)
+        self.stop_ids = tuple(dict.fromkeys(stops))
 
     def encode(
         self,
@@ -125,64 +144,91 @@ class ChatTemplate:
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
-        Answers and their stop tokens are trained on: what the template's {% generation %} tags
-        enclose or, without such tags, what follows the header of an answer, up to its stop token. A
-        token that is partly in an answer is trained on too. reply: also append the assistant's
-        header, for the model to continue; answers are then not searched for. where: location of the
-        conversation, for error messages. tools: JSON schemas of the functions that the model can
-        call. variables: further variables of the template, such as enable_thinking. Raises DataError
-        if the template rejects the conversation or has no place for tools.
+        Answers and the control tokens that end them are trained on: what the template's {%
+        generation %} tags enclose or, without such tags, what the template adds to the prompt of an
+        answer, up to where the next message begins. If the end of an answer comes with the next
+        message, it is appended to the last one. A token that is partly in an answer is trained on
+        too. reply: also append the assistant's header, for the model to continue; answers are then
+        not searched for. where: location of the conversation, for error messages. tools: JSON
+        schemas of the functions that the model can call. variables: further variables of the
+        template, such as enable_thinking. Raises DataError if the template rejects the conversation,
+        has no place for tools, or does not show where an answer begins and ends.
         """
         render = partial(self._render, tools=tools, where=where, variables=variables)
-        text, marks = render(messages, reply)
-        encoding = self.tokenizer.encode_control(text)
+        text, marks = render(messages, reply, False)
         spans = list(zip(marks[::2], marks[1::2], strict=True))
         if not (reply or (spans and all(message.weight for message in messages))):
-            answers = self._find_answers(messages, text, render)
-            spans = [span for span in spans if any(a <= span[0] < b for a, b in answers)] or answers
-        trained = []
-        spans.append((len(text) + 1, len(text) + 1))
-        for first, last in encoding.offsets:
-            while spans[0][1] <= first:
-                del spans[0]
-            trained.append(last > spans[0][0])
+            late_end = self._last_ends["tool_calls" in messages[-1].fields]
+            try:
+                answers = self._find_answers(messages, text, late_end + _END, render)
+            except ValueError as error:
+                what = f"chat template {self.name} leaves out an answer, or does not end it"
+                raise DataError(what, where, _LEAVE_OUT) from error
+            spans = [span for span in spans if any(a < span[1] and span[0] < b for a, b in answers)]
+            if not spans:
+                text = (text + late_end)[: max([len(text), *(end for _, end in answers)])]
+                spans = answers
+        encoding = self.tokenizer.encode_control(text)
+        offsets = encoding.offsets
+        trained = [False] * len(offsets)
+        for start, end in spans:
+            first = bisect_right(offsets, start, key=itemgetter(1))
+            last = bisect_left(offsets, end, key=itemgetter(0))
+            trained[first:last] = [True] * (last - first)
         return encoding.ids, trained
 
     def _find_answers(
-        self, messages: Sequence[Message], text: str, render: Render
+        self, messages: Sequence[Message], text: str, tail: str, render: Render
     ) -> list[tuple[int, int]]:
         """Return the (start, end) of each answer to train on in `text`, which holds all messages.
 
-        An answer is what follows its prompt or, if `text` does not begin with the prompt, what
-        differs from the text with another answer; it ends with a stop token.
+        The same conversation with labels in the place of all texts shows what the template writes
+        around them. An answer starts after its header, as far as it is that of a prompt, and ends
+        with a control token before the first text of the next message. tail: what ends the last
+        answer if `text` does not, and a mark. Raises ValueError if an answer is not found.
         """
+        text += tail
+        head, *rest = _LABEL.split(render(messages, False, True)[0] + tail)
+        places, at = [(-1, 0, 0)], len(head)  # of the texts: message number, start, end
+        for number, part in zip(rest[::2], rest[1::2], strict=True):
+            places.append((int(number), at, text.index(part, at)))
+            at = places[-1][2] + len(part)
+        places.append((len(text), at, at))
+        if places != sorted(places) or not text.startswith(head):
+            raise ValueError
         spans = []
         for i, message in enumerate(messages):
             if message.role != "assistant" or not message.weight:
                 continue
-            prompt = ""
-            with suppress(DataError):  # the template can reject the messages before the answer
-                prompt, _ = render(messages[:i], True)
-            start = len(prompt)
-            if i == 0 or not prompt or not text.startswith(prompt):
-                answer = replace(message, content=_OTHER, fields={})
-                other, _ = render([*messages[:i], answer, *messages[i + 1 :]], False)
-                pairs = enumerate(zip(other, text, strict=False))
-                start = next((at for at, (a, b) in pairs if a != b), len(text))
-            stop = self._stop.search(text, start)
-            spans.append((start, stop.end() if stop else len(text)))
+            calls, header = "tool_calls" in message.fields, ""
+            first, following = (bisect_left(places, (number,)) for number in (i, i + 1))
+            before, start = places[first - 1][2], places[first][1]
+            if i:
+                with suppress(DataError):  # the template can reject the messages before the answer
+                    header = _LABEL.split(render(messages[:i], True, True)[0])[-1]
+            n = next(n for n in range(len(header), -1, -1) if text.startswith(header[:n], before))
+            if header and (calls or n == len(header)):
+                start = min(before + n, start)
+            end = self._end.search(text, max(places[following - 1][2], start), places[following][1])
+            if not end or (first == following and calls and not text[start : end.start()].strip()):
+                raise ValueError
+            spans.append((start, end.end()))
         return spans
 
     def _render(
         self,
         messages: Sequence[Message],
         reply: bool,
+        labels: bool = False,
         *,
         tools: Any = None,
         where: str = "",
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
-        """Return the text of a conversation, and where {% generation %} tags start and end in it."""
+        """Return the text of a conversation, and where {% generation %} tags start and end in it.
+
+        labels: put a label, which has the message's number, in the place of each text.
+        """
         jinja, template = self._templates[bool(tools)]
         has_calls = any("tool_calls" in message.fields for message in messages)
         for key, is_used in (("tools", tools), ("tool_calls", has_calls)):
@@ -198,6 +244,11 @@ class ChatTemplate:
             }
             for message in messages
         ]
+        for i, row in enumerate(rows if labels else ()):
+            label = f"{_DIGITS}{i}{_DIGITS}"
+            rows[i] = _label_texts(row, label)
+            if not (row["content"].strip() or "tool_calls" in row):
+                rows[i]["content"] = label
         try:
             marked = template.render(
                 messages=rows,
@@ -208,7 +259,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template can fail in any way
             what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
-            raise DataError(what, where, "leave the conversation out") from error
+            raise DataError(what, where, _LEAVE_OUT) from error
         parts = re.split(f"{_START}|{_END}", marked)
         return "".join(parts), list(accumulate(map(len, parts)))[:-1]
 
@@ -239,19 +290,46 @@ class ChatTemplate:
     def _rename(self, text: str) -> str:
         return self._control.sub(lambda token: self.tokenizer.control_names[token[0]], text)
 
-    def _find_stop_id(self) -> int:
-        """Return the id of the control token that the template puts after an answer."""
+    def _probe(self, calls: bool) -> list[tuple[str, str]]:
+        """Return the control tokens that end an answer, each with its id.
+
+        The first one ends the last message; there is a second if earlier answers end with another.
+        calls: whether the answer calls a tool.
+        """
+        messages = parse_messages(json.loads(_PROBES[calls]), "", reply=True)
+        tools = json.loads(_TOOLS) if calls and "tools" in self._templates[True][0] else None
         try:
-            text, _ = self._render(_PROBE, False)
+            alone, text = (self._render(messages[:n], False, tools=tools)[0] for n in (2, 3))
         except DataError as error:
             raise ConfigError(f"unusable chat template: {error}", "", "use another one") from error
-        end = _AFTER_ANSWER.search(text)
-        if not end or self._control.search(text):
-            what = f"chat template {self.name} does not end an answer with a control token"
-            if end:
-                what = f"chat template {self.name} builds control tokens from parts"
-            raise ConfigError(what, self.tokenizer.name, "use another template")
-        return int(end[1])
+        between = re.search("Hi 1.*yes 2(.*)ok 3", text, re.DOTALL)
+        if between and not self._control.search(text):
+            tail = alone.rpartition("yes 2")[2]
+            control = f"({name_control(0).replace(':0', ':([0-9]+)')})"
+            own, others = (re.findall(control, part) for part in (tail, between[1]))
+            if tail.strip() and not (own or calls):
+                ids = self.tokenizer.encode_control(tail.strip()).ids
+                own = [(tail.strip(), str(id)) for id in ids if len(ids) == 1]  # not special
+            ends = own[-1:] or others[:1]
+            if ends:
+                return ends if ends[0][0] in between[1] else ends + others[:1]
+        problem = "leaves out a message, or does not end an answer with a whole control token"
+        what = f"chat template {self.name} {problem}"
+        raise ConfigError(what, self.tokenizer.name, "use another template")
+
+
+def _label_texts(value: Any, label: str, key: str = "") -> Any:
+    """Replace the texts in a message by a label, except the system's and what templates compare."""
+    if isinstance(value, dict) and value.get("role") != "system":
+        return {name: _label_texts(item, label, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_label_texts(item, label) for item in value]
+    if not isinstance(value, str) or key in _COMPARED or not value.strip():
+        return value
+    _, *parts = re.split("(</?think>)", value)  # templates look for these tags
+    return label + "".join(
+        label if i % 2 and part.strip() else part for i, part in enumerate(parts)
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -341,11 +419,9 @@ def parse_messages(
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')
     messages = [
-        _parse_message(row, f"{where}, message {number}") for number, row in enumerate(rows, 1)
+        _parse_message(row, f"{where}, message {number}", number > n_context)
+        for number, row in enumerate(rows, 1)
     ]
-    for i in range(min(n_context, len(messages))):
-        if messages[i].role == "assistant":
-            messages[i] = replace(messages[i], weight=0)
     if reply and messages[-1].role == "assistant":
         raise DataError("the last message is the assistant's", where, "remove it")
     if not reply and any(message.role == "user" and _is_blank(message) for message in messages):
@@ -360,7 +436,7 @@ def _is_blank(message: Message) -> bool:
     return not (message.content.strip() or message.fields.get("tool_calls"))
 
 
-def _parse_message(row: Any, where: str) -> Message:
+def _parse_message(row: Any, where: str, is_trained: bool) -> Message:
     try:
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate
         fields = {key: value for key, value in row.items() if value not in (None, [])}
@@ -372,18 +448,16 @@ def _parse_message(row: Any, where: str) -> Message:
         if "tool_calls" in fields:
             fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
         if isinstance(content, list):
-            other = [part["type"] for part in content if "text" not in part]
-            if other:
-                what = f"content of type {other[0]!s:.40} is not supported"
-                raise DataError(what, where, "leave it out, only text is supported")
             content = "".join(part["text"] for part in content)
         is_valid = role in ROLES and isinstance(content, str) and {*weights} <= {0, 1}
     except MALFORMED:
         is_valid = False
     if not is_valid:
-        fix = f"use a role of {', '.join(ROLES)}, text as content, and a weight of 0 or 1 or none"
+        fix = (
+            f"use a role of {', '.join(ROLES)}, text and no images, and a weight of 0 or 1 or none"
+        )
         raise DataError("not a message", where, fix)
-    return Message(role, content, int(all(weights)), fields)
+    return Message(role, content, int(role != "assistant" or (is_trained and all(weights))), fields)
 
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:

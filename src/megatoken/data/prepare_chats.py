@@ -3,7 +3,7 @@
 import json
 import time
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -215,26 +215,17 @@ def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
     """Pack sequences into rows of at most `length` tokens by best fit, longest first."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
-    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)  # row numbers by tokens left
-    rooms: list[int] = []  # the keys of `rows_by_room` that have rows, ascending
-    for number in order:
-        needed = len(sequences[number][0])
-        place = bisect_left(rooms, needed)
+    rooms: list[tuple[int, int, int]] = []  # tokens left, minus the step that left them, row
+    for step, number in enumerate(order):
+        needed, room, row = len(sequences[number][0]), length, len(rows)
+        place = bisect_left(rooms, (needed,))
         if place < len(rooms):
-            room = rooms[place]
-            row = rows_by_room[room].pop()
-            if not rows_by_room[room]:
-                del rooms[place]
+            room, _, row = rooms.pop(place)
         else:
-            room = length
-            row = len(rows)
             rows.append([])
         rows[row].append(number)
-        room -= needed
-        if room:
-            if not rows_by_room[room]:
-                insort(rooms, room)
-            rows_by_room[room].append(row)
+        if room > needed:
+            insort(rooms, (room - needed, -step, row))
     return [[sequences[number] for number in sorted(row)] for row in rows]
 
 
