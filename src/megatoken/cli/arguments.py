@@ -28,12 +28,10 @@ class Parser(argparse.ArgumentParser):
         return super()._get_value(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices and value not in action.choices:
-            match = suggest(value, action.choices)
-            if match:
-                raise ConfigError(
-                    f"no {action.dest} '{value}'", self.prog, f"did you mean {match}?"
-                )
+        choices = action.choices or [value]
+        match = None if value in choices else suggest(value, choices)
+        if match:
+            raise ConfigError(f"no {action.dest} '{value}'", self.prog, f"did you mean {match}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:

@@ -112,12 +112,9 @@ def fit_scaling(
     return data
 
 
-def to_arrays(runs: Sequence[FinishedRun]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def to_arrays(runs: Sequence[FinishedRun]) -> np.ndarray:
     """Return N, D and losses, each with one value per run."""
-    parameters, tokens, losses = np.array(
-        [(run.parameters, run.tokens, run.loss) for run in runs], float
-    ).T
-    return parameters, tokens, losses
+    return np.array([(run.parameters, run.tokens, run.loss) for run in runs], float).T
 
 
 def fit_runs(runs: Sequence[FinishedRun]) -> Law:

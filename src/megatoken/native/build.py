@@ -69,7 +69,7 @@ def compile_library(
     compiler = find_compiler()
     assert compiler
     _, options = INSTRUCTION_SETS[instruction_set]
-    if "512" in "".join(options) or instruction_set in ("amx", "avx512_bf16"):
+    if instruction_set.startswith(("amx", "avx512")):
         options += VECTORS
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(instruction_set)
