@@ -5,23 +5,59 @@ import pytest
 from megatoken.distributed.env import DistEnv, first_host, read_dist_env
 from megatoken.errors import ConfigError
 
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[003-004]",
-}
+
+def spell(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split())
 
 
-def test_one_process_without_launcher():
-    assert read_dist_env({}) == DistEnv()
-    assert (
-        read_dist_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == DistEnv()
-    )  # a shell inside an allocation
-    assert read_dist_env({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}) == DistEnv()
+# As mpirun of Open MPI 5, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18 set them.
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=8 PMIX_NAMESPACE=2391867393"
+)
+MPICH = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=8 PMI_FD=9 HYDI_CONTROL_FD=7"
+INTEL = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=8 I_MPI_PIN_INFO=1"
+JOB = "SLURM_JOB_ID=123456 SLURM_NTASKS=7 SLURM_JOB_NODELIST=gpu[001-004]"
+STEP = (
+    f"{JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=7 SLURM_PROCID=5 SLURM_LOCALID=1 "
+    "SLURM_STEP_TASKS_PER_NODE=4,3 SLURM_STEP_NODELIST=gpu[003-004]"
+)
+# A shell that salloc or srun --pty opened: a step of one task in a job of several.
+INTERACTIVE = (
+    f"{JOB} SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 "
+    "SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=gpu001"
+)
+HERE = "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "address"),
+    [
+        ("", (0, 1, 0, 1), HERE),
+        (JOB, (0, 1, 0, 1), HERE),
+        (INTERACTIVE, (0, 1, 0, 1), HERE),
+        ("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0", (0, 1, 0, 1), HERE),
+        ("PMI_SIZE=1 PMI_RANK=0", (0, 1, 0, 1), HERE),
+        (OPEN_MPI, (5, 8, 1, 8), HERE),
+        (MPICH, (5, 8, 1, 8), HERE),
+        (INTEL, (5, 8, 1, 8), HERE),
+        (f"{OPEN_MPI} RANK=0 WORLD_SIZE=1", (0, 1, 0, 1), HERE),  # torchrun's come first
+        (STEP, (5, 7, 1, 4), "gpu003"),
+        (f"{STEP} SLURM_NTASKS=28", (5, 7, 1, 4), "gpu003"),  # of the job
+        (f"{STEP} SLURM_STEP_TASKS_PER_NODE=4(x2),3", (5, 7, 1, 4), "gpu003"),
+        (f"{STEP} SLURM_STEP_TASKS_PER_NODE=7", (5, 7, 1, 7), HERE),
+        (f"{STEP} MASTER_ADDR=head", (5, 7, 1, 4), "head"),
+        (f"{STEP} PMI_RANK=5 PMI_SIZE=7", (5, 7, 1, 4), "gpu003"),  # srun --mpi=pmi2
+        (f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4 MASTER_ADDR=head", (5, 8, 1, 4), "head"),
+        # mpiexec starts a task of Slurm on each machine, which starts the ranks.
+        (f"{STEP} SLURM_STEP_NUM_TASKS=2 {MPICH} MPI_LOCALNRANKS=4", (5, 8, 1, 4), "gpu001"),
+        (f"{STEP} {OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", (5, 8, 1, 4), "gpu001"),
+    ],
+)
+def test_ranks_of_launchers(line: str, ranks: tuple[int, ...], address: str):
+    found = read_dist_env(spell(line))
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == ranks
+    assert found.address == address
 
 
 def test_variables_round_trip():
@@ -32,40 +68,12 @@ def test_variables_round_trip():
     assert not dist_env.is_main_process
 
 
-def test_slurm_variables():
-    found = read_dist_env(SLURM)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 7, 1, 4)
-    assert found.address == "gpu003"
-    assert found.port == 10_000 + 123456 % 40_000
-    assert read_dist_env(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}).address == "head"
-    assert read_dist_env(SLURM | {"SLURM_NTASKS": "8"}).local_world_size == 4
-    assert read_dist_env(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).local_world_size == 7
-
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-    "PMIX_NAMESPACE": "2391867393",
-}
-
-
-def test_open_mpi_variables():
-    found = read_dist_env(OPEN_MPI)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 8)
-    assert found.address == "127.0.0.1"
-    assert 10_000 <= found.port < 50_000
-    assert read_dist_env(OPEN_MPI | {"PMIX_NAMESPACE": "2391867394"}).port != found.port
-    machines = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    assert read_dist_env(machines | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}).address == "head"
-    assert (
-        read_dist_env(machines | SLURM | {"SLURM_JOB_NODELIST": "gpu[003-004]"}).address == "gpu003"
-    )
-    assert (
-        read_dist_env(OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
-    )  # torchrun's come first
-    assert read_dist_env({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == DistEnv()
+@pytest.mark.parametrize("other", [f"{OPEN_MPI} PMIX_NAMESPACE=2", f"{STEP} SLURM_JOB_ID=2"])
+def test_jobs_have_ports_of_their_own(other: str):
+    ports = {read_dist_env(spell(line)).port for line in (OPEN_MPI, STEP, other)}
+    assert len(ports) == 3
+    assert all(10_000 <= port < 50_000 for port in ports)
+    assert read_dist_env(spell(f"{other} MASTER_PORT=7")).port == 7
 
 
 @pytest.mark.parametrize(
@@ -82,16 +90,18 @@ def test_first_host_of_a_list(hosts: str, first: str):
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("line", "named"),
     [
-        {"RANK": "0"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"},
-        {"RANK": "x", "WORLD_SIZE": "2"},
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
+        ("RANK=0", "WORLD_SIZE"),
+        ("RANK=x WORLD_SIZE=2", "RANK"),
+        ("RANK=2 WORLD_SIZE=2", "rank 2 of 2"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", "rank 0 of 2"),
+        (f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", "MASTER_ADDR"),
+        (f"{MPICH} MPI_LOCALNRANKS=4", "MASTER_ADDR"),
+        (f"{OPEN_MPI} OMPI_COMM_WORLD_RANK=one", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_RANK=1 PMI_SIZE=2", "MPI_LOCALRANKID"),
     ],
 )
-def test_invalid_variables_are_refused(variables: dict[str, str]):
-    with pytest.raises(ConfigError):
-        read_dist_env(variables)
+def test_what_is_missing_is_named(line: str, named: str):
+    with pytest.raises(ConfigError, match=named):
+        read_dist_env(spell(line))

@@ -17,6 +17,15 @@ VARIABLES = {
     "address": "MASTER_ADDR",
     "port": "MASTER_PORT",
 }
+# Variables of Open MPI, MPICH (and Intel MPI) and Slurm: rank, world size, the same on the machine,
+# hosts, name of the job. A step of Slurm may have fewer tasks than its job.
+LAUNCHERS = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+    "OMPI_COMM_WORLD_LOCAL_SIZE SLURM_JOB_NODELIST PMIX_NAMESPACE",
+    "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS SLURM_JOB_NODELIST PMIX_NAMESPACE",
+    "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE "
+    "SLURM_STEP_NODELIST SLURM_JOB_ID",
+)
 WHERE = "environment"
 FIX = "let torchrun, srun, mpirun or --nproc set the ranks"
 
@@ -43,19 +52,20 @@ class DistEnv:
 
 
 def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
-    """Read the variables set by torchrun, Open MPI or Slurm; without them, return a single process.
+    """Read the variables set by torchrun, an MPI or Slurm; without them, return a single process.
 
     Raises ConfigError if they are incomplete or inconsistent.
     """
     if variables is None:
         variables = os.environ
     if "RANK" not in variables:
-        if _read_int(variables, "OMPI_COMM_WORLD_SIZE", 1) > 1:
-            variables = _translate_open_mpi(variables)
-        elif "SLURM_STEP_ID" in variables and _read_int(variables, "SLURM_NTASKS", 1) > 1:
-            variables = _translate_slurm(variables)
-        else:
+        launchers = [names.split() for names in LAUNCHERS]
+        found = [names for names in launchers if _read_int(variables, names[1], 1) > 1]
+        if not found:
             return DistEnv()
+        # srun sets PMI_SIZE as well, but not MPICH's local rank.
+        found.sort(key=lambda names: names[2] not in variables)
+        return read_dist_env(_translate(variables, *found[0]))
     world_size = _read_int(variables, "WORLD_SIZE")
     env = DistEnv(
         rank=_read_int(variables, "RANK"),
@@ -72,40 +82,27 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
     return env
 
 
-def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a process of mpirun, with a port based on the job's name.
+def _translate(variables: Mapping[str, str], *names: str) -> dict[str, str]:
+    """Return torchrun's variables for a process of another launcher.
 
-    Raises ConfigError if the address of rank 0 is unknown.
+    The port depends on the job's name. Raises ConfigError if the address of rank 0 is unknown.
+    names: a value of LAUNCHERS.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    *ranks, hosts, job = names
     values = {
-        name: variables.get(f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}", "") for name in names
+        name: str(_read_int(variables, rank))
+        for name, rank in zip(VARIABLES.values(), ranks, strict=False)
     }
-    address = variables.get("MASTER_ADDR")
-    if not address and values["LOCAL_WORLD_SIZE"] != values["WORLD_SIZE"]:
-        if "SLURM_JOB_NODELIST" not in variables:
-            fix = "name rank 0's host: mpirun -x MASTER_ADDR=HOST ..."
-            raise ConfigError("mpirun on several machines without MASTER_ADDR", WHERE, fix)
-        address = first_host(variables["SLURM_JOB_NODELIST"])
-    port = 10_000 + zlib.crc32(variables.get("PMIX_NAMESPACE", "").encode()) % 40_000
-    values["MASTER_ADDR"] = address or "127.0.0.1"
+    address = "127.0.0.1"
+    if "MASTER_ADDR" not in variables and values["LOCAL_WORLD_SIZE"] != values["WORLD_SIZE"]:
+        if hosts not in variables:
+            fix = "set it to rank 0's host, such as by mpirun -x MASTER_ADDR=HOST"
+            raise ConfigError("several machines without MASTER_ADDR", WHERE, fix)
+        address = first_host(variables[hosts])
+    port = 10_000 + zlib.crc32(variables.get(job, "").encode()) % 40_000
+    values["MASTER_ADDR"] = variables.get("MASTER_ADDR", address)
     values["MASTER_PORT"] = variables.get("MASTER_PORT", str(port))
     return values
-
-
-def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a Slurm task, with a port based on the job id."""
-    n_nodes = _read_int(variables, "SLURM_STEP_NUM_NODES", 1)
-    port = 10_000 + _read_int(variables, "SLURM_JOB_ID", 0) % 40_000
-    return {
-        "RANK": variables.get("SLURM_PROCID", ""),
-        "WORLD_SIZE": variables["SLURM_NTASKS"],
-        "LOCAL_RANK": variables.get("SLURM_LOCALID", ""),
-        "LOCAL_WORLD_SIZE": str(-(-int(variables["SLURM_NTASKS"]) // n_nodes)),
-        "MASTER_ADDR": variables.get("MASTER_ADDR")
-        or first_host(variables.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        "MASTER_PORT": variables.get("MASTER_PORT", str(port)),
-    }
 
 
 def first_host(hosts: str) -> str:
@@ -117,10 +114,12 @@ def first_host(hosts: str) -> str:
 
 
 def _read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the variable's number, or the first of a list such as Slurm's 4(x2),3."""
     text = variables.get(name, "" if default is None else str(default))
-    if not re.fullmatch(r"-?\d+", text):
+    match = re.fullmatch(r"(-?\d+)([(,].*)?", text)
+    if match is None:
         raise ConfigError(f"{name} is {repr(text) if text else 'not set'}", WHERE, FIX)
-    return int(text)
+    return int(match[1])
 
 
 def prepare_torchrun() -> None:
