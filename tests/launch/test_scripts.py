@@ -1,6 +1,7 @@
 """Launch scripts are valid shell or YAML, and contain the command unchanged."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -96,6 +97,40 @@ def test_line_ends_in_an_argument_survive_yaml():
         assert shlex.split(command)[-1] == "sample.prompt=one\n\n two"
 
 
+STORED = "data.path=s3://b/data save.mirror=s3://b/run"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_mounted", "is_spot"),
+    [
+        (f"{STORED} --spot", False, True),
+        ("save.mirror=s3://b/run", True, False),
+        (f"{STORED} --nodes 2", True, False),
+    ],
+)
+def test_runs_of_skypilot_survive_their_machines(
+    words: str, is_mounted: bool, is_spot: bool, ask: Ask
+):
+    """On a volume, unless one machine keeps data and copies in object storage; spot on request."""
+    task = yaml.safe_load(ask(f"launch skypilot gpt2-124m {words}")["script"])
+    assert task.get("volumes") == ({"/work": "megatoken"} if is_mounted else None)
+    assert ("cd /work" in task["run"]) == is_mounted
+    assert task["resources"].get("use_spot", False) == is_spot
+
+
+@pytest.mark.parametrize(("gpus", "image"), [("A100", "megatoken:cuda"), ("none", "megatoken")])
+def test_a_pod_has_what_a_run_needs(gpus: str, image: str):
+    _, job = yaml.safe_load_all(write_script("k8s", replace(JOB, gpus=gpus)))
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == image
+    assert container["resources"]["requests"] == {"cpu": 12, "memory": "16Gi"}
+    assert container["envFrom"] == [{"secretRef": {"name": "megatoken", "optional": True}}]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"work": "/work", "shm": "/dev/shm"}
+    assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
+
+
 SIX_SEQS = "gpt2-124m --nproc 12 budget.batch_tokens=6144"
 HOSTILE = """a b; touch "$PWD/owned" '$(touch owned)' `touch owned` \\ #x"""
 OF_A_SITE = {
@@ -155,6 +190,7 @@ def test_values_stay_one_value_in_yaml():
 REFUSED = r"""
 k8s --partition=x
 slurm --image=x
+slurm --spot
 k8s --setup=x=1
 torchrun --sbatch=qos=high
 slurm '--partition=x\n#SBATCH --uid=0'
@@ -236,7 +272,7 @@ def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
     text = script.read_text()
     assert text == answer["script"]
     assert answer["processes"] == 16
-    assert "#SBATCH --nodes=2" in text
+    assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=24"} <= {*text.splitlines()}
     assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     script.write_text(f"{text}# edited\n")
     assert main(words.split()) == ExitCode.CONFIG
@@ -248,7 +284,6 @@ def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
     [
         ("gpt2-124m --nproc 7", ExitCode.CONFIG),
         ("gpt2-124m --nproc 0", ExitCode.CONFIG),
-        ("gpt3-1.3b --nodes 4", ExitCode.CONFIG),  # the first batch of its ramp
         ("gpt2-124m optim.lrr=1", ExitCode.CONFIG),
         (f"{SIX_SEQS} machine.tensor_parallel=2", ExitCode.DONE),
         (f"{SIX_SEQS} machine.tensor_parallel=3", ExitCode.CONFIG),
@@ -256,3 +291,19 @@ def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
 )
 def test_the_launch_command_checks_the_batch(words: str, code: ExitCode):
     assert main(["launch", "slurm", *words.split()]) == code
+
+
+@pytest.mark.parametrize(("nodes", "start"), [(2, 32_768), (4, 65_536), (16, 262_144)])
+def test_a_ramp_is_fitted_as_in_the_plan(nodes: int, start: int, ask: Ask):
+    """The recipe's first batch has 16 sequences of 2,048 tokens."""
+    setting = f"budget.batch_start={start}"
+    script = ask(f"launch slurm gpt3-1.3b --nodes {nodes}")["script"]
+    planned = ask(f"plan gpt3-1.3b --gpus {8 * nodes}xA100-40GB")["settings"]
+    assert (setting in script) == (setting in planned) == (nodes > 2)
+
+
+def test_settings_in_messages_can_be_typed(capsys: pytest.CaptureFixture[str]):
+    words = ["launch", "slurm", "gpt2-124m", "--nproc", "7"]
+    assert main(words) == ExitCode.CONFIG
+    (setting, *_) = re.findall(r"budget\.\w+=\d+", capsys.readouterr().err)
+    assert main([*words, setting]) == ExitCode.DONE

@@ -10,8 +10,10 @@ from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.console import Console
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import fit_batch
 from megatoken.errors import ConfigError
-from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_batch, name_job, write_script
+from megatoken.launch.scripts import ENGINES, GPU, TIME, WORK, Job, name_job, write_script
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, storage_errors
 from megatoken.system.object_store import run_folder
@@ -39,7 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     arg("--sbatch", action="append", type=remove_dashes, default=[], metavar="NAME=VALUE", help=doc)
     doc = "slurm, torchrun, skypilot: shell line before the run, such as 'module load cuda'; "
     arg("--setup", action="append", default=[], metavar="LINE", help=f"{doc}repeatable")
-    doc = "k8s, skypilot: container image with megatoken (k8s: default megatoken)"
+    doc = "skypilot: spot machines, which may be taken away at any time"
+    arg("--spot", action="store_const", const="use_spot: true", default="", help=doc)
+    doc = "k8s, skypilot: container image with megatoken (k8s: default megatoken:cuda)"
     arg("--image", default="", help=doc)
     arg("--namespace", default="", help="k8s: namespace")
 
@@ -48,24 +52,31 @@ def run(options: Namespace, console: Console) -> Result:
     resolved, named_out = find_recipe(options)
     out = options.out or named_out or Path("runs") / resolved.name
     check_init(options.recipe, resolved.config, out)
-    translated = {name: getattr(options, name) for name in TRANSLATED}
-    recipe = [f"--{name}={value}" for name, value in translated.items() if value]
+    recipe = [f"--{name}={value}" for name in TRANSLATED if (value := getattr(options, name))]
     given: dict[str, Any] = {
         field.name: getattr(options, field.name, None) for field in fields(Job)
     }
     given["name"] = name_job(resolved.name)
-    given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *options.overrides]
-    job = Job(**given)
-    if min(job.nodes, job.nproc) < 1:
+    if min(options.nodes, options.nproc) < 1:
         raise ConfigError("a job needs processes", "--nodes, --nproc", "give at least 1")
-    check_batch(resolved.config, job.nodes, job.nproc, "--nodes, --nproc")
-    script = redact(write_script(options.engine, job))
+    dist_env = DistEnv(world_size=options.nodes * options.nproc, local_world_size=options.nproc)
+    config = fit_batch(resolved.config, dist_env, "--nodes, --nproc")
+    overrides = [*options.overrides]
+    if config != resolved.config:  # as `plan` does
+        overrides.append(f"budget.batch_start={config.budget.batch_start}")
+        note = f"note: added {overrides[-1]}, which divides among the processes"
+        Console(to_stderr=True).print(note)
+    given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *overrides]
+    is_stored = "://" in config.save.mirror and "://" in config.data.path
+    # Several machines need one run folder, and a new machine an old one's.
+    given["volume"] = "" if is_stored and options.nodes == 1 else WORK
+    script = redact(write_script(options.engine, Job(**given)))
     if options.write:
         write_file(options.write, script)
         console.print(f"written: {options.write}")
     elif not options.json:
         print(script, end="")
-    return done({"script": script, "processes": job.nodes * job.nproc})
+    return done({"script": script, "processes": dist_env.world_size})
 
 
 def write_file(path: Path, script: str) -> None:

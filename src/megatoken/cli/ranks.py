@@ -3,10 +3,10 @@
 from argparse import Namespace
 
 from megatoken.config.schema import Config
-from megatoken.distributed.env import read_dist_env
+from megatoken.distributed.env import DistEnv, read_dist_env
+from megatoken.distributed.parallel_dims import fit_batch
 from megatoken.errors import ConfigError
 from megatoken.launch.local import COMMAND, launch
-from megatoken.launch.scripts import check_batch
 
 
 def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
@@ -24,7 +24,8 @@ def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = 
     if nproc > 1 and dist_env.local_world_size == 1:
         is_sized = config is not None and not config.model.init
         if config is not None and is_sized and config.objective.name == "pretrain":
-            check_batch(config, dist_env.world_size, nproc, "--nproc")
+            world = DistEnv(world_size=dist_env.world_size * nproc, local_world_size=nproc)
+            fit_batch(config, world, "--nproc")
         return launch([*COMMAND, *options.words], nproc, restarts, dist_env)
     if nproc not in (1, dist_env.local_world_size):
         what = f"--nproc {nproc} in one of {dist_env.local_world_size} processes of this machine"

@@ -15,7 +15,7 @@ read different data. Along the replica axis, ranks hold copies and read differen
 from dataclasses import dataclass, replace
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
+from megatoken.config.schema import Config, MachineConfig, nearest_multiples
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
 
@@ -90,6 +90,24 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
         tp_size=tp_size,
         rank=dist_env.rank,
     )
+
+
+def fit_batch(config: Config, dist_env: DistEnv, where: str) -> Config:
+    """Return the config with a batch ramp whose sizes divide among the data-parallel ranks.
+
+    The first size is rounded up. Raises ConfigError if the full batch does not divide.
+
+    where: option to name in the error.
+    """
+    machine, budget = config.machine, config.budget
+    dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size
+    unit = dp_size * config.model.seq_len
+    if budget.batch_tokens % unit:
+        what = f"{config.batch_seqs:,} sequences do not divide among {dp_size:,} processes"
+        near = " or ".join(map(str, nearest_multiples(budget.batch_tokens, unit)))
+        raise ConfigError(what, where, f"use another number, or set budget.batch_tokens={near}")
+    start = -(-budget.batch_start // unit) * unit
+    return replace(config, budget=replace(budget, batch_start=start))
 
 
 def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:

@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
-from megatoken.config.schema import Config, nearest_multiples
 from megatoken.console import format_count
-from megatoken.distributed.env import PORT, DistEnv
-from megatoken.distributed.parallel_dims import build_dims
+from megatoken.distributed.env import PORT
 from megatoken.errors import ConfigError, ExitCode
 
 ENGINES = {
@@ -33,6 +31,7 @@ ENGINES_OF = {  # options that only some engines have
     "namespace": ("k8s",),
     "image": ("k8s", "skypilot"),
     "setup": ("slurm", "torchrun", "skypilot"),
+    "spot": ("skypilot",),
 }
 FORMATS = {
     "time": r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}",  # 90, 12:00:00 or 2-12:00:00
@@ -41,6 +40,7 @@ FORMATS = {
     "namespace": r"|[a-z0-9]([a-z0-9-]{,61}[a-z0-9])?",
     "sbatch": r"[a-z][a-z0-9-]*(=.*)?",
 }
+FIXES = {"gpus": "give a name such as A100; --nproc is the number"}
 # Options of sbatch that the script sets itself.
 SBATCH_RESERVED = [
     "nodes",
@@ -56,7 +56,10 @@ SBATCH_RESERVED = [
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
 GPU = "H100"  # default of --gpus
 TIME = "24:00:00"  # default of --time
-IMAGE = "megatoken"  # built from the Dockerfile
+IMAGES = {False: "megatoken", True: "megatoken:cuda"}  # by whether there are GPUs
+CORES = 3  # of a process: for training, its backward, and data or saves
+MEMORY_GIB = 4  # of a process: CUDA's context, prefetched batches, its part of a save
+WORK = "/work"  # where the volume `megatoken` is mounted, with dataset and runs
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save
 # After exit codes other than these, a restart would not help.
@@ -79,6 +82,8 @@ class Job:
     sbatch: more Slurm options, as `name=value` or `name`.
     image: container image for Kubernetes and SkyPilot.
     namespace: for Kubernetes.
+    spot: line of SkyPilot's resources, or empty.
+    volume: where SkyPilot mounts the volume `megatoken`, or empty.
     """
 
     name: str
@@ -93,35 +98,20 @@ class Job:
     account: str = ""
     sbatch: Sequence[str] = ()
     namespace: str = ""
-
-
-def check_batch(config: Config, nodes: int, nproc: int, where: str) -> None:
-    """Raise ConfigError if the batch does not divide among the data-parallel processes.
-
-    nproc: number of processes per node. where: option to name in the error.
-    """
-    machine = config.machine
-    dist_env = DistEnv(world_size=nodes * nproc, local_world_size=nproc)
-    dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size
-    seq_len = config.model.seq_len
-    for name in ("batch_tokens", "batch_start"):
-        tokens = getattr(config.budget, name)
-        if tokens // seq_len % dp_size:
-            what = f"{tokens // seq_len:,} sequences do not divide among {dp_size} processes"
-            near = nearest_multiples(tokens, dp_size * seq_len)
-            fix = f"use another number, or budget.{name} {' or '.join(map(str, near))}"
-            raise ConfigError(what, where, fix)
+    spot: str = ""
+    volume: str = WORK
 
 
 def check_options(engine: str, job: Job) -> None:
     """Raise ConfigError for an option that the engine does not have or a value it cannot accept."""
-    for name in ("partition", "account", "namespace", "image", "gpus", "time", "sbatch", "setup"):
+    for name in (*ENGINES_OF, "gpus", "time"):
         value = getattr(job, name)
         for text in [value] if isinstance(value, str) else value:
             if text and engine not in ENGINES_OF.get(name, ENGINES):
                 raise ConfigError(f"{engine} has no --{name}", f"--{name}", "leave it out")
             if not text.isprintable() or not re.fullmatch(FORMATS.get(name, ".*"), text):
-                raise ConfigError(f"cannot read {text!r}", f"--{name}", "see megatoken launch -h")
+                fix = FIXES.get(name, "see megatoken launch -h")
+                raise ConfigError(f"cannot read {text!r}", f"--{name}", fix)
     for option in job.sbatch:
         name = option.split("=")[0]
         if name in SBATCH_RESERVED:
@@ -155,35 +145,36 @@ def write_script(engine: str, job: Job) -> str:
     if has_gpus:
         machine = f"accelerators: {json.dumps(f'{job.gpus}:{job.nproc}')}"
     workdir = "workdir: .  # a checkout of megatoken, copied to every machine"
-    restarts = MAX_RESTARTS if job.nodes > 1 else 0  # on one machine --nproc restarts ranks
-    values = asdict(job) | {
-        "machines": format_count(job.nodes, "pod" if engine == "k8s" else "machine"),
-        "processes": format_count(job.nproc, "process", "processes"),
-        "n_gpus": job.nproc if has_gpus else "",
-        "machine": machine,
-        "time": shlex.quote(job.time),
-        "sbatch": "\n".join(_list_sbatch_lines(job)),
-        "setup": "\n".join(setup),
-        "namespace": job.namespace and f"namespace: {job.namespace}",
-        "image": json.dumps(job.image or IMAGE),
-        "image_id": job.image and f"image_id: {json.dumps(f'docker:{job.image}')}",
-        "workdir": "" if job.image or job.setup else workdir,
-        "port": PORT,
-        "torchrun": "python -P -m megatoken.launch.torchrun "
-        f"--nnodes {job.nodes} --nproc-per-node 1",
-        "max_restarts": restarts,
-        "train": train,
-        "train_in_quotes": json.dumps(train)[1:-1],  # escapes of a double-quoted YAML string
-        "warn_seconds": WARN_SECONDS,
-        "backoff_limit": 20 * job.nodes,
-        "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
-        "stopped": int(ExitCode.STOPPED),
-        "attempts": " ".join(map(str, range(restarts + 1))),
-        "peer_lost": int(ExitCode.PEER),
-    }
+    values = (
+        asdict(job)
+        | {
+            "machines": format_count(job.nodes, "pod" if engine == "k8s" else "machine"),
+            "processes": format_count(job.nproc, "process", "processes"),
+            "n_gpus": job.nproc if has_gpus else "",
+            "machine": machine,
+            "cores": CORES * job.nproc,
+            "memory": MEMORY_GIB * job.nproc,
+            "partition": job.partition and shlex.quote(job.partition),
+            "account": job.account and shlex.quote(job.account),
+            "sbatch": "\n".join(f"#SBATCH --{_quote_value(option)}" for option in job.sbatch),
+            "setup": "\n".join(setup),
+            "image": json.dumps(job.image or IMAGES[has_gpus]),
+            "image_id": job.image and json.dumps(f"docker:{job.image}"),
+            "workdir": "" if job.image or job.setup else workdir,
+            "port": PORT,
+            "max_restarts": MAX_RESTARTS if job.nodes > 1 else 0,  # else --nproc restarts ranks
+            "train": train,
+            "train_in_quotes": json.dumps(train)[1:-1],  # escapes of a double-quoted YAML string
+            "warn_seconds": WARN_SECONDS,
+            "backoff_limit": 20 * job.nodes,
+            "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
+            "stopped": int(ExitCode.STOPPED),
+            "peer_lost": int(ExitCode.PEER),
+        }
+    )
     template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()
-    for name in ("n_gpus", "sbatch", "setup", "namespace", "image_id", "workdir"):
-        if not values[name]:
+    for name, value in values.items():
+        if value == "":
             template = re.sub(rf".*%{{{name}}}.*\n", "", template)
     return ScriptTemplate(template).substitute(values)
 
@@ -197,15 +188,7 @@ def _seconds(time: str) -> int:
     return 86400 * int(days or 0) + seconds
 
 
-def _list_sbatch_lines(job: Job) -> list[str]:
-    """Return the job's Slurm options as #SBATCH lines, with shell quoting."""
-    options = [*job.sbatch]
-    if job.account:
-        options.insert(0, f"account={job.account}")
-    if job.partition:
-        options.insert(0, f"partition={job.partition}")
-    lines = []
-    for option in options:
-        name, equals, value = option.partition("=")
-        lines.append(f"#SBATCH --{name}{equals}{shlex.quote(value) if equals else ''}")
-    return lines
+def _quote_value(option: str) -> str:
+    """Quote the value of an option `name=value` for a shell."""
+    name, equals, value = option.partition("=")
+    return name + equals + (equals and shlex.quote(value))

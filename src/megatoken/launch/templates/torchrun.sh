@@ -5,4 +5,4 @@ set -e
 %{setup}
 set -uo pipefail
 head=${1:?give the address of the first machine}
-exec %{torchrun} --max-restarts %{max_restarts} --rdzv-backend c10d --rdzv-id %{name} --rdzv-endpoint "$head:%{port}" -m megatoken %{train}
+exec python -P -m megatoken.launch.torchrun --nnodes %{nodes} --nproc-per-node 1 --max-restarts %{max_restarts} --rdzv-backend c10d --rdzv-id %{name} --rdzv-endpoint "$head:%{port}" -m megatoken %{train}
