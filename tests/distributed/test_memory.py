@@ -7,7 +7,13 @@ import pytest
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig, build_config
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_memory
+from megatoken.distributed.memory import (
+    USABLE,
+    Memory,
+    choose_dims,
+    estimate_memory,
+    holds_low_precision,
+)
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.measure.dry_run import dry_run
 from megatoken.system.gpus import GPUS
@@ -37,17 +43,21 @@ def predict(values: dict[str, object], gpus: int) -> tuple[Memory, float]:
     machine, precision = config.machine, config.machine.precision
     assert isinstance(machine.micro_batch, int)
     model = config.model.resolve(PRESETS[config.model.preset].vocab_size)
-    rows = config.budget.batch_tokens // config.model.seq_len // gpus
+    rows = config.budget.batch_tokens // config.model.seq_len * machine.tensor_parallel // gpus
+    dims = build_dims(
+        machine.sharding, machine.tensor_parallel, DistEnv(world_size=gpus, local_world_size=gpus)
+    )
     memory = estimate_memory(
         model,
-        build_dims(machine.sharding, 1, DistEnv(world_size=gpus, local_world_size=gpus)),
+        dims,
         precision=precision,
         micro_batch=machine.micro_batch,
         accumulates=rows > machine.micro_batch,
         checkpointing=machine.activation_checkpointing,
         optimizer=config.optim.name,
+        masters=holds_low_precision(machine, dims, precision),
     )
-    return memory, dry_run(config, model, gpus, 0).total_bytes
+    return memory, dry_run(config, model, gpus).total_bytes
 
 
 def check_layout(
@@ -167,16 +177,29 @@ def test_published_runs_fit():
         )
 
 
-def test_tensor_parallel_halves_what_a_layer_needs():
-    whole, half = (
-        estimate_memory(
-            PRESETS["gpt3-1.3b"],
-            build_dims("none", tp, DistEnv(world_size=tp, local_world_size=tp)),
-            precision="bf16",
-            micro_batch=4,
-            accumulates=True,
-        )
-        for tp in (1, 2)
-    )
-    assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)
-    assert half.parameters == whole.parameters // 2
+@pytest.mark.parametrize(
+    ("preset", "tp", "sharding", "checkpointing"),
+    [
+        ("gpt2-124m", 2, "none", "none"),
+        ("gpt2-124m", 4, "zero1", "none"),
+        ("llama-110m", 4, "none", "block"),
+        ("llama-110m", 2, "zero3", "none"),
+    ],
+)
+def test_the_formula_counts_tensor_parallel(
+    preset: str, tp: int, sharding: str, checkpointing: str
+):
+    gpus = tp if sharding == "none" else 4 * tp
+    values = {
+        "model.preset": preset,
+        "model.n_layer": 4,
+        "model.seq_len": 1024,
+        "budget.batch_tokens": 16 * gpus // tp * 1024,
+        "machine.precision": "bf16",
+        "machine.micro_batch": 8,
+        "machine.sharding": sharding,
+        "machine.activation_checkpointing": checkpointing,
+        "machine.tensor_parallel": tp,
+    }
+    memory, measured = predict(values, gpus)
+    assert memory.total_bytes == pytest.approx(measured, rel=0.1)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +95,8 @@ def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
     ]
     for given, chosen, settings in expected:
         answer = ask(f"plan gpt2-1558m --gpus 8xRTX-4090 {given}")
-        assert (answer["checkpointing"], answer["settings"]) == (chosen, settings)
+        sharding = f"machine.sharding={answer['sharding']}"
+        assert (answer["checkpointing"], answer["settings"]) == (chosen, [sharding, *settings])
     assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
 
 
@@ -330,6 +333,29 @@ def test_recipes_of_other_programs(ask: Ask):
     assert f"'--llmc={flags}'" in script
 
 
+def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
+    """The line of docs/coming-from.md: an epoch of shards that are not on this machine."""
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+    (flags,) = re.findall(r"--llmc '(-i [^']*-h 1)'", page)
+    answer = ask(f"plan --gpus 8xA100-40GB --llmc {shlex.quote(flags)}")
+    assert (answer["tokens"], answer["hours"], answer["dollars"]) == (None, None, None)
+    assert (answer["fits"], answer["sharding"], answer["micro_batch"]) == (True, "zero1", 64)
+    assert answer["tokens_per_second"] > 1e6
+    assert {row["hours"] for row in answer["scaling"]} == {None}
+
+
+def test_an_output_has_one_speedup_and_one_time(capsys: pytest.CaptureFixture[str]):
+    """The family's rows are relative to one GPU, as the run's. The head adds the ramp's time."""
+    words = "plan gpt3-1.3b --gpus 128xA100-40GB --tokens 1e9"
+    assert main(words.split()) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    rate = f"{plan_recipe('gpt3-1.3b', 'A100-40GB', 128).tokens_per_second:,.0f}"
+    rows = re.findall(rf" 128 +([\d.]+) +{rate} +[\d.]+% +(\w+) ", printed)
+    assert len(rows) == 2
+    assert len(set(rows)) == 1
+    assert f"{rows[0][1]}, with the batch ramp" in printed
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -342,7 +368,8 @@ def test_recipes_of_other_programs(ask: Ask):
         "gpt2-124m --gpus 8xT4 --budget 5",
         "gpt2-124m --gpus 8xH100 --deadline 5",
         "gpt2-124m --gpus 8xH100 --tokens 0",
-        "gpt2-124m --gpus 8xH100 budget.epochs=1",
+        "gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h",
+        "--gpus 8xH100 --budget 5000",
         "gpt3-175b --gpus 1000xH100",
     ],
 )

@@ -8,25 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatoken.cli.dryrun import find_card
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, build_config
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.memory import USABLE
 from megatoken.errors import ExitCode
-from megatoken.measure.dry_run import dry_run, gpu_memory_bytes
+from megatoken.measure.dry_run import dry_run
 from megatoken.measure.memory_tracker import MemoryTracker
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_optimizer_bytes
+from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import GPUS
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step_async
 from tests.conftest import Ask
 from tests.tiny_model import CPU
 
-H100 = GPUS["H100"].memory_bytes
+RECORDS = Path(__file__).parents[2] / "records"
 SMALL = ModelConfig(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
 
 
@@ -43,7 +44,7 @@ def small_run(**machine: object) -> Config:
 @pytest.mark.parametrize("micro_batch", [1, 8, 16])
 def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
     config = small_run(precision="fp32", micro_batch=micro_batch)
-    estimate = dry_run(config, SMALL, 1, H100)
+    estimate = dry_run(config, SMALL, 1)
     parameters = count_parameters(SMALL)
     assert estimate.parameter_bytes == estimate.gradient_bytes == 4 * parameters
     tensors = len(list(GPT(SMALL).parameters()))
@@ -68,7 +69,7 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
 )
 def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sharding: str):
     config = small_run(precision=precision, adamw=form, sharding=sharding, micro_batch=8)
-    estimate = dry_run(config, replace(SMALL, n_layer=1), 2, H100)
+    estimate = dry_run(config, replace(SMALL, n_layer=1), 2)
     assert (
         2 * estimate.parameter_bytes <= estimate.optimizer_bytes < 2.01 * estimate.parameter_bytes
     )
@@ -82,14 +83,14 @@ def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(
     config = small_run(precision="bf16", sharding=sharding, micro_batch=4)
     config = replace(config, optim=replace(config.optim, name="muon"))
     parts = 4 if sharding == "zero3" else 1
-    estimate = dry_run(config, SMALL, 4, H100)
+    estimate = dry_run(config, SMALL, 4)
     whole = count_optimizer_bytes("muon", SMALL)
     assert (
         whole == 8 * count_parameters(SMALL) - 4 * 3 * 12 * 64 * 64
     )  # one number less in three layers' matrices
     assert 0 <= estimate.optimizer_bytes - whole / parts < 0.02 * whole
     assert estimate.total_bytes > 0
-    adamw = dry_run(small_run(precision="bf16", sharding=sharding, micro_batch=4), SMALL, 4, H100)
+    adamw = dry_run(small_run(precision="bf16", sharding=sharding, micro_batch=4), SMALL, 4)
     matrices = 2 * 3 * 12 * 64 * 64 * 3 // 4  # bf16, to or from three of four processes
     rounds = {"allgather": 1, "alltoall": 2 / 4}[collective]
     more = estimate.communication[collective] - adamw.communication.get(collective, 0)
@@ -138,7 +139,7 @@ def test_gpt2_124m_needs_the_memory_of_a_real_process_to_10_percent():
         check=True,
     )
     config = build_config(values)
-    estimate = dry_run(config, PRESETS["gpt2-124m"], 1, H100)
+    estimate = dry_run(config, PRESETS["gpt2-124m"], 1)
     assert estimate.total_bytes == pytest.approx(int(done.stdout), rel=0.1)
 
 
@@ -165,7 +166,9 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
 
 def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask):
     """Two of its 96 layers; all of them take two minutes."""
-    answer = ask("dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 model.n_layer=2")
+    answer = ask(
+        "dryrun gpt3-175b --gpus 1024 --tp 8 --shard zero3 model.n_layer=2 machine.micro_batch=1"
+    )
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
     assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
     assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
@@ -177,7 +180,7 @@ def test_communication_of_each_sharding(shard: str, reduces: int):
     """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
     twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks
     twice."""
-    estimate = dry_run(small_run(precision="fp32", micro_batch=1, sharding=shard), SMALL, 4, H100)
+    estimate = dry_run(small_run(precision="fp32", micro_batch=1, sharding=shard), SMALL, 4)
     whole = 4 * count_parameters(SMALL)
     blocks = whole - 4 * (SMALL.padded_vocab_size + SMALL.seq_len + 2) * SMALL.d_model
     once = whole * 3 // 4
@@ -193,14 +196,14 @@ def test_communication_of_each_sharding(shard: str, reduces: int):
 
 
 def test_checkpointing_and_smaller_micro_batches_need_less():
-    plain = dry_run(small_run(micro_batch=8), SMALL, 1, H100).activation_bytes
+    plain = dry_run(small_run(micro_batch=8), SMALL, 1).activation_bytes
     assert (
         dry_run(
-            small_run(micro_batch=8, activation_checkpointing="block"), SMALL, 1, H100
+            small_run(micro_batch=8, activation_checkpointing="block"), SMALL, 1
         ).activation_bytes
         < 0.7 * plain
     )
-    assert dry_run(small_run(micro_batch=4), SMALL, 1, H100).activation_bytes < 0.6 * plain
+    assert dry_run(small_run(micro_batch=4), SMALL, 1).activation_bytes < 0.6 * plain
 
 
 @pytest.mark.parametrize(
@@ -211,20 +214,37 @@ def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_gpu_memory():
-    assert gpu_memory_bytes("96GB") == 96e9
-    assert gpu_memory_bytes("4090") == GPUS["RTX-4090"].memory_bytes
+def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):
+    answer = ask("dryrun gpt2-124m --gpu h200 machine.micro_batch=64 budget.batch_tokens=65536")
+    row, _ = read_object(RECORDS / "gpu-adamw-124m.json")["answer"]["rows"]
+    assert answer["total_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.01)
 
 
-def test_auto_takes_the_simplest_sharding_that_fits():
-    """What three copies of the state leave is too little for the activations, what a shard of them leaves is not."""
-    config = small_run(micro_batch=8)
-    need = {
-        sharding: dry_run(small_run(micro_batch=8, sharding=sharding), SMALL, 2, 0)
-        for sharding in ("none", "zero1")
-    }
-    memory_bytes = need["none"].total_bytes / USABLE - 1
-    assert need["zero1"].total_bytes <= USABLE * memory_bytes
-    estimate = dry_run(config, SMALL, 2, memory_bytes)
-    assert (estimate.shard, estimate.total_bytes) == ("zero1", need["zero1"].total_bytes)
-    assert dry_run(config, SMALL, 2, 2 * memory_bytes).shard == "none"
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt2-124m --gpus 1 --gpu T4",
+        "gpt2-124m --gpus 1 --gpu P100",
+        "modern-124m --gpus 8 --gpu A100-40GB",
+        "llama-110m --gpus 8 --gpu RTX-3090",
+        "gpt3-1.3b --gpus 8 --gpu A100-40GB",
+        "gpt2-355m --gpus 128 --gpu RTX-4090 machine.sharding=zero3 model.n_layer=4",
+        "gpt3-13b --gpus 128 --gpu RTX-4090 model.n_layer=2",
+        "gpt3-13b --gpus 64 --gpu L4 model.n_layer=4 machine.tensor_parallel=8",
+    ],
+)
+def test_the_planned_layout_is_traced_and_fits(words: str, ask: Ask):
+    name, _, count, _, gpu, *settings = words.split()
+    planned = ask(f"plan {name} --gpus {count}x{gpu} {' '.join(settings)}")
+    traced = ask(f"dryrun {words}")
+    assert planned["fits"]
+    assert traced["fits"]
+    assert traced["total_bytes"] == pytest.approx(planned["memory_bytes"], rel=0.1)
+    for key in ("micro_batch", "micro_steps", "tensor_parallel", "precision"):
+        assert traced[key] == planned[key]
+    assert traced["shard"] == planned["sharding"]
+
+
+def test_a_gpu_is_a_name_or_its_memory():
+    assert find_card("96GB").memory_bytes == 96e9
+    assert find_card("4090") == GPUS["RTX-4090"]

@@ -1,12 +1,15 @@
 """`megatoken dryrun RECIPE`: estimate memory and traffic per GPU of a large run, without a GPU."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
 from megatoken.console import Console
+from megatoken.errors import ConfigError
+from megatoken.estimate.plan import open_modes, plan_run
+from megatoken.system.gpus import GPUS, Gpu, find_gpu
 
 HELP = "estimate the memory and traffic of one GPU of many, without a GPU"
 EXAMPLE = "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100"
@@ -31,13 +34,34 @@ def run(options: Namespace, console: Console) -> Result:
         },
     )
     resolved, model, _ = find_model(options)
-    from megatoken.measure.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
+    gpu = find_card(options.gpu)
+    if options.gpus < 1:
+        raise ConfigError(f"{options.gpus} GPUs", "--gpus", "give at least 1")
+    modes = open_modes(resolved)
+    layout = plan_run(resolved.config, model, gpu, options.gpus, modes=modes).layout
+    settings = [
+        f"machine.precision={layout.precision.replace('tf32', 'fp32')}",
+        f"machine.micro_batch={layout.micro_batch}",
+        f"machine.sharding={layout.sharding}",
+        f"machine.activation_checkpointing={layout.checkpointing}",
+    ]
+    options.overrides += settings
+    config = find_model(options)[0].config
+    from megatoken.measure.dry_run import check_fit, describe_estimate, dry_run
 
-    memory_bytes = gpu_memory_bytes(options.gpu)
-    estimate = dry_run(resolved.config, model, options.gpus, memory_bytes)
-    fits, advice = check_fit(estimate, resolved.config, options.gpu, memory_bytes)
+    estimate = dry_run(config, model, options.gpus)
+    fits, advice = check_fit(estimate, options.gpu, gpu.memory_bytes)
     name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
-    console.table([("model", name), *describe_estimate(estimate)])
+    rows = [("model", name), ("settings", " ".join(settings)), *describe_estimate(estimate)]
+    console.table(rows)
     console.print(advice)
     data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
     return done(data)
+
+
+def find_card(text: str) -> Gpu:
+    """Return the GPU of a name, or an H100 with the given memory in GB, such as "80" or "80gb"."""
+    size = text.strip().lower().removesuffix("gb")
+    if size.isdigit() and len(size) < 4:  # 4090 is a name
+        return replace(GPUS["H100"], memory_gib=int(size) * 1e9 / 2**30)
+    return find_gpu(text, "--gpu")

@@ -9,17 +9,16 @@ from typing import Any
 
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model
+from megatoken.cli.recipe import PRESET_HELP, TRANSLATED, add_recipe_arguments, find_model
 from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import FIELDS, Config
-from megatoken.console import Console, format_duration, format_memory, format_quantity
-from megatoken.distributed.memory import USABLE
+from megatoken.console import Console, format_count, format_duration, format_quantity
+from megatoken.distributed.memory import ERROR, USABLE
 from megatoken.errors import ConfigError
 from megatoken.estimate.compute_optimal import Optimum, spend_budget
 from megatoken.estimate.ladder import list_rungs, plan_rungs
 from megatoken.estimate.plan import (
-    CHECKPOINTING,
     GPU_COUNTS,
     MEASURED_SPREAD,
     Plan,
@@ -27,6 +26,7 @@ from megatoken.estimate.plan import (
     find_deadline,
     list_settings,
     measured_factor,
+    open_modes,
     optimal_tokens,
     plan_family,
     plan_run,
@@ -36,7 +36,7 @@ from megatoken.model.flops import describe_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.gpus import GPUS, parse_gpus
 
-HELP = "plan a run on some GPUs: fit, speed, hours, dollars"
+HELP = "plan a run on given GPUs: does it fit, how fast, how long, how much"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
 PAIRS = ("dpo", "kto", "reward")  # objectives with a second answer per row
 CALIBRATE_SECONDS = 30.0
@@ -50,9 +50,19 @@ LADDER_COLUMNS = {
     "published": "published",
 }
 PLAN_COLUMNS = [
-    *("model", "tokens", "GPUs", "speed-up", "tokens/s", "MFU"),
-    *("hours", "GPU-hours", "dollars", "layout"),
+    "model",
+    "tokens",
+    "GPUs",
+    "speed-up",
+    "tokens/s",
+    "MFU",
+    "time",
+    "GPU-hours",
+    "dollars",
+    "layout",
 ]
+PROGRAMS = {"eager": "not compiled", "compiled": "compiled", "fused": "compiled, weights in bf16"}
+RECOMPUTED = {"none": "", "gelu": ", GELU recomputed", "block": ", blocks recomputed"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -107,10 +117,13 @@ def run(options: Namespace, console: Console) -> Result:
         return list_gpus(console)
     if options.gpus:
         options.nproc = parse_gpus(options.gpus)[0][0]
+    if options.budget and not any(getattr(options, name) for name in ("recipe", *TRANSLATED)):
+        fix = f"name one, such as: megatoken plan gpt3-1.3b --budget {options.budget:g} ..."
+        raise ConfigError("--budget needs a recipe, for its batch", "megatoken plan", fix)
     resolved, model, is_recipe = find_model(options)
     options.recipe = resolved.name
     config = resolved.config
-    tokens = choose_tokens(options.tokens, config, model, is_recipe)
+    tokens = choose_tokens(options, config, model, is_recipe)
     if config.objective.name not in ("pretrain", "sft"):
         extra = "second answers" if config.objective.name in PAIRS else "generation of answers"
         console.print(f"note: excludes {extra}, the reference model and gathered weights")
@@ -121,9 +134,7 @@ def run(options: Namespace, console: Console) -> Result:
         raise ConfigError("no GPUs given", "megatoken plan", fix)
     if options.ladder:
         return plan_ladder(options, config, model, console)
-    is_open = resolved.origins["machine.activation_checkpointing"] == "default"
-    modes = CHECKPOINTING if is_open else (config.machine.activation_checkpointing,)
-    return plan_gpus(options, config, model, tokens, modes, console)
+    return plan_gpus(options, config, model, tokens, open_modes(resolved), console)
 
 
 def list_gpus(console: Console) -> Result:
@@ -132,7 +143,8 @@ def list_gpus(console: Console) -> Result:
     for gpu in GPUS.values():
         peaks = ", ".join(f"{name} {peak / 1e12:g}" for name, peak in gpu.peaks.items())
         rates = f"{gpu.memory_rate / 1e9:,.0f} GB/s", f"{gpu.watts} W", f"{gpu.price or ''}"
-        rows.append([gpu.name, gpu.architecture, peaks, format_memory(gpu.memory_bytes), *rates])
+        memory = format_quantity(gpu.memory_bytes, "B")
+        rows.append([gpu.name, gpu.architecture, peaks, memory, *rates])
     console.table(rows, left=3)
     return done({"gpus": [asdict(gpu) for gpu in GPUS.values()]})
 
@@ -159,10 +171,7 @@ def plan_gpus(
     modes: Sequence[str],
     console: Console,
 ) -> Result:
-    """Plan for --gpus, for other GPU counts and other models, and if given a deadline or budget.
-
-    tokens: training tokens of the run.
-    """
+    """Plan for --gpus, for other GPU counts and other models, and if given a deadline or budget."""
     counts, gpu = parse_gpus(options.gpus)
     factor, n_measured = measured_factor(options.records, gpu)
     common: dict[str, Any] = {"prices": options.price, "modes": modes, "measured": factor}
@@ -174,13 +183,16 @@ def plan_gpus(
     common["tokens"] = tokens
     plan = plan_run(config, model, gpu, counts[0], **common)
     scaled = scale_gpus(full, model, gpu, others, **common)
-    fitting = [scaled_plan for scaled_plan in scaled if scaled_plan.fits]
+    fitting = [each for each in scaled if each.fits]
     data = plan_data(plan)
-    data["scaling"] = [plan_data(scaled_plan) for scaled_plan in fitting]
-    members = {name: [p for p in family[name] if p.layout.gpus in counts] for name in family}
-    data["family"] = {name: [plan_data(member) for member in members[name]] for name in members}
+    data["scaling"] = [plan_data(each) for each in fitting]
+    data["family"] = {
+        name: [plan_data(each) for each in plans if each.layout.gpus in counts]
+        for name, plans in family.items()
+    }
     data["settings"] = list_settings(config, plan) if plan.fits else []
-    rows = [describe_model(options.recipe, model), *describe_plan(plan)]
+    (constant,) = (each for each in scaled if each.layout.gpus == counts[0])
+    rows = [describe_model(options.recipe, model), *describe_plan(plan, constant.hours)]
     if data["settings"]:
         rows.append(("settings", f"train with {' '.join(data['settings'])}"))
     if not plan.fits:
@@ -204,10 +216,10 @@ def plan_gpus(
         data["picture"] = str(draw_plan(title, fitting, family, length, options.plot))
         rows.append(("picture", data["picture"]))
     console.table(rows)
-    ramp = ", without the ramp" if plan.ramp else ""
-    title = f"the same batch of {config.batch_seqs:,} sequences on GPU counts that divide it{ramp}"
-    print_plans(console, title, {options.recipe: scaled})
-    print_plans(console, f"the family at {length} on {gpu.name}", members)
+    ramp = " (no ramp)" if plan.ramp else ""
+    title = f"by number of GPUs, at a constant batch of {config.batch_seqs:,} sequences{ramp}"
+    print_plans(console, title, {options.recipe: scaled}, others)
+    print_plans(console, f"the family on {gpu.name}, for {length}", family, counts)
     return done(data)
 
 
@@ -259,19 +271,22 @@ def plan_here(
     return done(data)
 
 
-def choose_tokens(text: str | None, config: Config, model: ModelConfig, is_recipe: bool) -> float:
-    """Return the number of training tokens from --tokens or else from the recipe.
+def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_recipe: bool) -> float:
+    """Return the number of training tokens from --tokens or else from the recipe; 0 if unknown.
 
     For `--tokens chinchilla`, it is the compute-optimal number. So it is for a preset without
-    --tokens, because a preset has no length.
-
-    text: value of --tokens, or None.
+    --tokens, because a preset has no length. Raises ConfigError if it is unknown but needed.
     """
+    text = options.tokens
     if text == "chinchilla" or (text is None and not is_recipe):
         return optimal_tokens(model)
     if text is None:
-        epoch_tokens = count_epoch_tokens(config, model.seq_len) if config.budget.epochs else 0
-        return config.budget.epochs * epoch_tokens or budget_tokens(config)
+        tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
+        tokens = tokens or budget_tokens(config)
+        if not tokens and (options.deadline or options.calibrate):
+            fix = "give the tokens: --tokens 10e9 or chinchilla"
+            raise ConfigError("the recipe's length is in epochs", "--tokens", fix)
+        return tokens
     try:
         tokens = parse_value(FIELDS["budget.tokens"], text)
     except ValueError as error:
@@ -294,38 +309,42 @@ def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
     return "model", f"{name}: {describe_parameters(model)}, context {model.seq_len:,}"
 
 
-def describe_plan(plan: Plan) -> list[tuple[str, str]]:
+def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
     """Return the (name, value) rows of the printed table.
 
     The rows tell the GPUs, memory, layout, speed and length, and if the model fits also time, price
-    and energy.
+    and energy. constant_hours: hours without the batch ramp.
     """
     layout = plan.layout
-    usable = USABLE * plan.gpu.memory_bytes
-    total = plan.memory.total_bytes
+    usable = format_quantity(USABLE * plan.gpu.memory_bytes, "B")
     fit = "fits" if plan.fits else "does not fit"
-    share = f"{total / usable:.0%} of {format_quantity(usable, 'B')} usable"
+    share = plan.memory.usable_share(plan.gpu.memory_bytes)
+    room = f"plus {ERROR:.0%} for error {share:.0%} of {usable} usable ({USABLE:.0%} of the GPU)"
     seconds = asdict(plan.step)
     seconds.pop("tokens", None)
     ramp = plan.ramp
-    batches = f", batches of {ramp.start:,} to {ramp.full:,}" if ramp else ""
     parallel = f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
-    size = f"{layout.micro_steps} x {layout.micro_batch} sequences per GPU and step"
+    size = format_count(layout.micro_steps, "micro-batch", "micro-batches")
+    size += f" of {format_count(layout.micro_batch, 'sequence')} per step"
+    recomputed = RECOMPUTED[layout.checkpointing]
     emulated = "" if layout.precision in plan.gpu.peaks else " (not supported: emulated in fp32)"
+    program = f"{layout.precision}{emulated}, {PROGRAMS[layout.program]}"
     rows = [
-        ("on", f"{layout.gpus} x {plan.gpu.name}, {layout.precision}{emulated}, {layout.program}"),
-        ("memory", f"{fit}: {format_quantity(total, 'B')}, {share}"),
+        ("on", f"{layout.gpus} x {plan.gpu.name}, {program}"),
+        ("memory", f"{fit}: {format_quantity(plan.memory.total_bytes, 'B')}, {room}"),
         ("", describe_parts(asdict(plan.memory), lambda part: format_quantity(part, "B"))),
-        (
-            "layout",
-            f"sharding {layout.sharding}{parallel}, {size}, checkpointing {layout.checkpointing}",
-        ),
+        ("layout", f"sharding {layout.sharding}{parallel}, {size}{recomputed}"),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
         ("", describe_parts(seconds, lambda part: f"{part / plan.step.seconds:.0%}")),
-        ("length", describe_length(plan.tokens, plan.model) + batches),
     ]
+    if not plan.tokens:
+        return [*rows, ("length", "unknown without the dataset; for hours, give --tokens")]
+    batches = f", batches of {ramp.start:,} to {ramp.full:,}" if ramp else ""
+    rows.append(("length", describe_length(plan.tokens, plan.model) + batches))
     if plan.fits:
         time = describe_time(plan.hours, plan.spread)
+        if ramp:
+            time = f"{format_duration(3600 * constant_hours)}, with the batch ramp {time}"
         energy = format_quantity(1000 * plan.energy_kwh, "Wh")
         price = f"no price of {plan.gpu.name} known; give --price"
         if plan.prices:
@@ -365,37 +384,45 @@ def describe_time(hours: float, spread: tuple[float, float]) -> str:
 
 
 def format_digits(number: float) -> str:
-    """Format a number with two decimals, or a small one with two significant digits."""
-    return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
+    """Format a number with three significant digits."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
 
 
-def print_plans(console: Console, title: str, models: Mapping[str, Sequence[Plan]]) -> None:
-    """Print a table of plans with speed, time, price and layout. models: plans by model."""
-    if not models:
-        return
-    console.print(f"\n{title}")
+def print_plans(
+    console: Console, title: str, models: Mapping[str, Sequence[Plan]], counts: Sequence[int]
+) -> None:
+    """Print a table of plans with speed, time, price and layout.
+
+    Speed-ups are relative to the smallest number of GPUs that fits, counted as linear. models:
+    plans by model. counts: numbers of GPUs to print.
+    """
     rows = [PLAN_COLUMNS]
     for name, plans in models.items():
         base = next((plan.tokens_per_second / plan.layout.gpus for plan in plans if plan.fits), 0)
-        leads = [name, format_quantity(plans[0].tokens)]
+        leads = [name, format_quantity(plans[0].tokens) if plans[0].tokens else ""]
         for plan in plans:
             layout = plan.layout
+            if layout.gpus not in counts:
+                continue
             row = [*leads, f"{layout.gpus:,}"]
             leads = ["", ""]
             if plan.fits:
                 rate = plan.tokens_per_second
-                hours = [format_digits(plan.hours), format_digits(plan.gpu_hours)]
-                row += [f"{rate / base:,.1f}", f"{rate:,.0f}", f"{plan.mfu:.1%}", *hours]
-                parts = [f"{layout.micro_steps} x {layout.micro_batch}"]
-                parts += [
-                    word for word in (layout.sharding, layout.checkpointing) if word != "none"
-                ]
-                row += [format_dollars(plan.dollars), ", ".join(parts)]
+                row += [f"{rate / base:,.1f}", f"{rate:,.0f}", f"{plan.mfu:.1%}"]
+                costs = [format_duration(3600 * plan.hours), format_digits(plan.gpu_hours)]
+                costs.append(format_dollars(plan.dollars))
+                sharding = f", {layout.sharding}" if layout.sharding != "none" else ""
+                size = f"{layout.micro_steps} x {layout.micro_batch}"
+                row += costs if plan.tokens else [""] * 3
+                row += [f"{size}{sharding}{RECOMPUTED[layout.checkpointing]}"]
             else:
                 size = format_quantity(plan.memory.total_bytes, "B")
                 row += [*[""] * 6, f"does not fit: {size}"]
             rows.append(row)
-    console.table(rows, left=1)
+    if len(rows) > 1:
+        console.print(f"\n{title}; layout: micro-batches x sequences")
+        console.table(rows, left=1)
 
 
 def format_dollars(dollars: Sequence[float]) -> str:
@@ -444,13 +471,13 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "hours": plan.hours,
         "dollars": plan.dollars[0] if plan.prices else None,
         "energy_kwh": plan.energy_kwh,
-        "tokens": plan.tokens,
+        "tokens": plan.tokens or None,
         "gpu": plan.gpu.name,
         "gpu_hours": plan.gpu_hours,
         "tokens_per_second_low": low,
         "tokens_per_second_high": high,
         **asdict(plan.layout),
     }
-    if not plan.fits:
+    if not (plan.fits and plan.tokens):
         data |= dict.fromkeys(("hours", "dollars", "energy_kwh", "gpu_hours"))
     return data

@@ -21,6 +21,7 @@ from megatoken.optim.costs import count_optimizer_bytes
 
 STATE_SHARE = 0.7  # share of memory for weights, gradients and moments if micro_batch=auto
 USABLE = 0.9  # share of a GPU's memory; the rest is CUDA's context, NCCL buffers and fragmentation
+ERROR = 0.05  # by which a GPU may need more than the estimate (tests/nullgpu/test_cards.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,10 @@ class Memory:
         state = self.parameters + self.gradients + self.moments + self.gathered
         return state + self.activations + self.low_precision + self.loss
 
+    def usable_share(self, memory_bytes: float) -> float:
+        """Return the share of a GPU's usable memory with room for the estimate's error."""
+        return (1 + ERROR) * self.total_bytes / (USABLE * memory_bytes)
+
 
 def estimate_memory(
     model: ModelConfig,
@@ -55,7 +60,7 @@ def estimate_memory(
     micro_batch: int,
     accumulates: bool,
     checkpointing: str = "none",
-    loss_chunk: int = LOSS_CHUNK["cuda"],
+    loss_chunk: int | str = "auto",
     optimizer: str = "adamw",
     masters: bool = False,
 ) -> Memory:
@@ -65,7 +70,6 @@ def estimate_memory(
     are held at once. masters: whether an unsharded model is held in low precision on CUDA.
     """
     n_params = count_padded_parameters(model) // dims.tp_size
-    local_params = n_params // dims.dp_shard
     n_trained = count_trained_parameters(model) // dims.tp_size
     block_params = model.n_layer * count_block_parameters(model)
     block_params += count_value_parameters(model, model.padded_vocab_size)
@@ -75,9 +79,10 @@ def estimate_memory(
         micro_batch * model.seq_len // dims.tp_size,
         precision=precision,
         checkpointing=checkpointing,
-        loss_chunk=loss_chunk,
+        loss_chunk=LOSS_CHUNK["cuda"] if isinstance(loss_chunk, str) else loss_chunk,
         sharded=dims.dp_shard > 1,
         masters=masters,
+        tp_size=dims.tp_size,
     )
     gathered = 0
     gradients = FP32 * n_trained // dims.dp_shard
@@ -99,7 +104,7 @@ def estimate_memory(
     elif not accumulates:
         gradients = 0
     return Memory(
-        parameters=FP32 * local_params,
+        parameters=FP32 * n_params // dims.dp_shard,
         gradients=gradients,
         moments=count_optimizer_bytes(optimizer, model) // dims.tp_size // dims.dp_shard,
         gathered=gathered,
@@ -107,6 +112,12 @@ def estimate_memory(
         low_precision=low_precision,
         loss=loss,
     )
+
+
+def holds_low_precision(machine: MachineConfig, dims: ParallelDims, precision: str) -> bool:
+    """Return whether a CUDA run holds its weights in bf16 and fuses the loss, if both are open."""
+    is_open = machine.master_weights != "off" and machine.fused != "off"
+    return precision == "bf16" and dims.is_unsharded and is_open and not machine.deterministic
 
 
 def count_state_bytes(
@@ -153,7 +164,8 @@ def choose_dims(
         if not memory_bytes:
             break
         if machine.micro_batch == "auto":
-            needed = count_state_bytes(dims, model, optimizer, precision) / STATE_SHARE
+            state_bytes = count_state_bytes(dims, model, optimizer, precision)
+            share = state_bytes / STATE_SHARE / memory_bytes
         else:
             memory = estimate_memory(
                 model,
@@ -162,13 +174,12 @@ def choose_dims(
                 micro_batch=machine.micro_batch,
                 accumulates=True,
                 checkpointing=machine.activation_checkpointing,
-                loss_chunk=LOSS_CHUNK["cuda"]
-                if machine.loss_chunk == "auto"
-                else machine.loss_chunk,
+                loss_chunk=machine.loss_chunk,
                 optimizer=optimizer,
+                masters=holds_low_precision(machine, dims, precision),
             )
-            needed = memory.total_bytes / USABLE
-        if needed <= memory_bytes:
+            share = memory.usable_share(memory_bytes)
+        if share <= 1:
             break
     check_dims(dims, model)
     return dims

@@ -101,5 +101,5 @@ def plan_preset(
     """Plan another model with about the config's batch, rounded to divide among the GPUs."""
     seqs = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus
     budget = replace(config.budget, batch_tokens=seqs * model.seq_len)
-    sized = replace(config, model=replace(config.model, seq_len=model.seq_len), budget=budget)
+    sized = replace(config, model=model, budget=budget)
     return plan_run(sized, model, gpu, gpus, tokens=optimal_tokens(model), modes=modes)

@@ -14,16 +14,22 @@ from statistics import median
 from typing import Any
 
 from megatoken.config.batch_ramp import BatchRamp
+from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import Config, nearest_multiples
+from megatoken.config.schema import Config
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_memory
-from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
+from megatoken.distributed.memory import Memory, estimate_memory, holds_low_precision
+from megatoken.distributed.parallel_dims import (
+    SIMPLEST_FIRST,
+    ParallelDims,
+    build_dims,
+    check_dims,
+    fit_batch,
+)
 from megatoken.errors import ConfigError
 from megatoken.estimate.speed import ARCHITECTURES, Layout, StepTime, estimate_step
 from megatoken.model.flops import count_parameters, count_value_parameters, flops_per_token
-from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu
 
@@ -42,8 +48,8 @@ VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 class Plan:
     """A training run of one model on a number of GPUs.
 
-    tokens: training tokens. evaluated_tokens: tokens of all evaluations together. prices: dollars
-    per GPU-hour; none if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
+    tokens: training tokens; 0 if unknown. evaluated_tokens: tokens of all evaluations together.
+    prices: dollars per GPU-hour; none if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
     measured. spread: expected range of tokens/s, relative to `tokens_per_second`.
     """
 
@@ -61,7 +67,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total_bytes <= USABLE * self.gpu.memory_bytes
+        return self.memory.usable_share(self.gpu.memory_bytes) <= 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,10 +134,8 @@ def plan_run(
     the GPUs.
     """
     tokens = tokens or budget_tokens(config)
-    ramp = config.budget.ramp
-    if ramp:  # round its start up to a multiple of one sequence per replica
-        unit = gpus // config.machine.tensor_parallel * model.seq_len
-        ramp = replace(ramp, start=math.ceil(ramp.start / unit) * unit)
+    dist_env = DistEnv(world_size=gpus, local_world_size=min(gpus, gpu.per_machine))
+    config = fit_batch(config, dist_env, "--gpus")
     plans = [
         Plan(
             model=model,
@@ -141,12 +145,12 @@ def plan_run(
             step=estimate_step(model, gpu, layout),
             tokens=tokens,
             evaluated_tokens=count_evaluated_tokens(config, tokens),
-            ramp=ramp,
+            ramp=config.budget.ramp,
             prices=prices or [gpu.price] * bool(gpu.price),
             speed_factor=measured or 1.0,
             spread=MEASURED_SPREAD if measured else (SLOWEST, FASTEST),
         )
-        for layout, memory in list_layouts(config, model, gpu, gpus, modes)
+        for layout, memory in list_layouts(config, model, gpu, dist_env, modes)
     ]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -154,6 +158,13 @@ def plan_run(
     base = fitting[0].step.tokens_per_second
     # On ties within 1%, max returns the first, which is the simplest.
     return max(fitting, key=lambda plan: round(plan.step.tokens_per_second / base, 2))
+
+
+def open_modes(resolved: ResolvedConfig) -> Sequence[str]:
+    """Return the kinds of activation checkpointing to choose from: only the config's if set."""
+    if resolved.origins["machine.activation_checkpointing"] == "default":
+        return CHECKPOINTING
+    return (resolved.config.machine.activation_checkpointing,)
 
 
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
@@ -182,7 +193,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
 
 
 def list_layouts(
-    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]
+    config: Config, model: ModelConfig, gpu: Gpu, dist_env: DistEnv, modes: Sequence[str]
 ) -> Iterator[tuple[Layout, Memory]]:
     """Yield the layouts that the config allows, each with the largest micro-batch that fits.
 
@@ -194,23 +205,17 @@ def list_layouts(
         modes = (machine.activation_checkpointing,)
     if tp > 1:
         modes = [mode for mode in modes if mode != "gelu"]
-    dist_env = DistEnv(world_size=gpus, local_world_size=min(gpus, gpu.per_machine))
     layouts_seen = set()
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, tp, dist_env)
         check_dims(dims, model)
-        if config.batch_seqs % dims.dp_size or config.batch_seqs < dims.dp_size:
-            sizes = nearest_multiples(config.batch_seqs, dims.dp_size)
-            near = " or ".join(f"{size * model.seq_len:,}" for size in sizes)
-            what = f"{config.batch_seqs:,} sequences do not divide among {dims.dp_size:,} replicas"
-            raise ConfigError(what, "--gpus", f"set budget.batch_tokens to {near}")
         if dims in layouts_seen:  # one GPU: nothing to shard
             continue
         layouts_seen.add(dims)
         largest = 0  # micro-batch that fits with less recomputation
         for mode in modes:
             layout, memory = _fit_micro_batch(config, model, gpu, dims, mode)
-            fits = memory.total_bytes <= USABLE * gpu.memory_bytes
+            fits = memory.usable_share(gpu.memory_bytes) <= 1
             if largest and not (fits and layout.micro_batch > largest):
                 continue
             largest = layout.micro_batch if fits else 0
@@ -244,7 +249,7 @@ def _fit_micro_batch(
             attention=machine.attention,
             checkpointing=checkpointing,
         )
-        if memory.total_bytes <= USABLE * gpu.memory_bytes:
+        if memory.usable_share(gpu.memory_bytes) <= 1:
             break
     return layout, memory
 
@@ -264,9 +269,7 @@ def build_layout(
     """Return the layout of a run, and its memory on each GPU."""
     machine = config.machine
     micro_steps = max(1, config.batch_seqs // dims.dp_size // micro_batch)
-    has_bf16 = precision == gpu.compute_precision(precision) == "bf16"
-    is_fused = machine.master_weights != "off" and machine.fused != "off"
-    masters = has_bf16 and dims.is_unsharded and is_fused
+    masters = holds_low_precision(machine, dims, gpu.compute_precision(precision))
     memory = estimate_memory(
         model,
         dims,
@@ -274,7 +277,7 @@ def build_layout(
         micro_batch=micro_batch,
         accumulates=micro_steps > 1,
         checkpointing=checkpointing,
-        loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
+        loss_chunk=machine.loss_chunk,
         optimizer=config.optim.name,
         masters=masters,
     )
@@ -304,20 +307,11 @@ def build_layout(
 def list_settings(config: Config, plan: Plan) -> list[str]:
     """Return the overrides with which `train` follows the plan on these GPUs.
 
-    Settings that `train` would choose itself are left out.
+    The micro-batch is left to `train`, which times several sizes.
     """
     layout = plan.layout
-    local_gpus = min(layout.gpus, plan.gpu.per_machine)
-    dims = choose_dims(
-        config.machine,
-        plan.model,
-        "fp32" if layout.precision == "tf32" else layout.precision,
-        plan.gpu.memory_bytes,
-        DistEnv(world_size=layout.gpus, local_world_size=local_gpus),
-        config.optim.name,
-    )
     settings = []
-    if layout.sharding != dims.sharding:
+    if layout.gpus > 1 and layout.sharding != config.machine.sharding:
         settings.append(f"machine.sharding={layout.sharding}")
     if layout.checkpointing != config.machine.activation_checkpointing:
         settings.append(f"machine.activation_checkpointing={layout.checkpointing}")
@@ -327,14 +321,8 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
 
 
 def budget_tokens(config: Config) -> float:
-    """Return the number of tokens of the config's budget.
-
-    Raises ConfigError if the budget is in epochs, because an epoch's size depends on the dataset.
-    """
+    """Return the number of tokens of the config's budget; 0 if it is in epochs."""
     budget = config.budget
-    if budget.epochs:
-        fix = "give the tokens: --tokens 10e9 or chinchilla"
-        raise ConfigError("the recipe's length is in epochs", "--tokens", fix)
     return float(budget.tokens_before(budget.steps) if budget.steps else budget.tokens)
 
 

@@ -24,8 +24,8 @@ def draw_plan(
     length: their training length in words. Raises ConfigError and StorageError as `save_figure` does.
     """
     figure, (speed, hours) = open_panels(2, size=(6.5, 4.8))
-    title = f"{name}: {scaled[0].step.tokens:,} tokens a step"
-    speed.set(title=title, ylabel="tokens a second (at each point: MFU)")
+    title = f"{name}: {scaled[0].step.tokens:,} tokens per step"
+    speed.set(title=title, ylabel="tokens/s (at each point: MFU)")
     counts = np.array([plan.layout.gpus for plan in scaled])
     rates = np.array([plan.tokens_per_second for plan in scaled])
     speed.plot(counts, counts * rates[0] / counts[0], "--", color="gray", label="linear")
@@ -35,7 +35,7 @@ def draw_plan(
     for plan, point in zip(scaled, zip(counts, rates, strict=True), strict=True):
         speed.annotate(f"\n{plan.mfu:.0%}", point, fontsize=7, ha="center", va="top")
     speed.legend(fontsize=8)
-    hours.set(ylabel="hours", title=f"hours to {length}")
+    hours.set(ylabel="hours", title=f"hours to train on {length}")
     for model, plans in families.items():
         fitting = [plan for plan in plans if plan.fits]
         gpus = [plan.layout.gpus for plan in fitting]
@@ -56,7 +56,7 @@ def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) ->
     rates = [rung["tokens_per_second"] for rung in rungs]
     axis.barh(names, [rung["published"] or math.nan for rung in rungs], color="C1", alpha=0.3)
     axis.bar_label(axis.barh(names, rates, 0.4), fmt="{:,.0f}", padding=4)
-    axis.set(title=f"{title}, predicted (pale: published)", xlabel="tokens per second")
+    axis.set(title=f"{title}, predicted (pale: published)", xlabel="tokens/s")
     axis.set(xscale="log", xlim=(rates[0] / 5, 4 * max(rates)), axisbelow=True)
     axis.invert_yaxis()
     return save_figure(figure, target)

@@ -1,36 +1,36 @@
 """Trace a training step of one process among many on fake tensors: memory and communication.
 
 The model, sharding, step and optimizer are those of training, but the kernels are the default ones,
-not those that a run would select. `auto` means bf16 for the precision, and one sequence for the
-micro-batch.
+not those that a run would select. `auto` means bf16 for the precision, one sequence for the
+micro-batch, and no sharding.
 """
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, nearest_multiples
-from megatoken.console import format_quantity
+from megatoken.config.schema import Config
+from megatoken.console import format_count, format_quantity
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, ignore_view_warning
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import USABLE, choose_dims
-from megatoken.distributed.parallel_dims import SIMPLEST_FIRST
+from megatoken.distributed.memory import USABLE, holds_low_precision
+from megatoken.distributed.parallel_dims import build_dims, check_dims
 from megatoken.errors import ConfigError
 from megatoken.measure.memory_tracker import MemoryTracker
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, Norm, set_activation_checkpointing
+from megatoken.model.kernels.block import torch_norm
 from megatoken.system.device import Device
-from megatoken.system.gpus import find_gpu
 from megatoken.system.torch_compat import FakeStore, FakeTensorMode
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import train_step_async
@@ -67,35 +67,14 @@ class Estimate:
     seconds: float  # of this dry run
 
 
-def dry_run(
-    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
-) -> Estimate:
+def dry_run(config: Config, model_config: ModelConfig, processes: int) -> Estimate:
     """Estimate one step on `processes` processes. Only the first is simulated.
 
-    `sharding=auto` becomes the simplest kind that fits in memory_bytes (0 if unknown). Raises
-    ConfigError if the batch, the heads or the processes do not divide evenly.
+    Raises ConfigError if the batch, the heads or the processes do not divide evenly.
     """
-    if processes < 1:
-        raise ConfigError(f"{processes} GPUs", "--gpus", "give at least 1")
-    estimate = dry_run_once(config, model_config, processes, memory_bytes)
-    if config.machine.sharding != "auto" or not memory_bytes or estimate.readers == 1:
-        return estimate
-    stronger: Any
-    for stronger in SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1 :]:
-        if estimate.total_bytes <= USABLE * memory_bytes:
-            break
-        sharded = replace(config, machine=replace(config.machine, sharding=stronger))
-        estimate = dry_run_once(sharded, model_config, processes, memory_bytes)
-    return estimate
-
-
-def dry_run_once(
-    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
-) -> Estimate:
-    """Trace one step in the layout that `choose_dims` picks."""
     start = time.perf_counter()
     with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
-        state, step_config, device = build(config, model_config, processes, memory_bytes)
+        state, step_config, device = build(config, model_config, processes)
         params = list(state.sharded.local_params.values())
         moments = [
             moment for moments in state.optimizer.state.values() for moment in moments.values()
@@ -141,7 +120,7 @@ def fake_process_group(processes: int) -> Iterator[None]:
 
 
 def build(
-    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
+    config: Config, model_config: ModelConfig, processes: int
 ) -> tuple[TrainState, StepConfig, Device]:
     """Return the state, step settings and device of the first process, with fake tensors."""
     machine = config.machine
@@ -154,16 +133,23 @@ def build(
         peak_source="",
     )
     dist_env = DistEnv(world_size=processes, local_world_size=min(processes, PROCESSES_PER_MACHINE))
-    dims = choose_dims(
-        machine, model_config, precision, int(memory_bytes), dist_env, config.optim.name
-    )
+    sharding = "none" if machine.sharding == "auto" else machine.sharding
+    dims = build_dims(sharding, machine.tensor_parallel, dist_env)
+    check_dims(dims, model_config)
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
-    if config.batch_seqs % (dims.dp_size * micro_batch):
-        ranks = f"{dims.dp_size:,} ranks x micro_batch {micro_batch}"
-        what = f"{config.batch_seqs:,} sequences do not divide among {ranks}"
-        near = nearest_multiples(config.batch_seqs, dims.dp_size * micro_batch)
-        raise ConfigError(what, "budget.batch_tokens", f"nearest numbers of sequences: {near}")
+    seqs = config.batch_seqs // dims.dp_size
+    if seqs % micro_batch:
+        what = f"{seqs:,} sequences per rank do not divide into micro-batches of {micro_batch}"
+        raise ConfigError(what, "machine.micro_batch", "use auto")
     state = build_state(GPT(model_config, seed=None), config, device, dims)
+    if machine.device != "cpu":
+        if holds_low_precision(machine, dims, precision):
+            use_low_precision(state, device.dtype)
+        # As CUDA's kernel, save the input alone.
+        fused_norm = partial(checkpoint, torch_norm, use_reentrant=False)
+        for part in state.compute_model.modules():
+            if isinstance(part, Norm) and part.rms:
+                part.kernels = replace(part.kernels, norm=fused_norm)
     state.scaler = torch.amp.GradScaler(enabled=False)  # it would read whether gradients overflow
     state.start_grad_reduction(Comm(dist_env))
     step_config = build_step_config(
@@ -173,6 +159,17 @@ def build(
         device_type="cpu" if machine.device == "cpu" else "cuda",
     )
     return state, step_config, device
+
+
+def use_low_precision(state: TrainState, dtype: torch.dtype) -> None:
+    """Give the state master weights and the in-place loss of a GPU, without values."""
+    torch.set_default_dtype(dtype)  # a fake model cannot be converted
+    low = GPT(state.model.config, seed=None)
+    torch.set_default_dtype(torch.float32)
+    set_activation_checkpointing(low, state.model.activation_checkpointing)
+    state.compute_model = state.forward = low
+    state.sharded = replace(state.sharded, trained=dict(low.named_parameters()))
+    state.cross_entropy_fn = lambda logits_NV, *_, **__: logits_NV[:, 0].float()  # in place
 
 
 def trace_step(
@@ -215,15 +212,6 @@ def count_local_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def gpu_memory_bytes(gpu: str) -> float:
-    """Return the memory of a GPU. Raises ConfigError for an unknown one.
-
-    gpu: its name, or its memory in GB such as "80" or "80gb".
-    """
-    match = re.fullmatch(r"(\d{1,3})(gb)?", gpu.strip().lower())
-    return int(match[1]) * 1e9 if match else find_gpu(gpu, "--gpu").memory_bytes
-
-
 def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
     """Format an estimate as (name, value) rows: layout, step, memory by use, peak, communication.
 
@@ -235,16 +223,16 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
         "optimizer": estimate.optimizer_bytes,
         "activations": estimate.activation_bytes,
     }
-    step = f"{estimate.micro_steps:,} micro-batches of {estimate.micro_batch}"
-    step += f" on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}"
+    step = format_count(estimate.micro_steps, "micro-batch", "micro-batches")
+    step += f" of {estimate.micro_batch} on each of {estimate.readers:,} data-parallel ranks"
     rows = [
-        ("layout", f"sharded {estimate.shard}, tensor parallel {estimate.tensor_parallel}"),
-        ("step", step),
+        ("layout", f"sharding {estimate.shard}, tensor parallel {estimate.tensor_parallel}"),
+        ("step", f"{step}, {estimate.precision}"),
     ]
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         share = size / estimate.total_bytes
         rows.append((name, f"{format_quantity(size, 'B'):>9} {share:5.0%}"))
-    sent = f"{format_quantity(estimate.communication_bytes_per_step, 'B'):>9} a step"
+    sent = f"{format_quantity(estimate.communication_bytes_per_step, 'B'):>9} per step"
     by_collective = [
         f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items()
     ]
@@ -254,31 +242,13 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
     return [*rows, ("peak", peak), ("sent", sent)]
 
 
-def check_fit(
-    estimate: Estimate, config: Config, gpu: str, memory_bytes: float
-) -> tuple[bool, str]:
+def check_fit(estimate: Estimate, gpu: str, memory_bytes: float) -> tuple[bool, str]:
     """Return whether the step fits, and a line that says so, with advice if it does not."""
     usable = USABLE * memory_bytes
     share = f"{estimate.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable on {gpu}"
     if estimate.total_bytes <= usable:
         return True, f"fits: {share}"
-    return False, f"does not fit: {share}; {advise(estimate, config)}"
-
-
-def advise(estimate: Estimate, config: Config) -> str:
-    """Return which setting to change next, according to the largest use of memory."""
-    if estimate.activation_bytes > estimate.total_bytes / 2:
-        if estimate.shard in ("zero1", "zero2"):
-            return "--shard zero3 gathers one layer's weights at a time instead of all"
-        if estimate.micro_batch > 1:
-            return f"machine.micro_batch={estimate.micro_batch // 2} halves the activations"
-        if config.machine.activation_checkpointing != "block":
-            return (
-                "machine.activation_checkpointing=block recomputes all but the input of each block"
-            )
-    elif estimate.readers > 1 and estimate.shard in SIMPLEST_FIRST[:-1]:
-        stronger = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
-        return f"--shard {stronger} shards more of the state"
+    advice = f"--gpus {2 * estimate.processes} halves the state"
     if estimate.tensor_parallel < PROCESSES_PER_MACHINE:
-        return f"--tp {2 * estimate.tensor_parallel} halves every layer"
-    return f"--gpus {2 * estimate.processes} halves the state"
+        advice = f"--tp {2 * estimate.tensor_parallel} halves every layer"
+    return False, f"does not fit: {share}; {advice}, or leave the layout to the plan"

@@ -43,65 +43,65 @@ def count_activation_bytes(
     loss_chunk: int,
     sharded: bool,
     masters: bool,
+    tp_size: int,
 ) -> ActivationBytes:
     """Estimate the activation memory of a micro-batch of `tokens` in bytes.
 
     loss_chunk: how many rows of logits are held at once; 0 for all.
     sharded: whether weights are sharded. They are then gathered in low precision, and the residual
         stream is in low precision. Otherwise autocast casts the weights, and the stream is fp32.
-    masters: whether weights are held in low precision on CUDA. The stream then is as well, our
-        kernel computes the loss in place, and torch's fused RMSNorm saves only its input.
+    masters: whether weights are held in low precision on CUDA. The stream then is as well, and our
+        kernel computes the loss in place.
+    tp_size: tensor-parallel ranks, which gather the inputs of matmuls from each other's `tokens`.
     """
     d = config.d_model
     head = 0 if config.lora_rank else config.padded_vocab_size * d  # with a gradient
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
-    residual = item if sharded or masters else FP32
-    block = _block_bytes_per_token(
-        config, item, residual, recompute_gelu=checkpointing == "gelu", fused_norm=masters
-    )
+    is_low = sharded or masters  # weights in the dtype of matmuls
+    residual = item if is_low else FP32
+    block = _block_bytes_per_token(config, item, residual, checkpointing == "gelu")
     block += config.residual_scales * residual * d
-    saved = block
-    recomputed = 0
+    gathered = (tp_size - 1) * item * d
+    block += (2 + config.is_gated) * gathered
+    saved, recomputed = block, 0
     if checkpointing == "block":
         saved = residual * d
-        recomputed = block
+        recomputed = block + item * config.d_ff * config.is_gated  # with a gradient of the MLP's
     kv = config.kv_heads * config.d_head  # of value embeddings: the table's rows, and the sum
     values = len(config.value_embedding_layers) * kv * (item + residual)
     ends = d * (3 * residual + item + config.embedding_norm * 2 * FP32)  # embedding and last norm
     ends += d * residual * (2 * config.smear + config.backout)
     root = head if config.tie_embeddings else 2 * head
-    if config.pos_emb == "learned" and head:
-        root += d * config.seq_len
-    end = root * (item + 2 * FP32) if sharded else 2 * FP32 * head
+    root += d * config.seq_len * (config.pos_emb == "learned" and head > 0)
+    copies = 2 + config.tie_embeddings  # of the embedding's gradient: its uses, and their sum
+    end = root * (item + 2 * FP32) if sharded else copies * FP32 * head
     low_precision = 0
     if masters:
-        end = item * count_trained_parameters(config)
+        end = item * (count_trained_parameters(config) + (copies - 1) * head)
         low_precision = item * count_padded_parameters(config)
     elif not sharded and item != FP32:
         low_precision = item * config.n_layer * count_block_parameters(config)
     rows = min(loss_chunk or tokens, tokens)
-    loss = _loss_bytes(
-        config,
-        rows,
-        precision=precision,
-        one_chunk=rows == tokens,
-        sharded=sharded,
-        masters=masters,
-    )
+    loss = _loss_bytes(config, rows, precision, rows == tokens, is_low, masters)
+    head_gradient = (item if masters else FP32) * head
+    loss = max(loss, head_gradient + tokens * (max(4 * residual * d, recomputed) + 3 * gathered))
+    if tp_size > 1:  # every rank computes the logits of its tokens with the full output layer
+        loss += residual * config.padded_vocab_size * d
     return ActivationBytes(
         blocks=tokens * (saved * config.n_layer + values + ends),
-        low_precision=low_precision,
-        loss=max(loss, FP32 * head + tokens * max(4 * residual * d, recomputed)),
-        end=end,
+        low_precision=low_precision // tp_size,
+        loss=loss,
+        end=end // tp_size,
     )
 
 
 def _loss_bytes(
-    config: ModelConfig, rows: int, *, precision: str, one_chunk: bool, sharded: bool, masters: bool
+    config: ModelConfig, rows: int, precision: str, one_chunk: bool, is_low: bool, masters: bool
 ) -> int:
     """Return the bytes of the logits, the output layer's gradient and the cast of its weight.
 
-    rows: of logits that are held at once. one_chunk: whether these are all.
+    rows: of logits that are held at once. one_chunk: whether these are all. is_low: whether the
+        weight is in the dtype of matmuls.
     """
     weight = config.padded_vocab_size * config.d_model
     head = 0 if config.lora_rank else weight
@@ -113,14 +113,13 @@ def _loss_bytes(
     # torch's formula also holds fp32 log-probabilities and a copy of the logits.
     per_logit = 2 * (2 + FP32) if precision == "fp16" else 2 + FP32 * (not masters)
     softmax = logits * per_logit + tanh + (not one_chunk) * head * FP32
-    # With sharded weights and one chunk, the matmul's result is the gradient.
-    gradient = 2 if sharded and one_chunk else FP32 + 2
-    cast = 0 if sharded or masters else 2 * weight
+    gradient = 2 if is_low and one_chunk else FP32 + 2  # the matmul's result itself, or a sum
+    cast = 0 if is_low else 2 * weight
     return max(softmax, 2 * logits + head * gradient) + cast
 
 
 def _block_bytes_per_token(
-    config: ModelConfig, item: int, residual: int, *, recompute_gelu: bool, fused_norm: bool
+    config: ModelConfig, item: int, residual: int, recompute_gelu: bool
 ) -> int:
     """Return the bytes per token that one block saves for the backward.
 
@@ -129,17 +128,11 @@ def _block_bytes_per_token(
     d = config.d_model
     q, kv, _ = config.qkv_rows
     n_norms = 4 if config.norm_position == "both" else 2
-    is_rms = config.norm == "rmsnorm" and not fused_norm
     size = n_norms * residual * d  # inputs of the norms
     size += n_norms * (item * d + 8)  # their outputs, which matmuls read; mean and scale
-    if is_rms:
-        size += n_norms * FP32 * d  # normalized, before the weight
     size += item * (q + 2 * kv)  # queries, keys, values
-    if config.pos_emb == "rotary":
-        size += item * (q + kv)  # rotated queries and keys
-    if config.qk_norm:  # normalized in fp32, and with the weight
-        normalized = FP32 if item == FP32 else 2 * FP32
-        size += (q + kv) * (item + normalized * is_rms)
+    # Rotated, and normalized, queries and keys.
+    size += item * (q + kv) * ((config.pos_emb == "rotary") + config.qk_norm)
     size += item * q + FP32 * config.n_head  # attention's output; a sum of exponents per head
     inputs = 1 + config.is_gated
     size += item * config.lora_rank * (5 + inputs)  # outputs of the adapters' A
