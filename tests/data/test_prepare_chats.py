@@ -273,7 +273,7 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
     extra = {"margin": 0.5, "images": [], "score_chosen": 0, "prompt_id": "7", "note": None}
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c", **extra}, {**PAIR, "prompt": "d"}]
     manifest = load_dataset(prepare(tmp_path, rows)).manifest
-    expected = {f"rows whose {key} is not used": 1 for key in ("margin", "score_chosen")}
+    expected = {f"rows with unused {key}": 1 for key in ("margin", "score_chosen")}
     assert manifest.source["counts"] == {"skipped": 0, **expected}
 
 

@@ -42,7 +42,8 @@ Kind = Literal["chat", "preference", "kto", "prompt"]
 _LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
 _NOT_SET: tuple[Any, ...] = (None, "", [], {})
 _RATED = ("label", "kto_tag")  # trl's key, LLaMA-Factory's key
-_COMMON = {"system", "weight", "tools", "chat_template_kwargs", *_RATED}
+_OPTIONS = {"tools": "tools", "chat_template_kwargs": "variables"}  # of ChatTemplate.encode
+_COMMON = {"system", "weight", *_OPTIONS, *_RATED}
 HARMLESS = {"id", "prompt_id", "idx", "index", "uuid", "source", "dataset", "category"}
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -55,8 +56,8 @@ class Example:
     where: file:line. prompt: the messages before the answer or, in a chat, before the first answer
     to train on. answers: complete conversations, each with the prompt; a chat has one, a preference
     has two (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable:
-    the label of a row for KTO. weight: 0 if the row is not trained on. tools: JSON schemas of
-    functions. variables: of the template. unused: keys of the row that are set and change nothing.
+    the label of a row for KTO. weight: 0 if the row is not trained on. options: arguments of
+    ChatTemplate.encode. unused: keys of the row that are set and change nothing.
     """
 
     where: str
@@ -65,8 +66,7 @@ class Example:
     row: Row
     is_desirable: bool
     weight: int
-    tools: list[dict[str, Any]] | None
-    variables: dict[str, Any] | None
+    options: dict[str, Any]
     unused: list[str]
 
 
@@ -141,7 +141,7 @@ def _match_format(row: Row, where: str) -> Format:
     """
     for row_format in FORMATS:
         if row.keys() >= {*row_format.keys}:
-            if row_format.kind == "chat" and _read_label(row, where) is not None:
+            if row_format.kind == "chat" and _read_label(row) is not None:
                 return row_format._replace(name=f"{row_format.name}/label", kind="kto")
             return row_format
     similar = [each for each in FORMATS if row.keys() & {*each.keys}] or FORMATS
@@ -154,16 +154,8 @@ def _match_format(row: Row, where: str) -> Format:
     raise DataError(what, where, FIX_KEYS)
 
 
-def _read_label(row: Row, where: str) -> bool | None:
-    """Return a rating, or None without one. Raises DataError for a label that is not a rating."""
-    for key in _RATED:
-        if row.get(key) not in _NOT_SET:
-            label = _LABELS.get(str(row[key]).lower())
-            if label is None:
-                what = f"{key} is {row[key]!r:.40}, neither true nor false"
-                raise DataError(what, where, "rename the key, or fix the label")
-            return label
-    return None
+def _read_label(row: Row) -> Any:
+    return next((row[key] for key in _RATED if row.get(key) not in _NOT_SET), None)
 
 
 def _parse(row: Row, row_format: Format, where: str) -> Example:
@@ -173,6 +165,9 @@ def _parse(row: Row, row_format: Format, where: str) -> Example:
     weight = row.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"the weight is {weight}, only 0 and 1 are supported")
+    label = _LABELS.get(str(_read_label(row)).lower())
+    if kind == "kto" and label is None:
+        raise ValueError(f"the label is {_read_label(row)!r}, neither true nor false")
     system = _to_rows(row["system"], "system") if row.get("system") else []
     prompt_rows, *conversations = (rows and [*system, *rows] for rows in row_format.read(row))
     n_context = len(conversations[0]) - 1 if kind == "kto" else len(prompt_rows or ())
@@ -184,22 +179,20 @@ def _parse(row: Row, row_format: Format, where: str) -> Example:
         prompt = answers[0][: is_trained.index(1)]
     else:
         prompt = parse_messages(prompt_rows, where, reply=True)
+    options = {name: row[key] for key, name in _OPTIONS.items() if row.get(key) not in _NOT_SET}
     return Example(
         where,
         prompt,
         answers,
         row=row if kind == "prompt" else {},
-        is_desirable=kind == "kto" and bool(_read_label(row, where)),
+        is_desirable=kind == "kto" and bool(label),
         weight=int(weight != 0),
-        tools=_load(row.get("tools")),
-        variables=_load(row.get("chat_template_kwargs")),
+        options={
+            name: json.loads(value) if isinstance(value, str) else value
+            for name, value in options.items()
+        },
         unused=unused,
     )
-
-
-def _load(value: Any) -> Any:
-    """Return a value of a row, which can be given as JSON."""
-    return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:

@@ -462,9 +462,8 @@ def _parse_message(row: Any, where: str, is_trained: bool) -> Message:
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, as templates expect, not OpenAI's JSON."""
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            function = {**function, "arguments": json.loads(arguments)}
-    return {**call, "function": function} if "function" in call else function
+    if "function" in call:
+        return call | {"function": _parse_arguments(call["function"])}
+    with suppress(*MALFORMED):
+        call = call | {"arguments": json.loads(call["arguments"])}
+    return call

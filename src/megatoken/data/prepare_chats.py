@@ -5,7 +5,6 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,7 +146,7 @@ def _encode_rows(
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
-                counts.update(f"rows whose {key} is not used" for key in example.unused)
+                counts.update(f"rows with unused {key}" for key in example.unused)
         except DataError:
             if invalid != "skip":
                 raise
@@ -158,10 +157,10 @@ def _encode_rows(
 
 
 def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
-    encode = partial(
-        template.encode, where=example.where, tools=example.tools, variables=example.variables
-    )
-    encoded = list(map(encode, example.answers)) or [encode(example.prompt, reply=True)]
+    options = {"where": example.where} | example.options
+    encoded = [template.encode(messages, **options) for messages in example.answers]
+    if kind == "prompt":
+        encoded = [template.encode(example.prompt, reply=True, **options)]
     if kind == "preference" and encoded[0][0] == encoded[1][0]:
         what = "chosen and rejected are the same tokens"
         raise DataError(what, example.where, "leave the pair out")

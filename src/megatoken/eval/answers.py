@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,13 @@ NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 class Question:
     """A conversation to answer, and the right answer.
 
-    where: file:line of its row. tools: JSON schemas of the functions that can be called. variables:
-    of the chat template.
+    where: file:line of its row. options: arguments of ChatTemplate.encode.
     """
 
     messages: list[Message]
     right: str
     where: str
-    tools: list[dict[str, Any]] | None = None
-    variables: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def read_questions(source: str, limit: int) -> list[Question]:
@@ -63,8 +61,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
             right = str(example.row["answer"])
         else:
             right = example.answers[0][len(example.prompt)].content
-        shared = (example.where, example.tools, example.variables)
-        questions.append(Question(example.prompt, right, *shared))
+        questions.append(Question(example.prompt, right, example.where, example.options))
         if len(questions) == limit:
             break
     if not questions:
@@ -175,9 +172,7 @@ def _make_request(
     model: GPT, template: ChatTemplate, question: Question, sampling: Sampling
 ) -> Request:
     context = model.config.seq_len
-    ids, _ = template.encode(
-        question.messages, reply=True, tools=question.tools, variables=question.variables
-    )
+    ids, _ = template.encode(question.messages, reply=True, **question.options)
     if len(ids) > context:
         what = f"the prompt has {len(ids):,} tokens, the context {context:,}"
         raise DataError(what, question.where, "use a model with a longer context")
