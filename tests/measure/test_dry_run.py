@@ -229,7 +229,8 @@ def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):
         "llama-110m --gpus 8 --gpu RTX-3090",
         "gpt3-1.3b --gpus 8 --gpu A100-40GB",
         "gpt2-355m --gpus 128 --gpu RTX-4090 machine.sharding=zero3 model.n_layer=4",
-        "gpt3-13b --gpus 128 --gpu RTX-4090 model.n_layer=2",
+        "gpt3-13b --gpus 128 --gpu A100-40GB model.n_layer=8 machine.sharding=zero3 "
+        "machine.activation_checkpointing=block",
         "gpt3-13b --gpus 64 --gpu L4 model.n_layer=4 machine.tensor_parallel=8",
     ],
 )

@@ -80,7 +80,7 @@ def estimate_memory(
         precision=precision,
         checkpointing=checkpointing,
         loss_chunk=LOSS_CHUNK["cuda"] if isinstance(loss_chunk, str) else loss_chunk,
-        sharded=dims.dp_shard > 1,
+        sharded_blocks={"none": 0, "zero1": 1, "zero2": 1}.get(dims.sharding, 3),
         masters=masters,
         tp_size=dims.tp_size,
     )

@@ -41,15 +41,16 @@ def count_activation_bytes(
     precision: str,
     checkpointing: str,
     loss_chunk: int,
-    sharded: bool,
+    sharded_blocks: int,
     masters: bool,
     tp_size: int,
 ) -> ActivationBytes:
     """Estimate the activation memory of a micro-batch of `tokens` in bytes.
 
     loss_chunk: how many rows of logits are held at once; 0 for all.
-    sharded: whether weights are sharded. They are then gathered in low precision, and the residual
-        stream is in low precision. Otherwise autocast casts the weights, and the stream is fp32.
+    sharded_blocks: of how many blocks full weights or gradients exist only in the backward; 0 if
+        weights are not sharded. Otherwise they are gathered in low precision, and the residual
+        stream is in low precision. With 0, autocast casts the weights, and the stream is fp32.
     masters: whether weights are held in low precision on CUDA. The stream then is as well, and our
         kernel computes the loss in place.
     tp_size: tensor-parallel ranks, which gather the inputs of matmuls from each other's `tokens`.
@@ -57,7 +58,7 @@ def count_activation_bytes(
     d = config.d_model
     head = 0 if config.lora_rank else config.padded_vocab_size * d  # with a gradient
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
-    is_low = sharded or masters  # weights in the dtype of matmuls
+    is_low = masters or sharded_blocks > 0  # weights in the dtype of matmuls
     residual = item if is_low else FP32
     block = _block_bytes_per_token(config, item, residual, checkpointing == "gelu")
     block += config.residual_scales * residual * d
@@ -67,28 +68,26 @@ def count_activation_bytes(
     if checkpointing == "block":
         saved = residual * d
         recomputed = block + item * config.d_ff * config.is_gated  # with a gradient of the MLP's
-    kv = config.kv_heads * config.d_head  # of value embeddings: the table's rows, and the sum
-    values = len(config.value_embedding_layers) * kv * (item + residual)
-    ends = d * (3 * residual + item + config.embedding_norm * 2 * FP32)  # embedding and last norm
-    ends += d * residual * (2 * config.smear + config.backout)
     root = head if config.tie_embeddings else 2 * head
     root += d * config.seq_len * (config.pos_emb == "learned" and head > 0)
     copies = 2 + config.tie_embeddings  # of the embedding's gradient: its uses, and their sum
-    end = root * (item + 2 * FP32) if sharded else copies * FP32 * head
+    end = root * (item + 2 * FP32) if sharded_blocks else copies * FP32 * head
     low_precision = 0
     if masters:
         end = item * (count_trained_parameters(config) + (copies - 1) * head)
         low_precision = item * count_padded_parameters(config)
-    elif not sharded and item != FP32:
+    elif not sharded_blocks and item != FP32:
         low_precision = item * config.n_layer * count_block_parameters(config)
     rows = min(loss_chunk or tokens, tokens)
     loss = _loss_bytes(config, rows, precision, rows == tokens, is_low, masters)
     head_gradient = (item if masters else FP32) * head
-    loss = max(loss, head_gradient + tokens * (max(4 * residual * d, recomputed) + 3 * gathered))
+    backward = tokens * (max(4 * residual * d, recomputed) + 3 * gathered)
+    backward += sharded_blocks * item * count_block_parameters(config) // tp_size
+    loss = max(loss, head_gradient + backward)
     if tp_size > 1:  # every rank computes the logits of its tokens with the full output layer
         loss += residual * config.padded_vocab_size * d
     return ActivationBytes(
-        blocks=tokens * (saved * config.n_layer + values + ends),
+        blocks=tokens * (saved * config.n_layer + _bytes_outside_blocks(config, item, residual)),
         low_precision=low_precision // tp_size,
         loss=loss,
         end=end // tp_size,
@@ -116,6 +115,14 @@ def _loss_bytes(
     gradient = 2 if is_low and one_chunk else FP32 + 2  # the matmul's result itself, or a sum
     cast = 0 if is_low else 2 * weight
     return max(softmax, 2 * logits + head * gradient) + cast
+
+
+def _bytes_outside_blocks(config: ModelConfig, item: int, residual: int) -> int:
+    """Return the bytes per token that the embeddings and the last norm save for the backward."""
+    kv = config.kv_heads * config.d_head  # of value embeddings: the table's rows, and the sum
+    values = len(config.value_embedding_layers) * kv * (item + residual)
+    norms = item + config.embedding_norm * 2 * FP32
+    return values + config.d_model * (residual * (3 + 2 * config.smear + config.backout) + norms)
 
 
 def _block_bytes_per_token(
