@@ -14,15 +14,14 @@ from megatoken.bench.ladder import (
     list_rungs,
     list_scalings,
     measure_rungs,
-    select_rungs,
 )
-from megatoken.bench.report import format_cell
+from megatoken.bench.report import Row, format_cell
 from megatoken.bench.runner import Worker
 from megatoken.bench.worker import WorkerSpec
 from megatoken.cli.main import main
 from megatoken.config.presets import PRESETS
 from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode, PeerError
+from megatoken.errors import ExitCode, PeerError
 from tests.conftest import Ask
 from tests.tiny_model import CPU, TINY_GPT
 
@@ -37,48 +36,6 @@ FIRST = WorkerSpec(
 )
 
 
-def test_rungs_add_switches_and_keep_the_loss():
-    rungs = select_rungs(list_rungs(CPU, TINY_GPT, 2), "2,4,7,12")
-    rows = list(measure_rungs(FIRST, rungs, CPU, 2, QUIET))
-    assert [row["name"] for row in rows] == [rung.name for rung in rungs]
-    measured = [row for row in rows if not row["skipped"]]
-    assert measured[0]["name"].startswith("plain")
-    assert [row["name"] for row in measured[1:]] == [
-        "flash attention",
-        "padded vocabulary",
-        "32 tokens per step",
-    ]
-    for row in measured:
-        assert row["loss"] == pytest.approx(measured[0]["loss"], rel=1e-4)
-        assert row["rate"]["repeats"] == 2
-        assert row["tokens_per_second"] == row["rate"]["median"]
-        assert row["first_step_seconds"] is not None
-    assert measured[0]["speedup"] == 1.0
-    for row in measured:
-        assert row["speedup"] == row["tokens_per_second"] / row["plain_tokens_per_second"]
-
-
-def test_switches_change_what_they_are_named_after():
-    spec = FIRST
-    for rung in list_rungs(CPU, TINY_GPT, 2)[:12]:
-        spec = rung.apply(spec)
-    assert spec.model_config == TINY_GPT
-    assert (
-        spec.machine["attention"]
-        == spec.machine["gemm_backend"]
-        == spec.machine["master_weights"]
-        == "auto"
-    )
-    assert spec.machine["adamw"] == spec.machine["fused"] == "auto"
-    assert spec.machine["loss_chunk"] == "auto"
-    assert (spec.micro_batch, spec.prepare_process) == (0, True)
-
-
-def make_worker(seconds: list[float]) -> Worker:
-    spec = replace(FIRST, batch_seqs=100)  # of 16 tokens
-    return Worker(spec=spec, seconds=seconds, peak_memory_bytes=5, loss=1.5, first_step_seconds=1.0)
-
-
 @pytest.mark.parametrize(
     ("last_speedup", "kept", "note"),
     [
@@ -88,11 +45,10 @@ def make_worker(seconds: list[float]) -> Worker:
     ],
 )
 def test_a_slower_rung_is_left_out(last_speedup: float, kept: bool, note: str):
-    row = describe_rung(Rung(name="x"), make_worker([2.0, 4.0, 3.0]), 200.0, last_speedup, CPU)
+    worker = Worker(spec=replace(FIRST, batch_seqs=100), seconds=[2.0, 4.0, 3.0])  # of 16 tokens
+    row = describe_rung(Rung(name="x"), worker, 200.0, last_speedup, CPU)
     assert (row["kept"], row["note"]) == (kept, note)
     assert row["speedup"] == pytest.approx(8 / 3)
-    assert row["tokens_per_second"] == pytest.approx(1600 / 3.0)
-    assert (row["peak_memory_bytes"], row["loss"], row["mfu"]) == (5, 1.5, None)
 
 
 def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch):
@@ -117,75 +73,53 @@ def test_processes_double_up_to_the_cores(monkeypatch: pytest.MonkeyPatch):
     assert [rung.name for rung in scalings if rung.missing] == ["4 strong (one batch divided)"]
 
 
-def test_two_processes_match_one_on_the_same_batch():
-    losses = []
-    for nproc in (1, 2):
-        worker = Worker(spec=replace(FIRST, batch_seqs=4, nproc=nproc))
-        assert worker.warm_up(), worker.skipped
-        worker.run_round(3)
-        losses.append(worker.loss)
-        worker.close()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-def test_rungs_are_selected_by_number():
-    rungs = list_rungs(CPU, TINY_GPT, 1)
-    names = [rung.name for rung in select_rungs(rungs, "4, 6")]
-    assert names == [rungs[0].name, rungs[3].name, rungs[5].name]
-    with pytest.raises(ConfigError):
-        select_rungs(rungs, "99")
-
-
 def test_a_failing_rung_is_skipped_unless_it_is_the_reference():
     first = list_rungs(CPU, TINY_GPT, 2)[0]
     broken = Rung(name="broken", machine={"attention": "nothing"})
     rows = list(measure_rungs(FIRST, [first, broken, first], CPU, 1, QUIET))
     assert "nothing" in rows[1]["skipped"]
     assert [row["kept"] for row in rows][:2] == [True, False]
-    speedup = rows[2]["tokens_per_second"] / rows[2]["plain_tokens_per_second"]
-    assert rows[2]["speedup"] == speedup, "measured against the first"
     with pytest.raises(PeerError):
         list(measure_rungs(broken.apply(FIRST), [first], CPU, 1, QUIET))
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
-    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    sizes = "--preset tiny --rungs 4,12 --repeats 1 --device cpu"
-    words = f"bench ladder {sizes} --out {tmp_path} --name new --batch-tokens"
-    answer = ask(f"{words} 32")
-    rungs = answer["rungs"]
-    assert [rung["batch_tokens"] for rung in rungs] == [16, 16, 32]
-    assert answer["speedup"] == max(rung["speedup"] for rung in rungs if rung["kept"])
-    assert answer["batch_tokens"] == 16
+def bench(words: str, tmp_path: Path, ask: Ask) -> list[Row]:
+    """Return the rungs of a benchmark on a tiny preset, which has drawn them."""
+    words = f"bench {words} --preset tiny --repeats 1 --device cpu --out {tmp_path} --name new"
+    rungs = ask(words)["rungs"]
     for rung in rungs:
+        ratio = rung["tokens_per_second"] / rung["plain_tokens_per_second"]
+        assert rung["speedup"] == pytest.approx(ratio), "relative to the first"
         assert rung["batch_tokens"] / rung["seconds"] == pytest.approx(rung["tokens_per_second"])
-        assert rung["speedup"] * rung["plain_tokens_per_second"] == pytest.approx(
-            rung["tokens_per_second"]
-        )
-    table = (tmp_path / "new.md").read_text()
-    assert format_cell("seconds", rungs[1]["seconds"]) in table
+    assert format_cell("seconds", rungs[1]["seconds"]) in (tmp_path / "new.md").read_text()
     assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*words.split(), "33"]) == ExitCode.CONFIG
+    return rungs
 
 
-def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
+def test_switches_keep_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
+    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
+    rungs = bench("ladder --rungs 4,7,12 --batch-tokens 32", tmp_path, ask)
+    names = ["flash attention", "padded vocabulary", "32 tokens per step"]
+    assert [row["name"] for row in rungs[1:]] == names
+    assert [row["batch_tokens"] for row in rungs] == [16, 16, 16, 32]
+    losses = [row["loss"] for row in rungs[:3]]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    for wrong in ("--batch-tokens 33", "--rungs 99"):
+        words = f"bench ladder --preset tiny --device cpu --out {tmp_path} {wrong}"
+        assert main(words.split()) == ExitCode.CONFIG
+
+
+def test_processes_divide_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     monkeypatch.setattr(ladder, "cpu_count", lambda: 2)
-    words = "bench processes --preset tiny --batch-tokens 32 --repeats 1 --device cpu"
-    answer = ask(f"{words} --out {tmp_path}")
-    one, *others = answer["rungs"]
-    assert [row["batch_tokens"] for row in answer["rungs"]] == [32, 32, 64]
-    assert (one["nproc"], one["speedup"], one["share_of_linear"]) == (1, 1, 1)
-    for row in others:
-        assert row["nproc"] == 2
-        assert row["share_of_linear"] == row["speedup"] / 2
-    assert others[0]["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert (tmp_path / "processes.png").read_bytes().startswith(b"\x89PNG")
+    one, strong, weak = bench("processes --batch-tokens 32", tmp_path, ask)
+    assert [row["batch_tokens"] for row in (one, strong, weak)] == [32, 32, 64]
+    assert [row["nproc"] for row in (one, strong, weak)] == [1, 2, 2]
+    assert strong["share_of_linear"] == strong["speedup"] / 2
+    assert strong["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
 def test_published_rungs_are_compared_with_the_first_of_their_device():
-    rows = {row["name"]: row for row in list_published()}
-    assert rows["T4, notebook: fused AdamW"]["speedup"] == pytest.approx(1200 / 250)
-    eight = rows["H100, journey: 8 GPUs"]
-    assert eight["speedup"] == pytest.approx(3_046_409 / 27_026)
-    assert eight["batch_tokens"] / eight["seconds"] == pytest.approx(3_046_409)
+    speedups = {row["name"]: row["speedup"] for row in list_published()}
+    assert speedups["T4, notebook: fused AdamW"] == pytest.approx(1200 / 250)
+    assert speedups["H100, journey: 8 GPUs"] == pytest.approx(3_046_409 / 27_026)

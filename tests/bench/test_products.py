@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.products import Layer, build_products, list_layers, sum_step
+from benchmarks.products import Layer, build_products, list_layers
 from megatoken.config.presets import PRESETS
 from megatoken.model.flops import count_matmul_parameters
 from tests.tiny_model import CPU
@@ -35,16 +35,3 @@ def test_products_are_those_of_autograd(chunk: int):
     assert list(results) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value)
-
-
-def test_a_step_has_the_products_of_one_chunk_size():
-    size = {"library": "torch", "rows": 2, "width": 3, "out": 4}
-    rows = [
-        size | {"chunk": 0, "calls": 12, "seconds": {"median": 1.0}},
-        size | {"chunk": 8, "calls": 2, "seconds": {"median": 3.0}},
-        size | {"chunk": 4, "calls": 4, "seconds": {"median": 9.0}},
-        size | {"chunk": 0, "calls": 1, "seconds": {"median": 9.0}, "library": "other"},
-    ]
-    total = sum_step(rows, "torch", 8)
-    assert (total["calls"], total["seconds"]) == (14, 18.0)
-    assert total["flops_per_second"] == 14 * 2 * 2 * 3 * 4 / 18

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.gguf import GELU_TOLERANCE
@@ -106,10 +107,14 @@ def test_tensors_read_back(family: str, tmp_path: Path):
 
 
 def test_pairs_of_query_channels_become_neighbors(tmp_path: Path):
+    """In one file, which the command writes."""
     model = draw_model(FAMILIES["llama-tied"])
-    write(tmp_path, model)
-    written = read_tensors(tmp_path)
-    q, k, _ = model.blocks[0].attention.qkv.weight.detach().split(model.config.qkv_rows)
+    save_run(tmp_path / "run", model)
+    words = f"export {tmp_path}/run --to gguf --quantize f16 --out {tmp_path}/it.gguf"
+    assert main(words.split()) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "it.gguf"}
+    written = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "it.gguf").tensors}
+    q, k, _ = model.blocks[0].attention.qkv.weight.detach().half().split(model.config.qkv_rows)
     order = [head * 8 + channel for head in range(4) for channel in (0, 4, 1, 5, 2, 6, 3, 7)]
     assert np.array_equal(written["blk.0.attn_q.weight"], q[order].numpy())
     assert np.array_equal(written["blk.0.attn_k.weight"], k[order[:16]].numpy())
@@ -118,46 +123,50 @@ def test_pairs_of_query_channels_become_neighbors(tmp_path: Path):
     assert 1 < written["rope_freqs.weight"][0] < 8
 
 
-def test_llama_metadata(tmp_path: Path):
-    write(tmp_path, draw_model(replace(FAMILIES["llama-untied"], rope_theta=500.0)))
+METADATA: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "llama": (
+        replace(FAMILIES["llama-untied"], rope_theta=500.0),
+        {
+            "general.file_type": 0,
+            "llama.context_length": 24,
+            "llama.embedding_length": 32,
+            "llama.block_count": 3,
+            "llama.feed_forward_length": 96,
+            "llama.attention.head_count": 4,
+            "llama.attention.head_count_kv": 1,
+            "llama.attention.key_length": 8,
+            "llama.attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
+            "llama.rope.freq_base": 500.0,
+            "llama.vocab_size": 257,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.eos_token_id": 256,
+            "tokenizer.ggml.add_bos_token": False,
+        },
+    ),
+    "gemma3": (
+        RELATIVES["gemma3-linear"],
+        {
+            "gemma3.attention.sliding_window": 5,
+            "gemma3.attention.sliding_window_pattern": [False, True, True],
+            "gemma3.rope.freq_base_swa": 10000.0,
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 8.0,
+            "gemma3.final_logit_softcapping": 3.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", METADATA)
+def test_metadata(architecture: str, tmp_path: Path):
+    model_config, expected = METADATA[architecture]
+    write(tmp_path, draw_model(model_config))
     fields = read_fields(tmp_path)
-    expected = {
-        "general.architecture": "llama",
-        "general.file_type": 0,
-        "llama.context_length": 24,
-        "llama.embedding_length": 32,
-        "llama.block_count": 3,
-        "llama.feed_forward_length": 96,
-        "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 1,
-        "llama.attention.key_length": 8,
-        "llama.attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
-        "llama.rope.freq_base": 500.0,
-        "llama.vocab_size": 257,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.eos_token_id": 256,
-        "tokenizer.ggml.add_bos_token": False,
-    }
+    expected = expected | {"general.architecture": architecture}
     assert {name: fields[name] for name in expected} == expected
     assert fields["tokenizer.ggml.tokens"][ord(" ")] == "Ġ"
-    assert fields["tokenizer.ggml.tokens"][256] == "<|endoftext|>"
     assert "tokenizer.chat_template" not in fields
-
-
-def test_gemma_metadata(tmp_path: Path):
-    write(tmp_path, draw_model(RELATIVES["gemma3-linear"]))
-    fields = read_fields(tmp_path)
-    expected = {
-        "general.architecture": "gemma3",
-        "gemma3.attention.sliding_window": 5,
-        "gemma3.attention.sliding_window_pattern": [False, True, True],
-        "gemma3.rope.freq_base_swa": 10000.0,
-        "gemma3.rope.scaling.type": "linear",
-        "gemma3.rope.scaling.factor": 8.0,
-        "gemma3.final_logit_softcapping": 3.0,
-    }
-    assert {name: fields[name] for name in expected} == expected
 
 
 def test_a_chat_model_has_its_template_and_ends(tmp_path: Path):
@@ -212,24 +221,6 @@ def test_quantization(dtype: str, error: float, tmp_path: Path):
     assert 0 < np.abs(found - expected).max() < error * np.abs(expected).max()
 
 
-def test_one_file_by_the_command(tmp_path: Path):
-    save_run(tmp_path / "run", draw_model(FAMILIES["gpt2"]))
-    out = tmp_path / "it.gguf"
-    words = [
-        "export",
-        str(tmp_path / "run"),
-        "--to",
-        "gguf",
-        "--quantize",
-        "f16",
-        "--out",
-        str(out),
-    ]
-    assert main(words) == 0
-    assert gguf.GGUFReader(out).fields["general.file_type"].contents() == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "it.gguf"}
-
-
 def with_splitter(splitter: Any, **model: Any) -> Tokenizer:
     content = json.loads(byte_tokenizer().to_json())
     content["model"] |= model
@@ -259,24 +250,20 @@ SPLITTERS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITTERS)
-def test_the_pre_tokenizer_is_recognized(name: str, tmp_path: Path):
-    splitter, model = SPLITTERS[name]
-    write(tmp_path, draw_model(FAMILIES["gpt2"]), with_splitter(splitter, **model))
-    assert read_fields(tmp_path)["tokenizer.ggml.pre"] == name
-
-
-def test_another_pre_tokenizer_is_refused(tmp_path: Path):
+def test_the_pre_tokenizer_is_recognized_or_refused(tmp_path: Path):
+    model = draw_model(FAMILIES["gpt2"])
+    for name, (splitter, options) in SPLITTERS.items():
+        write(tmp_path / name, model, with_splitter(splitter, **options))
+        assert read_fields(tmp_path / name)["tokenizer.ggml.pre"] == name
     tokenizer = with_splitter(published_splitter(CL100K.replace("{1,3}", "{1,2}")))
     with pytest.raises(ConfigError):
-        write(tmp_path, draw_model(FAMILIES["gpt2"]), tokenizer)
-    assert list(tmp_path.iterdir()) == []
+        write(tmp_path, model, tokenizer)
 
 
-@pytest.mark.parametrize("family", LACKING)
-def test_what_llama_cpp_lacks_is_refused(family: str, tmp_path: Path):
-    with pytest.raises(ConfigError):
-        write(tmp_path, draw_model(FAMILIES[family]))
+def test_what_llama_cpp_lacks_is_refused(tmp_path: Path):
+    for family in LACKING:
+        with pytest.raises(ConfigError):
+            write(tmp_path, draw_model(FAMILIES[family]))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,12 +13,12 @@ from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.data.chat_template import Message, add_control_tokens, find_stop_ids, find_template
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
+from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate, generate_ids
-from tests.convert.models import FAMILIES, TINY_GPT, byte_tokenizer, draw_model
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,32 +110,6 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
     assert encoded["assistant_masks"] == trained
 
 
-OWN = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content | trim + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>' }}{% endif %}"
-)
-
-
-def test_a_models_own_template_is_exported_unchanged(tmp_path: Path):
-    files = {
-        "tokenizer.json": TEMPLATE.tokenizer.to_json(),
-        "tokenizer_config.json": json.dumps({"chat_template": OWN, "eos_token": "<|im_end|>"})
-        + " ",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert find_template(tokenizer).stop_ids == TEMPLATE.stop_ids
-    loaded = LoadedModel(draw_chat_model("llama-untied"), tokenizer, "it")
-    assert export(loaded, "hf", tmp_path / "hf")["verified"]
-    names = {path.name for path in (tmp_path / "hf").iterdir()}
-    assert not names & {"special_tokens_map.json", "chat_template_training.jinja"}
-    assert (tmp_path / "hf/tokenizer_config.json").read_text() == files["tokenizer_config.json"]
-    again = load_pretrained(tmp_path / "hf").tokenizer
-    assert find_template(again).name == find_template(tokenizer).name
-
-
 def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -144,9 +118,3 @@ def test_a_template_that_writes_other_ids_is_not_exported(
     with pytest.raises(CheckpointError):
         export(loaded, "hf", tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_without_a_template_has_no_chat_files(tmp_path: Path):
-    hf_export.write_hf(tmp_path, draw_model(TINY_GPT), byte_tokenizer(), "fp32")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -33,7 +33,7 @@ def test_files_of_other_programs(tmp_path: Path, ask: Ask):
     assert list(tensors)[:3] == ["tokens.weight", "positions.weight", "blocks.0.norm1.weight"]
     assert tensors["tokens.weight"] == ([BYTES, 32], "float32")
     assert tensors.keys() == dict(model.named_parameters()).keys()
-    content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
+    content = {"model": to_nanogpt(model), "model_args": model_args(model)}
     torch.save(content, tmp_path / "ckpt.pt")
     tensors = list_tensors(tmp_path / "ckpt.pt", ask)
     assert tensors["transformer.h.0.mlp.c_fc.weight"] == ([128, 32], "float32")

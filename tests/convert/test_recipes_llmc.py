@@ -10,7 +10,6 @@ from megatoken.config.schema import flatten
 from megatoken.convert.recipes.llmc import translate_llmc
 from megatoken.convert.recipes.translation import load_table
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
 from tests.conftest import Ask
 from tests.convert.models import UNCHOSEN, draw_model, read_fields, save_llmc
@@ -67,92 +66,74 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"
 
 
-def test_learning_rates_equal_llmc():
-    words = "-e d6 -t 64 -b 4 -d 256 -x 1000 -l 0.002 -u 100 -q 0.1"
-    run = translate_llmc(words).resolve([]).config
-    schedule = build_step_config(run, epoch_tokens=10**6).schedule
-    # lr (step + 1) / warm-up, then min + 0.5 (1 + cos(pi r)) (lr - min)
-    # with r = (step - warm-up) / (steps - warm-up).
-    assert [schedule.lr(step) for step in (0, 49, 99, 100, 550, 1000)] == pytest.approx(
-        [2e-5, 1e-3, 2e-3, 2e-3, 1.1e-3, 2e-4]
-    )
-
-
 @pytest.mark.parametrize(
     ("decay", "rates"),
     [
+        # min + 0.5 (1 + cos(pi r)) (lr - min), with r = (step - warm-up) / (steps - warm-up)
+        ("cosine", [2e-4, 2e-3, 1.1e-3]),
         ("linear", [2e-4, 2e-3, 1.1e-3]),
         ("constant", [2e-3, 2e-3, 2e-3]),  # llm.c's has no warm-up
         ("wsd", [2e-4, 2e-3, 2e-3]),
     ],
 )
-def test_other_schedules(decay: str, rates: list[float]):
+def test_learning_rates_equal_llmc(decay: str, rates: list[float]):
     words = f"-e d6 -t 64 -b 4 -d 256 -x 110 -l 0.002 -u 10 -q 0.1 -k {decay}"
-    schedule: LRSchedule = build_step_config(
-        translate_llmc(words).resolve([]).config, epoch_tokens=10**6
-    ).schedule
+    run = translate_llmc(words).resolve([]).config
+    schedule = build_step_config(run, epoch_tokens=10**6).schedule
     assert [schedule.lr(step) for step in (0, 10, 60)] == pytest.approx(rates)
     if decay == "wsd":  # from step 88 on: min + (1 - sqrt(r)) (lr - min)
         assert schedule.lr(88 + 22 // 4) == pytest.approx(2e-4 + (1 - (5 / 22) ** 0.5) * 1.8e-3)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("-e gpt2:d48", {"model.preset": "gpt2-1558m"}),
-        ("-e gpt3:c2048 -t 2048", {"model.preset": "gpt3-1.3b", "model.seq_len": 2048}),
-        ("-e d6", {"model.n_layer": 6, "model.n_head": 6, "model.d_model": 384}),
-        ("-e d12 -b 8", {"budget.batch_tokens": 8192, "machine.micro_batch": 8}),
-        (
-            "-e d12 -x 20 -n 10 -nk 3 -nm 20",
-            {"budget.steps": 20, "save.keep_last": 3, "save.keep_every": "20steps"},
-        ),
-        ("-e d12 -r 0 -f 0", {"machine.activation_checkpointing": "none", "machine.tf32": False}),
-        (
-            "mpirun -np 8 ./train_gpt2cu -e d12 -b 4",
-            {"budget.batch_tokens": 32768, "evaluate.tokens": 655360},
-        ),
-        ("./train_gpt2cu \\\n -e d12 \\\n -pn 2", {"budget.batch_tokens": 8192}),
-    ],
-)
-def test_other_commands(words: str, expected: dict[str, object]):
+COMMANDS = """
+-e gpt2:d48: model.preset=gpt2-1558m
+-e gpt3:c2048 -t 2048: model.preset=gpt3-1.3b model.seq_len=2048
+-e d6: model.n_layer=6 model.n_head=6 model.d_model=384
+-e d12 -b 8: budget.batch_tokens=8192 machine.micro_batch=8
+-e d12 -x 20 -n 10 -nk 3 -nm 20: budget.steps=20 save.keep_last=3 save.keep_every=20steps
+-e d12 -r 0 -f 0: machine.activation_checkpointing=none machine.tf32=False
+mpirun -np 8 ./train_gpt2cu -e d12 -b 4: budget.batch_tokens=32768 evaluate.tokens=655360
+./train_gpt2cu \\\\n -e d12 \\\\n -pn 2: budget.batch_tokens=8192
+"""
+
+
+@pytest.mark.parametrize("row", COMMANDS.strip().splitlines())
+def test_other_commands(row: str):
+    words, _, expected = row.replace("\\n", "\n").rpartition(": ")
     values = flatten(translate_llmc(words).resolve([]).config)
-    for key, value in expected.items():
-        assert str(values[key]) == str(value)
+    for word in expected.split():
+        key, _, value = word.partition("=")
+        assert str(values[key]) == value
 
 
-REFUSED = [
-    "-e d12 -bs 4",
-    "-e d12 -b x",
-    "-e d13",
-    "-e d12 -t 2048",
-    "-e d12 -d 5000",
-    "-e d12 -sl 3.0",
-    "-e d12 -i a/x_train.bin -j b/x_val.bin",
-    "-e 'd12",
-]
+REFUSED = """
+-e d12 -bs 4
+-e d12 -b x
+-e d13
+-e d12 -t 2048
+-e d12 -d 5000
+-e d12 -sl 3.0
+-e d12 -i a/x_train.bin -j b/x_val.bin
+-e 'd12
+"""
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused_commands(words: str):
-    with pytest.raises(ConfigError):
-        translate_llmc(words)
+def test_refused_commands(tmp_path: Path):
+    assert main(["config", "quickstart", "--llmc", "-e d12"]) == ExitCode.CONFIG  # two recipes
+    shards = f"-e d12 -i {tmp_path}/fw_train_*.bin -j {tmp_path}/fw_val_*.bin"
+    for name in ("fw_train_1.bin", "fw_val_0.bin", "fw_test_0.bin"):
+        (tmp_path / name).touch()
+    for words in (*REFUSED.strip().splitlines(), shards):
+        with pytest.raises(ConfigError):
+            translate_llmc(words)
+    (tmp_path / "manifest.json").touch()
+    assert translate_llmc(shards).resolve([]).config.data.path == str(tmp_path)
 
 
 def test_every_flag_of_its_usage():
     usage = "i j e o lg n nk nm y b t d x k l u q c sl sg v m s g h a f w ge z r pn pr pg pm ps pp"
     table = load_table("llmc")
     assert {f"-{flag}" for flag in usage.split()} <= {*table["settings"], *table["ignored"]}
-
-
-def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path):
-    for name in ("fw_train_1.bin", "fw_val_0.bin", "fw_test_0.bin"):
-        (tmp_path / name).touch()
-    words = f"-e d12 -i {tmp_path}/fw_train_*.bin -j {tmp_path}/fw_val_*.bin"
-    with pytest.raises(ConfigError):
-        translate_llmc(words)
-    (tmp_path / "manifest.json").touch()
-    assert translate_llmc(words).resolve([]).config.data.path == str(tmp_path)
 
 
 def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):
@@ -170,7 +151,3 @@ def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):
     back = tmp_path / "back"
     assert main(f"export {tmp_path / 'run'} --to llmc --out {back}".split()) == ExitCode.DONE
     assert (back / "model.bin").stat().st_size == name.stat().st_size
-
-
-def test_exactly_one_recipe():
-    assert main(["config", "quickstart", "--llmc", "-e d12"]) == ExitCode.CONFIG

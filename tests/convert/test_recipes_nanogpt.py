@@ -100,16 +100,6 @@ def test_reference_file_field_by_field(config: Path):
     assert any("wandb_log, wandb_run_name" in note for note in translation.notes)
 
 
-def test_command_line_overrides_the_file(config: Path):
-    words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False"
-    values = flatten(translate_nanogpt(f"{words} --bias=True").resolve([]).config)
-    assert values["budget.batch_tokens"] == 4 * 1024 * 40
-    assert values["machine.compile"] == "off"
-    assert values["machine.precision"] == "fp32"
-    assert values["optim.schedule"] == "constant"
-    assert str(values["optim.warmup"]) == "0steps"
-
-
 @pytest.mark.parametrize("decay_iters", [3000, 5000, 600_000])
 def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int):
     words = (
@@ -124,125 +114,70 @@ def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int)
         assert schedule.lr(step) == pytest.approx(expected, rel=1e-9)
 
 
-def test_published_weights(config: Path):
+REFUSED = """
+batch_sizes = 4
+n_layer = open('x')
+n_layer = __import__('os').system('false')
+for i in range(3): pass
+n_layer = 'six'
+learning_rate = True
+n_layer = (
+eval_only = True
+init_from = 'resume'
+lr_decay_iters = 9
+"""
+
+
+def test_refused_settings_and_commands(tmp_path: Path):
+    path = tmp_path / "c.py"
+    for text in REFUSED.strip().splitlines():
+        path.write_text(f"# comment\n{text}")
+        with pytest.raises(ConfigError):
+            translate_nanogpt(f"{path} --bias=True")
+    for command in ("absent.py", "--batch_size"):
+        with pytest.raises(ConfigError):
+            translate_nanogpt(command)
+
+
+def test_words_around_the_file(config: Path):
+    """Settings override it, a launcher is skipped, data lie next to it, and a resume continues our run."""
+    words = f"torchrun --nproc_per_node=8 nanoGPT/train.py {config} --batch_size=4 --bias=True"
+    words += " --compile=False --device=cpu --dtype=float32 --decay_lr=False"
+    values = flatten(translate_nanogpt(words).resolve([]).config)
+    assert values["budget.batch_tokens"] == 4 * 1024 * 40
+    expected = {"machine.compile": "off", "machine.precision": "fp32", "optim.warmup": "0steps"}
+    assert {key: str(values[key]) for key in expected} == expected
     run = translate_nanogpt(f"{config} --init_from=gpt2-xl --decay_lr=False").resolve([]).config
     assert (run.model.init, run.model.n_layer) == ("openai-community/gpt2-xl", 48)
-
-
-REFUSED = [
-    "batch_sizes = 4",
-    "n_layer = open('x')",
-    "n_layer = __import__('os').system('false')",
-    "for i in range(3): pass",
-    "n_layer = 'six'",
-    "learning_rate = True",
-    "n_layer = (",
-    "eval_only = True",
-    "init_from = 'resume'",
-    "lr_decay_iters = 9",
-]
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_refused_settings(tmp_path: Path, text: str):
-    path = tmp_path / "c.py"
-    path.write_text(f"# comment\n{text}")
-    with pytest.raises(ConfigError):
-        translate_nanogpt(f"{path} --bias=True")
-
-
-@pytest.mark.parametrize("command", ["absent.py", "--batch_size"])
-def test_refused_commands(command: str):
-    with pytest.raises(ConfigError):
-        translate_nanogpt(command)
-
-
-def test_the_launcher_is_skipped(config: Path):
-    pasted = translate_nanogpt(f"torchrun --nproc_per_node=8 nanoGPT/train.py {config}")
-    assert pasted.assignments == translate_nanogpt(str(config)).assignments
-
-
-def test_data_next_to_the_file(tmp_path: Path):
-    (tmp_path / "data" / "shakespeare").mkdir(parents=True)
-    (tmp_path / "config").mkdir()
-    path = tmp_path / "config" / "c.py"
+    folder = config.parent
+    for name in ("data/shakespeare", "config", "checkpoints"):
+        (folder / name).mkdir(parents=True)
+    path = folder / "config" / "c.py"
     path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
     run = translate_nanogpt(str(path)).resolve([]).config
-    assert run.data.path == f"{tmp_path}/data/shakespeare"
+    assert run.data.path == f"{folder}/data/shakespeare"
+    assert translate_nanogpt(f"--init_from=resume --out_dir={folder}").out == folder
 
 
-def test_resume_continues_our_run(tmp_path: Path):
-    (tmp_path / "checkpoints").mkdir()
-    assert translate_nanogpt(f"--init_from=resume --out_dir={tmp_path}").out == tmp_path
-
-
-def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, torch.Tensor]:
+def to_nanogpt(model: GPT, rows: int = BYTES) -> dict[str, torch.Tensor]:
     """Return a state dict of nanoGPT's model, with `rows` in the tied embedding."""
     views = OTHERS["nanogpt"].view_params(dict(model.named_parameters()), model.config)
-    tensors = {}
-    for name, view in views.items():
-        tensor = view.clone()
-        if name == EMBEDDING:
-            tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
-            tensors[f"{prefix}lm_head.weight"] = tensor
-        tensors[prefix + name] = tensor
-    return tensors
+    tensors = {name: view.clone() for name, view in views.items()}
+    table = tensors[EMBEDDING]
+    table = torch.cat([table, torch.full((rows - len(table), table.shape[1]), 7.0)])
+    return {"lm_head.weight": table} | tensors | {EMBEDDING: table}
 
 
-def model_args(model: GPT, vocab_size: int) -> dict[str, Any]:
-    config = model.config
-    return {
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.d_model,
-        "block_size": config.seq_len,
-        "bias": True,
-        "vocab_size": vocab_size,
-        "dropout": 0.0,
-    }
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
-    """Return a model, and its file as nanoGPT's train.py saves it, next to its tokenizer."""
-    model = draw_model(NANOGPT)
-    folder = tmp_path / "out"
-    byte_tokenizer().save(folder)
-    content = {
-        "model": to_nanogpt(model, prefix="_orig_mod."),
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3}]},
-        "model_args": model_args(model, BYTES),
-        "iter_num": 250,
-        "best_val_loss": torch.tensor(1.5),
-        "config": {"out_dir": "out", "learning_rate": 1e-3},
-    }
-    torch.save(content, folder / "ckpt.pt")
-    return model, folder / "ckpt.pt"
+def model_args(model: GPT, vocab_size: int = BYTES) -> dict[str, Any]:
+    sizes = dict(n_layer="n_layer", n_head="n_head", n_embd="d_model", block_size="seq_len")
+    values = {name: getattr(model.config, ours) for name, ours in sizes.items()}
+    return values | {"bias": True, "vocab_size": vocab_size, "dropout": 0.0}
 
 
 def assert_same(model: GPT, expected: GPT, rows: int = BYTES) -> None:
     for name, tensor in model.state_dict().items():
         count = rows if name == "tokens.weight" else len(tensor)
         assert torch.equal(tensor[:count], expected.state_dict()[name][:count]), name
-
-
-@pytest.mark.parametrize("name", ["file", "folder"])
-def test_checkpoint(checkpoint: tuple[GPT, Path], name: str):
-    model, path = checkpoint
-    loaded = load_pretrained(str(path if name == "file" else path.parent), print)
-    assert loaded.model.config == NANOGPT
-    assert_same(loaded.model, model)
-    assert not loaded.model.tokens.weight[BYTES:].any()
-    assert loaded.tokenizer.shares_ids(byte_tokenizer())
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
-def test_prefixes_are_stripped(tmp_path: Path, prefix: str):
-    model = draw_model()
-    tensors = to_nanogpt(model, prefix=prefix)
-    tensors[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    torch.save({"model": tensors, "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
-    assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
 
 
 def nanogpt_logits(
@@ -269,41 +204,45 @@ def nanogpt_logits(
 
 
 @pytest.mark.parametrize(
-    ("written", "approximate", "tied"),
+    ("written", "approximate", "tied", "prefix"),
     [
-        ("2022-12", "tanh", False),
-        ("2023-01", "tanh", True),  # without a bias in model_args
-        ("2023-02", "tanh", True),  # before PyTorch's attention, so with masks
-        ("2023-06", "none", True),
+        ("2022-12", "tanh", False, "_orig_mod."),
+        ("2023-01", "tanh", True, ""),  # without a bias in model_args
+        ("2023-02", "tanh", True, "module."),  # before PyTorch's attention, so with masks
+        ("2023-06", "none", True, "_orig_mod.module."),
     ],
 )
 def test_gelu_and_head_are_those_of_the_version(
-    tmp_path: Path, written: str, approximate: str, tied: bool
+    tmp_path: Path, written: str, approximate: str, tied: bool, prefix: str
 ):
     torch.manual_seed(1)
     model = draw_model(replace(NANOGPT, tie_embeddings=tied))
     tensors = to_nanogpt(model)
-    sizes = model_args(model, BYTES)
+    sizes = model_args(model)
     if written < "2023-02":
         del sizes["bias"]
     masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 24, 24).tril() for n in range(2)}
     content = tensors | (masks if written < "2023-06" else {})
-    content = {f"_orig_mod.{name}": tensor for name, tensor in content.items()}
+    others = {"optimizer": {"param_groups": [{"lr": 1e-3}]}, "best_val_loss": torch.tensor(1.5)}
+    content = {f"{prefix}{name}": tensor for name, tensor in content.items()}
     byte_tokenizer().save(tmp_path)
-    torch.save({"model": content, "model_args": sizes}, tmp_path / "ckpt.pt")
+    torch.save({"model": content, "model_args": sizes, **others}, tmp_path / "ckpt.pt")
     lines: list[str] = []
-    loaded = load_pretrained(tmp_path, lines.append).model
+    found = load_pretrained(tmp_path, lines.append)
+    assert found.tokenizer.shares_ids(byte_tokenizer())
+    loaded = found.model
     assert loaded.config.tie_embeddings == tied
     assert any("GELU" in line for line in lines)
     ids = torch.randint(BYTES, (24,))
     expected = nanogpt_logits(tensors, model.config.n_head, ids, approximate)
     with torch.no_grad():
         assert relative(loaded.logits(ids[None])[0], expected) <= 1e-6
+    assert not loaded.tokens.weight[BYTES:].any()
 
 
 def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path):
     model = draw_model()
-    tensors = to_nanogpt(model, rows=50304)
+    tensors = to_nanogpt(model, 50304)
     torch.save({"model": tensors, "model_args": model_args(model, 50304)}, tmp_path / "ckpt.pt")
     loaded = read_nanogpt(tmp_path / "ckpt.pt")
     assert loaded.config.vocab_size == 50257
@@ -320,7 +259,7 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(
     monkeypatch.setitem(sys.modules, "train_gpt2", module)
     model = draw_model()
     config = module.GPTConfig()
-    config.__dict__ |= model_args(model, BYTES)
+    config.__dict__ |= model_args(model)
     torch.save({"model": to_nanogpt(model), "config": config, "step": 9}, tmp_path / "model.pt")
     monkeypatch.delitem(sys.modules, "train_gpt2")
     loaded = read_nanogpt(tmp_path / "model.pt")
@@ -338,7 +277,7 @@ def test_nanogpts_model_has_the_same_logits(
         pytest.skip("NANOGPT_CHECKOUT names no checkout of karpathy/nanoGPT")
     monkeypatch.syspath_prepend(checkout)
     module = importlib.import_module("model")
-    sizes = model_args(draw_model(), BYTES) | {"bias": bias}
+    sizes = model_args(draw_model()) | {"bias": bias}
     torch.manual_seed(0)
     theirs = module.GPT(module.GPTConfig(**sizes)).eval()
     with torch.no_grad():
@@ -351,38 +290,34 @@ def test_nanogpts_model_has_the_same_logits(
         assert relative(ours.logits(ids), theirs(ids, ids)[0]) <= 2e-5
 
 
-def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path):
-    model, path = checkpoint
+WRONG: list[dict[str, Any]] = [
+    {"model_args": {"n_layer": 3}},
+    {"model_args": {"n_layer": 10**9}},
+    {"model_args": {"n_embd": 64}},
+    {"model_args": {"n_head": 5}},
+    {"model_args": {"vocab_size": None}},
+    {"model": {"a": "text"}},
+    {"model": {EMBEDDING: torch.tensor(1.0)}},
+    {"model": {"lm_head.weight": torch.zeros(257, 32)}},
+]
+
+
+def test_damaged_files_and_contents_that_do_not_fit_are_refused(tmp_path: Path):
+    model, path = draw_model(), tmp_path / "ckpt.pt"
+    content = {"model": to_nanogpt(model), "model_args": model_args(model)}
+    torch.save(content, path)
+    assert_same(read_nanogpt(path), model)
     raw = path.read_bytes()
     flipped = bytearray(raw)
     flipped[raw.index(model.positions.weight.detach().numpy().tobytes()) + 5] ^= 1
-    wrong = tmp_path / "wrong.pt"
-    for content in (raw[:-50], b"", flipped):
-        wrong.write_bytes(content)
+    for damaged in (raw[:-50], b"", flipped):
+        path.write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            read_nanogpt(wrong)
+            read_nanogpt(path)
+    for change in WRONG:
+        torch.save({key: content[key] | change.get(key, {}) for key in content}, path)
+        with pytest.raises(CheckpointError):
+            read_nanogpt(path)
+    path.unlink()
     with pytest.raises(CheckpointError):
-        read_nanogpt(tmp_path / "absent.pt")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_args": {"n_layer": 3}},
-        {"model_args": {"n_layer": 10**9}},
-        {"model_args": {"n_embd": 64}},
-        {"model_args": {"n_head": 5}},
-        {"model_args": {"vocab_size": None}},
-        {"model": {"a": "text"}},
-        {"model": {EMBEDDING: torch.tensor(1.0)}},
-        {"model": {"lm_head.weight": torch.zeros(257, 32)}},
-    ],
-)
-def test_contents_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any]):
-    model = draw_model()
-    content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
-    for key, values in change.items():
-        content[key] |= values
-    torch.save(content, tmp_path / "ckpt.pt")
-    with pytest.raises(CheckpointError):
-        read_nanogpt(tmp_path / "ckpt.pt")
+        read_nanogpt(path)
