@@ -180,7 +180,8 @@ def test_sums_are_sums():
     for name, part in parts.items():
         flops = {"matrix products": products, "attention": attention}.get(name)
         assert part["flops"] == flops
-        assert part["share_of_peak"] == (flops and flops / part["seconds"]["median"] / 1e15)
+        seconds = part["seconds"]["median"]  # 0 where the profiler's clock saw nothing
+        assert part["share_of_peak"] == ((flops and seconds and flops / seconds / 1e15) or None)
     unknown = measure(build(), CPU, 1, Console())["parts"]
     assert {part["share_of_peak"] for part in unknown} == {None}
 
