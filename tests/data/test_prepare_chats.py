@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +14,47 @@ from pyarrow import parquet
 
 from megatoken.data.chat_dataset import find_kind, open_rows, read_answers, require_kind
 from megatoken.data.chat_formats import peek_format, read_examples
-from megatoken.data.chat_template import LLAMA_3, Message, add_control_tokens, find_template
-from megatoken.data.dataset import load_dataset
+from megatoken.data.chat_template import (
+    LLAMA_3,
+    WEIGHTS,
+    Message,
+    add_control_tokens,
+    find_template,
+    parse_messages,
+)
+from megatoken.data.dataset import Dataset, load_dataset
 from megatoken.data.prepare import prepare as prepare_text
 from megatoken.data.prepare_chats import _pack, prepare_chats
-from megatoken.data.sources import find_source
+from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError
 
-SYSTEM, USER, ANSWER = (
-    {"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4"))
+SYSTEM, USER, ANSWER, FIVE = (
+    dict(zip(("role", "content"), turn.split(), strict=True))
+    for turn in ("system Add.", "user 2+2", "assistant 4", "assistant 5")
 )
 GOOD = {"messages": [USER, ANSWER]}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 BYTES = add_control_tokens(load_tokenizer("bytes"))
 TEMPLATE = find_template(BYTES)
 
 
-def write_rows(path: Path, rows: Sequence[Any]) -> str:
+def write_rows(path: Path, rows: Sequence[Any]) -> Source:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:  # a file that changes is noticed
         path.write_text(text)
-    return str(path)
+    return find_source(str(path))
 
 
-def prepare(tmp_path: Path, rows: Sequence[Any], out: str = "data", **options: Any) -> Path:
-    source = find_source(write_rows(tmp_path / "rows.jsonl", rows))
+def prepare(tmp_path: Path, rows: Sequence[Any], out: str = "data", **options: Any) -> Dataset:
+    source = write_rows(tmp_path / "rows.jsonl", rows)
     prepare_chats(source, tmp_path / out, load_tokenizer("bytes"), **{"seq_len": 64, **options})
-    return tmp_path / out
+    return load_dataset(tmp_path / out)
 
 
 def chats(count: int) -> list[dict[str, Any]]:
-    answers = ["x" * (1 + n * 7 % 23) for n in range(count)]
-    return [
-        {"messages": [{**USER, "content": f"{n}?"}, {**ANSWER, "content": answer}]}
-        for n, answer in enumerate(answers)
-    ]
-
-
-PLAIN = [Message("user", "2+2"), Message("assistant", "4")]
+    contents = [(f"{n}?", "x" * (1 + n * 7 % 23)) for n in range(count)]
+    return [{"messages": [{**USER, "content": q}, {**ANSWER, "content": a}]} for q, a in contents]
 
 
 # A row, and the messages that it holds.
@@ -70,11 +75,14 @@ FORMATS = r"""
 {"messages": [USER, {"role": "assistant", "content": "4", "tool_calls": []}]} -> 2+2 4
 {"messages": [{"role": "system", "content": null}, ANSWER], "system": "Add."} -> Add. NULL 4
 """
-ROLES = {"Add.": "system", "NULL": "system", "4": "assistant"}
+ROLES = {"Add.": "system", "NULL": "system", "4": "assistant", "5": "assistant"}
+
+
+NAMES = {"GOOD": GOOD, "SYSTEM": SYSTEM, "USER": USER, "ANSWER": ANSWER, "FIVE": FIVE}
 
 
 def fill_in(text: str) -> str:
-    for name, value in (("GOOD", GOOD), ("SYSTEM", SYSTEM), ("USER", USER), ("ANSWER", ANSWER)):
+    for name, value in NAMES.items():
         text = text.replace(name, json.dumps(value))
     return text
 
@@ -89,62 +97,28 @@ def test_formats_of_conversations(line: str, tmp_path: Path):
     assert (found.kind, example.answers) == ("chat", [messages])
 
 
-OTHER_KINDS = """
-{"prompt": "2+2", "chosen": "4", "rejected": "5"}
-{"conversations": [{"from": "human", "value": "2+2"}], "chosen": {"from": "gpt", "value": "4"}, \
-"rejected": {"from": "gpt", "value": "5"}}
-{"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "5"}]}
-{"prompt": "2+2", "completion": "4", "label": true}
-{"messages": [USER, ANSWER], "kto_tag": false}
-{"prompt": "2+2", "answer": "4"}
-{"question": "2+2", "answer": "4"}
-"""
-
-
-@pytest.mark.parametrize("line", OTHER_KINDS.replace("\\\n", "").strip().splitlines())
-def test_the_system_message_comes_first(line: str, tmp_path: Path):
-    row = json.loads(fill_in(line))
-    for number, system in enumerate((None, "Add.")):
-        path = write_rows(tmp_path / f"{number}.jsonl", [{**row, "system": system}])
-        ((_, example),) = read_examples(find_source(path))
-        first = [Message("system", "Add.")] if system else []
-        assert example.prompt == [*first, PLAIN[0]]
-        assert all(answer[:-1] == example.prompt for answer in example.answers)
-
-
-def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path):
-    dataset = load_dataset(prepare(tmp_path, chats(40), val_fraction=0.2))
+@pytest.mark.parametrize("shard_tokens", [10**6, 100])
+def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, shard_tokens: int):
+    dataset = prepare(tmp_path, chats(40), val_fraction=0.2, shard_tokens=shard_tokens)
+    assert (len(dataset.shards) > 4) == (shard_tokens == 100)
     found = []
     for split in ("train", "val"):
         rows = open_rows(dataset, split)
         ids, marks = rows.read(np.arange(len(rows)))
         assert ids.shape == (len(rows), 65)
-        assert (
-            marks[:, 0] == 2
-        ).all()  # a conversation starts in front, and its first token is not trained
+        # A conversation starts in front, and its first token is not trained.
+        assert (marks[:, 0] == 2).all()
         for row_ids, row_marks in zip(ids, marks, strict=True):
             kept = row_marks < 4
             assert (row_ids[~kept] == BYTES.eot).all()
-            pieces = np.split(np.arange(kept.sum()), np.flatnonzero(row_marks[kept] & 2)[1:])
-            found += [
-                (row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()) for at in pieces
-            ]
+            for at in np.split(np.arange(kept.sum()), np.flatnonzero(row_marks[kept] & 2)[1:]):
+                found.append((row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()))
         assert len(rows) * 65 == len(getattr(dataset, split))
     expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chats(40)]
     assert sorted(found) == sorted(expected)
     assert dataset.manifest.documents["val"] == 5
     assert dataset.manifest.source["template"] == "chatml"
     assert dataset.tokenizer.fingerprint == BYTES.fingerprint
-
-
-def test_shards_have_marks_of_their_own(tmp_path: Path):
-    whole = load_dataset(prepare(tmp_path, chats(30), "whole"))
-    parts = load_dataset(prepare(tmp_path, chats(30), "parts", shard_tokens=100))
-    assert len(parts.shards) > 4
-    for split in ("train", "val"):
-        rows = [open_rows(each, split) for each in (whole, parts)]
-        for one, other in zip(*(each.read(np.arange(len(each))) for each in rows), strict=True):
-            assert np.array_equal(one, other)
 
 
 def test_the_fullest_row_takes_a_conversation():
@@ -156,41 +130,53 @@ def test_the_fullest_row_takes_a_conversation():
 
 def test_the_same_prompt_is_in_one_split(tmp_path: Path):
     rows = [{"prompt": f"question {n % 10}", "completion": f"answer {n}"} for n in range(200)]
-    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.3))
-    assert all(count % 20 == 0 and count for count in dataset.manifest.documents.values())
-    few = load_dataset(prepare(tmp_path, rows[:3], "few", val_fraction=0.01))
+    documents = prepare(tmp_path, rows, val_fraction=0.3).manifest.documents
+    assert all(count % 20 == 0 and count for count in documents.values())
+    few = prepare(tmp_path, rows[:3], "few", val_fraction=0.01)
     assert few.manifest.documents == {"train": 2, "val": 1}
 
 
-PREFERENCES = [
-    '{"prompt": "2+2", "chosen": "4", "rejected": "5"}',
-    '{"prompt": [USER, ANSWER, USER], "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]}',
-    '{"messages": [], "prompt": [USER], "chosen": [USER, ANSWER], '  # as in UltraFeedback
-    '"rejected": [USER, {"role": "assistant", "content": "no"}]}',
-]
-IMPLICIT_PROMPTS = [
-    '{"chosen": [USER, ANSWER, USER, ANSWER], '
-    '"rejected": [USER, ANSWER, USER, {"role": "assistant", "content": "5"}]}',
-    r'{"chosen": "\n\nHuman: 2+2\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2\n\nAssistant: 5"}',
-]
+# Kind and rows; the contents of each sequence, whose last answer alone is trained on.
+SEQUENCES = r"""
+preference: {"prompt": "2+2", "chosen": "4", "rejected": "5"} -> 2+2 4, 2+2 5
+preference: {"prompt": [USER, ANSWER, USER], "chosen": "4", "rejected": [FIVE]} -> 2+2 4 2+2 4, 2+2 4 2+2 5
+preference: {"messages": [], "prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, FIVE]} -> 2+2 4, 2+2 5
+preference: {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, FIVE]} -> 2+2 4 2+2 4, 2+2 4 2+2 5
+preference: {"chosen": "\n\nHuman: 2+2\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2\n\nAssistant: 5"} -> 2+2 4, 2+2 5
+preference: {"conversations": [{"from": "human", "value": "2+2"}], "chosen": {"from": "gpt", "value": "4"}, \
+"rejected": {"from": "gpt", "value": "5"}} -> 2+2 4, 2+2 5
+kto: {"prompt": "2+2", "completion": "4", "label": true} | \
+{"prompt": "2+2", "completion": "5", "label": "False"} -> 2+2 4, 2+2 5
+kto: {"messages": [USER, FIVE, USER, ANSWER], "kto_tag": 1} | {"messages": [USER, FIVE], "kto_tag": 0} -> 2+2 5 2+2 4, 2+2 5
+kto: {"prompt": "2+2", "completion": "4", "label": 1.0} | \
+{"prompt": "2+2", "completion": "5", "label": "0.0"} -> 2+2 4, 2+2 5
+chat: {"prompt": [USER, ANSWER, USER], "completion": [FIVE]} -> 2+2 4 2+2 5
+chat: {"prompt": [USER, ANSWER], "completion": [FIVE]} -> 2+2 4 5
+prompt: {"question": "2+2", "answer": "3+1=4\n#### 1,4"} -> 2+2
+"""
 
 
-def test_preferences_are_pairs_of_rows(tmp_path: Path):
-    rows = [json.loads(fill_in(row)) for row in PREFERENCES]
-    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
-    pairs = open_rows(dataset, "train")
-    texts = []
-    for row in range(len(pairs)):
-        ids, trained = pairs.sequence(row)
-        texts.append(BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]))
-    assert texts == [f"{answer}<|im_end|>" for answer in ("4", "5", "6", "7", "4", "no")]
-    assert BYTES.decode(pairs.sequence(3)[0]).count("assistant") == 2
-    assert find_kind(dataset.manifest) == "preference"
+@pytest.mark.parametrize("line", SEQUENCES.replace("\\\n", "").strip().splitlines())
+def test_sequences_of_each_kind(line: str, tmp_path: Path):
+    kind, text = fill_in(line).split(": ", 1)
+    rows, contents = text.split(" -> ")
+    for system in ("", "Add."):
+        given = [json.loads(row) | {"system": system or None} for row in rows.split(" | ")]
+        dataset = prepare(tmp_path, given, f"data{system}", val_fraction=0)
+        found = open_rows(dataset, "train")
+        assert find_kind(dataset.manifest) == kind
+        for number, texts in enumerate(contents.split(", ")):
+            texts = f"{system} {texts}".split()
+            messages = [Message(ROLES.get(text, "user"), text, 0) for text in texts]
+            messages[-1] = replace(messages[-1], weight=1)
+            assert found.sequence(number) == TEMPLATE.encode(messages, reply=kind == "prompt")
+            assert kind != "kto" or found.is_desirable(number) == (number == 0)
+        assert kind != "prompt" or read_answers(dataset, "train")[0]["answer"] == "1,4"
 
 
 def test_prompts_keep_their_answers(tmp_path: Path):
     rows = [{"prompt": f"{n}+1", "answer": n + 1, "level": "easy"} for n in range(20)]
-    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.2))
+    dataset = prepare(tmp_path, rows, val_fraction=0.2)
     found = []
     for split in ("train", "val"):
         prompts, answers = open_rows(dataset, split), read_answers(dataset, split)
@@ -204,136 +190,42 @@ def test_prompts_keep_their_answers(tmp_path: Path):
         require_kind(dataset, "chat", "objective.name=sft")
 
 
-def test_the_common_beginning_of_a_pair_is_its_prompt(tmp_path: Path):
-    rows = [json.loads(fill_in(row)) for row in IMPLICIT_PROMPTS]
-    explicit = [
-        {"prompt": [USER, ANSWER, USER], "chosen": "4", "rejected": "5"},
-        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
-    ]
-    found, expected = (
-        open_rows(load_dataset(prepare(tmp_path, each, out, val_fraction=0)), "train")
-        for each, out in ((rows, "implicit"), (explicit, "explicit"))
-    )
-    assert [found.sequence(n) for n in range(4)] == [expected.sequence(n) for n in range(4)]
-
-
-def test_preferences_of_llama_factory(tmp_path: Path):
-    turns = [{"from": role, "value": text} for role, text in (("human", "2+2"), ("gpt", "4"))]
-    rows = [
-        {"conversations": turns[:1], "chosen": turns[1], "rejected": {**turns[1], "value": "5"}}
-    ]
-    found = open_rows(load_dataset(prepare(tmp_path, rows, val_fraction=0)), "train")
-    for number, answer in enumerate("45"):
-        messages = [Message("user", "2+2"), Message("assistant", answer)]
-        assert found.sequence(number) == TEMPLATE.encode(messages)
-
-
-def test_the_verifier_compares_the_number_of_gsm8k(tmp_path: Path):
-    rows = [{"question": f"{n}+1?", "answer": f"{n}+1=1{n}\n#### 1,{n}"} for n in range(3)]
-    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
-    assert [row["answer"] for row in read_answers(dataset, "train")] == ["1,0", "1,1", "1,2"]
-    assert open_rows(dataset, "train").sequence(0) == TEMPLATE.encode(
-        [Message("user", "0+1?")], reply=True
-    )
-
-
-# Rows of prompt/completion and of messages, and what is rated.
-RATED = [
-    [
-        {"prompt": "2+2", "completion": "4", "label": True},
-        {"prompt": "2+2", "completion": "5", "label": "False"},
-    ],
-    [
-        {"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER], "kto_tag": 1},
-        {"messages": [USER, {**ANSWER, "content": "5"}], "kto_tag": 0},
-    ],
-    [  # as pandas writes a column with gaps
-        {"prompt": "2+2", "completion": "4", "label": 1.0},
-        {"prompt": "2+2", "completion": "5", "label": "0.0"},
-    ],
-]
-
-
-def decode_trained(ids: Sequence[int], trained: Sequence[bool]) -> str:
-    return BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark])
-
-
-@pytest.mark.parametrize("rows", RATED)
-def test_labels_are_marks_and_only_the_last_answer_is_rated(rows: list[Any], tmp_path: Path):
-    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
-    rated = open_rows(dataset, "train")
-    assert find_kind(dataset.manifest) == "kto"
-    assert [rated.is_desirable(row) for row in range(2)] == [True, False]
-    for row, answer in enumerate("45"):
-        assert decode_trained(*rated.sequence(row)) == f"{answer}<|im_end|>"
-
-
 def test_keys_that_change_nothing_are_counted(tmp_path: Path):
-    """Those that are set, except an id or a source, in the first door that all rows share."""
+    """Those that are set, except an id or a source, in the first format that all rows share."""
     extra = {"margin": 0.5, "images": [], "score_chosen": 0, "prompt_id": "7", "note": None}
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c", **extra}, {**PAIR, "prompt": "d"}]
-    manifest = load_dataset(prepare(tmp_path, rows)).manifest
+    manifest = prepare(tmp_path, [{**PAIR, **extra}, {**PAIR, "prompt": "d"}]).manifest
     expected = {f"rows with unused {key}": 1 for key in ("margin", "score_chosen")}
     assert manifest.source["counts"] == {"skipped": 0, **expected}
 
 
 def test_a_row_of_weight_0_is_left_out(tmp_path: Path):
-    rows = [*chats(3), {**chats(4)[3], "weight": 0}]
-    manifest = load_dataset(prepare(tmp_path, rows)).manifest
+    manifest = prepare(tmp_path, [*chats(3), {**chats(4)[3], "weight": 0}]).manifest
     assert sum(manifest.documents.values()) == 3
     assert manifest.source["counts"] == {"skipped": 1}
 
 
 def test_damaged_marks_are_noticed(tmp_path: Path):
-    folder = prepare(tmp_path, chats(9))
-    (folder / "train_000000.marks").write_bytes(bytes(65))
+    dataset = prepare(tmp_path, chats(9))
+    (tmp_path / "data" / "train_000000.marks").write_bytes(bytes(65))
     with pytest.raises(DataError, match=r"train_000000\.marks"):
-        open_rows(load_dataset(folder), "train")
+        open_rows(dataset, "train")
 
 
-PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-
-
-@pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss", "loss_mask"])
-@pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_an_answer_of_weight_0_is_context(key: str, flag: str, tmp_path: Path):
-    is_weight = "weight" in flag or "mask" in flag
-    off, on = (0, 1.0) if is_weight else (False, True)
-    turns = [
-        USER,
-        {**ANSWER, flag: off},
-        {"role": "user", "content": "3+3"},
-        {**ANSWER, "content": "6", flag: on},
-    ]
-    if key == "conversations":
-        turns = [
-            {"from": row.pop("role"), "value": row.pop("content"), **row}
-            for row in map(dict, turns)
-        ]
-    dataset = load_dataset(prepare(tmp_path, [{key: turns}]))
-    ids, trained = open_rows(dataset, "train").sequence(0)
-    assert decode_trained(ids, trained) == "6<|im_end|>"
-    assert "4<|im_end|>" in BYTES.decode(ids)
-
-
-@pytest.mark.parametrize("earlier", [[USER, ANSWER, USER], [USER, ANSWER]])
-def test_answers_in_a_prompt_are_context(earlier: list[Any], tmp_path: Path):
-    """As in trl, which trains on the completion alone."""
-    rows = [{"prompt": earlier, "completion": [{**ANSWER, "content": "6"}]}]
-    ids, trained = open_rows(load_dataset(prepare(tmp_path, rows)), "train").sequence(0)
-    assert decode_trained(ids, trained) == "6<|im_end|>"
-    assert "4<|im_end|>" in BYTES.decode(ids)
-    rows[0]["completion"][0]["content"] = " "  # "4" is no answer to train on
-    with pytest.raises(DataError):
-        prepare(tmp_path, rows, "blank")
+def test_an_answer_of_weight_0_is_context(tmp_path: Path):
+    for flag in WEIGHTS:
+        off, on = (0, 1.0) if flag in ("weight", "loss_mask") else (False, True)
+        turns = [USER, {**ANSWER, flag: off}, USER, {**FIVE, flag: on}]
+        other = [{"from": row["role"], "value": row["content"], **row} for row in turns]
+        for key, value in {"messages": turns, "conversations": other}.items():
+            ((_, example),) = read_examples(write_rows(tmp_path / "a.jsonl", [{key: value}]))
+            assert [message.weight for message in example.answers[0]] == [1, 0, 1, 1]
 
 
 def test_parquet_of_messages(tmp_path: Path):
-    parquet.write_table(
-        pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet"
-    )
+    table = pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]})
+    parquet.write_table(table, tmp_path / "a.parquet")
     ((_, example),) = read_examples(find_source(str(tmp_path)))
-    assert example.answers == [PLAIN]
+    assert example.answers == [parse_messages([USER, ANSWER], "")]
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -341,12 +233,15 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def test_preparing_again_changes_nothing(tmp_path: Path):
-    first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second, first):
+        prepare(tmp_path, chats(9), folder.name)
     assert read_files(first) == read_files(second)
-    time = (first / "manifest.json").stat().st_mtime_ns
+    manifest = first / "manifest.json"
+    time = manifest.stat().st_mtime_ns
     prepare(tmp_path, chats(9), "a")
-    assert (first / "manifest.json").stat().st_mtime_ns == time
-    (first / "manifest.json").unlink()
+    assert manifest.stat().st_mtime_ns == time
+    manifest.unlink()
     with pytest.raises(DataError):
         prepare(tmp_path, chats(9), "a")
     state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
@@ -357,38 +252,32 @@ def test_preparing_again_changes_nothing(tmp_path: Path):
 
 
 def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path):
-    text = tmp_path / "a.txt"
-    out = tmp_path / "data"
+    text, out = tmp_path / "a.txt", tmp_path / "data"
     text.write_text("0123456789" * 200)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare_text(text, out, tokenizer="bytes", shard_tokens=100, on_progress=interrupt)
+    prepare_numbers = partial(prepare_text, text, out, tokenizer="bytes", shard_tokens=100)
+    with pytest.raises(ZeroDivisionError):
+        prepare_numbers(on_progress=lambda _: 1 / 0)
     expected = read_files(out)
     assert len(expected) > 10
     with pytest.raises(DataError):
         prepare(tmp_path, chats(9))
     assert read_files(out) == expected
-    assert prepare_text(text, out, tokenizer="bytes", shard_tokens=100).resumed
+    assert prepare_numbers().resumed
 
 
 def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path):
-    n_other = len(TEMPLATE.encode(PLAIN)[0]) - len("2+2")
-
-    def row(length: int) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": "u" * (length - n_other)}, ANSWER]}
-
-    assert len(open_rows(load_dataset(prepare(tmp_path, [row(65)])), "train")) == 1
-    rows = [row(60), row(70), row(66)]
+    n_other = len(TEMPLATE.encode(parse_messages([USER, ANSWER], ""))[0]) - len("2+2")
+    row65, row60, row70, row66 = (
+        {"messages": [{**USER, "content": "u" * (length - n_other)}, ANSWER]}
+        for length in (65, 60, 70, 66)
+    )
+    assert len(open_rows(prepare(tmp_path, [row65]), "train")) == 1
+    rows = [row60, row70, row66]
     with pytest.raises(DataError, match=r"rows.jsonl:2"):  # the longest
         prepare(tmp_path, rows, "other")
-    manifest = load_dataset(prepare(tmp_path, rows, "other", long="skip")).manifest
-    assert (manifest.documents, manifest.source["counts"]) == (
-        {"train": 1, "val": 0},
-        {"skipped": 2},
-    )
+    manifest = prepare(tmp_path, rows, "other", long="skip").manifest
+    assert manifest.documents == {"train": 1, "val": 0}
+    assert manifest.source["counts"] == {"skipped": 2}
 
 
 # The number of the line that cannot be used, and lines.
@@ -425,6 +314,7 @@ BAD_ROWS = """
 1: {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER]}
 1: {"messages": [USER, ANSWER], "chat_template_kwargs": [1]}
 1: {"messages": "\udce9"}
+1: {"prompt": [USER, ANSWER], "completion": [{"role": "assistant", "content": " "}]}
 """
 
 
@@ -440,7 +330,7 @@ def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path):
 
 def test_a_pair_is_compared_after_the_template(tmp_path: Path):
     llama = load_tokenizer("bytes").add_special_tokens([*LLAMA_3, "<|begin_of_text|>"], "llama")
-    source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
+    source = write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2"):  # its template strips
         prepare_chats(source, tmp_path / "data", llama, seq_len=64)
 
@@ -449,7 +339,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
     bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"text": "a"}]
     bad.append({"messages": [USER, {**ANSWER, "role": "bot"}]})
     for number, rows in enumerate(([bad[0], GOOD, *bad[1:], GOOD], [*bad[::-1], GOOD, GOOD])):
-        manifest = load_dataset(prepare(tmp_path, rows, str(number), invalid="skip")).manifest
+        manifest = prepare(tmp_path, rows, str(number), invalid="skip").manifest
         assert manifest.documents == {"train": 2, "val": 0}
         assert manifest.source["counts"] == {"skipped": 5}
     with pytest.raises(DataError):
@@ -457,16 +347,14 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
 
 
 def test_the_first_rows_identify_the_format(tmp_path: Path):
-    def peek(rows: list[Any], text_key: str = "text") -> str | None:
-        found = peek_format(find_source(write_rows(tmp_path / "rows.jsonl", rows)), text_key)
+    def peek(rows: list[Any]) -> str | None:
+        write_rows(tmp_path / "rows.jsonl", rows)
+        found = peek_format(find_source(str(tmp_path)), "text")
         return found and found.name
 
+    (tmp_path / "README.md").write_text("# Rows")  # a dataset card
     assert peek([{"text": "a"}]) is None
     assert peek([GOOD]) == "messages"
-    (tmp_path / "README.md").write_text("# Rows")  # a dataset card
-    assert peek_format(find_source(str(tmp_path)), "text") is not None
-    peek([{"text": "a"}])
-    assert peek_format(find_source(str(tmp_path)), "text") is None
     assert peek([{"title": "a"}]) is None
     with pytest.raises(DataError, match=r"output.*response"):
         peek([{"instruction": "a", "input": ""}])
