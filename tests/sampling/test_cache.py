@@ -9,46 +9,31 @@ import torch
 from megatoken.model.kv_cache import PrefixStore, token_bytes
 from megatoken.sampling.batch import BatchDecoder, Request, Token
 from megatoken.sampling.choose import Sampling
-from tests.sampling.test_batch import MODELS, complete_alone
-from tests.sampling.test_generate import TINY_LLAMA, build
+from tests.sampling.test_batch import complete_alone
+from tests.sampling.test_generate import MODELS, TINY_LLAMA, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def step(decoder: BatchDecoder, tokens: dict[int, list[Token]]) -> None:
-    """Append each sequence's next token; check the bound."""
-    for token in decoder.step():
-        tokens.setdefault(token.row, []).append(token)
-    assert decoder.cached_tokens <= decoder._bound
-
-
-def finish(decoder: BatchDecoder) -> dict[int, list[Token]]:
-    """Return each sequence's tokens."""
-    tokens: dict[int, list[Token]] = {}
+def finish(decoder: BatchDecoder) -> list[Token]:
+    """Return the tokens of the sequences that are left."""
+    tokens: list[Token] = []
     while decoder.rows:
-        step(decoder, tokens)
+        tokens += decoder.step()
     return tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sequences_within_the_bound_end_as_alone(name: str):
-    model = build(MODELS[name])
+def test_sequences_within_the_bound_are_decoded_at_once():
     requests = [Request([3, 1, 4 + i], Sampling(12 + i, temperature=i / 4)) for i in range(7)]
-    tokens: dict[int, list[Token]] = {}
     n_at_once = []
-    with BatchDecoder(model, rows=7, cache_tokens=48) as decoder:
+    with BatchDecoder(build(TINY_LLAMA), rows=7, cache_tokens=48) as decoder:
         for key, request in enumerate(requests):
             while not decoder.fits(request):
-                step(decoder, tokens)
+                last = decoder.step()[0]
             decoder.add(key, request)
             n_at_once.append(len(decoder.rows))
-        while decoder.rows:
-            step(decoder, tokens)
     assert n_at_once == [1, 2, 3, 2, 2, 2, 2]
-    for key, request in enumerate(requests):
-        ids = [token.id for token in tokens[key]]
-        assert ids == complete_alone(model, request).ids
-        assert [token.finish_reason for token in tokens[key]][-1] == "length"
+    assert last.finish_reason == "length"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,17 +43,16 @@ def test_second_turn_reuses_the_first(name: str):
     greedy = Sampling(6, temperature=0)
     with BatchDecoder(model, rows=2, cache_tokens=200) as decoder:
         decoder.add(0, Request(prompt, greedy))
-        first = finish(decoder)[0]
+        first = finish(decoder)
         assert [token.cached for token in first] == [0] * 6
         turn = [*prompt, *(token.id for token in first), 7, 8]
-        other = [*turn[:8], 40]
-        for key, ids in enumerate((turn, turn, other, prompt), start=1):
-            decoder.add(key, Request(ids, greedy))
-            [tokens] = finish(decoder).values()
-            # The last token of an answer was not fed to the model, nor is a prompt's last reused.
-            assert tokens[0].cached == [10, 12, 8, 4][key - 1]
-            expected = complete_alone(model, Request(ids, greedy))
-            assert [token.id for token in tokens] == expected.ids
+        # The last token of an answer was not fed to the model, nor is a prompt's last reused.
+        for ids, cached in ((turn, 10), (turn, 12), ([*turn[:8], 40], 8), (prompt, 4)):
+            request = Request(ids, greedy)
+            decoder.add(1, request)
+            tokens = finish(decoder)
+            assert tokens[0].cached == cached
+            assert [token.id for token in tokens] == complete_alone(model, request).ids
 
 
 def test_cache_grows_with_the_tokens_and_is_freed():
@@ -94,9 +78,9 @@ def test_least_recently_used_sequence_is_dropped_first():
     store.shrink(8)
     assert [store.find([start, 1, 2, 3, 4])[0] for start in (10, 20, 30)] == [4, 0, 4]
     store.add([30, 1, 2, 3, 4, 5], torch.zeros(1))  # replaces its beginning
-    assert store.tokens == 10
-    store.shrink(0)
-    assert store.tokens == 0
+    for size in (10, 0):
+        store.shrink(size)
+        assert store.tokens == size
 
 
 def test_token_bytes_are_those_of_the_tensors():

@@ -9,7 +9,7 @@ import pytest
 from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_template
 from megatoken.errors import ConfigError
 from megatoken.sampling.choose import Sampling
-from megatoken.sampling.conversation import Conversation, fit_context
+from megatoken.sampling.conversation import Answer, Conversation, fit_context
 from megatoken.sampling.generate import generate_ids
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 
@@ -22,10 +22,6 @@ SYSTEM = Message("system", "s")
 HELLO = Message("user", "hello")
 THERE = Message("assistant", "there")
 MORE = Message("user", "more")
-
-
-def say_nothing(part: str) -> None:
-    assert isinstance(part, str)
 
 
 def make_conversation(template: ChatTemplate = TEMPLATE, **values: object) -> Conversation:
@@ -41,84 +37,74 @@ def test_an_answer_follows_from_all_messages():
     conversation = make_conversation()
     parts: list[str] = []
     first = conversation.ask("hello", parts.append)
-    second = conversation.ask("more", say_nothing)
+    second = conversation.ask("more", str)
     assert "".join(parts) == first.text
-    assert conversation.messages == [SYSTEM, HELLO, Message("assistant", first.text), MORE,
-                                     Message("assistant", second.text)]  # fmt: skip
+    turns = [HELLO, Message("assistant", first.text), MORE, Message("assistant", second.text)]
+    assert conversation.messages == [SYSTEM, *turns]
     for answer, n in ((first, 2), (second, 4)):
-        ids, _ = TEMPLATE.encode(conversation.messages[:n], reply=True)
-        assert answer.prompt_tokens == len(ids)
-        assert answer.ids == generate_ids(MODEL, ids, Sampling(max_new_tokens=8, temperature=0))[0]
-        assert answer.text == TEMPLATE.tokenizer.decode(answer.ids)
-        assert answer.finish_reason == "length"
+        ids, _ = ENCODE(conversation.messages[:n])
+        expected = generate_ids(MODEL, ids, Sampling(max_new_tokens=8, temperature=0))[0]
+        text = TEMPLATE.tokenizer.decode(expected)
+        assert answer == Answer(text, expected, len(ids), "length")
     conversation.clear()
     assert conversation.messages == [SYSTEM]
-    assert conversation.ask("hello", say_nothing) == first
+    assert conversation.ask("hello", str) == first
 
 
 def test_variables_reach_the_template():
     jinja = TEMPLATE.jinja + "{{ '<think></think>' if enable_thinking is false }}"
     conversation = make_conversation(template=ChatTemplate("own", TEMPLATE.tokenizer, jinja))
-    plain = conversation.ask("hello", say_nothing)
+    plain = conversation.ask("hello", str)
     conversation.clear()
     conversation.variables = {"enable_thinking": False}
-    answer = conversation.ask("hello", say_nothing)
+    answer = conversation.ask("hello", str)
     assert answer.prompt_tokens == plain.prompt_tokens + len("<think></think>")
 
 
 def test_a_stop_token_ends_an_answer():
-    stop = make_conversation().ask("hello", say_nothing).ids[2]
+    stop = make_conversation().ask("hello", str).ids[2]
     conversation = make_conversation()
     conversation.template = copy(TEMPLATE)
     conversation.template.stop_ids = (stop, TEMPLATE.tokenizer.eot)
-    answer = conversation.ask("hello", say_nothing)
+    answer = conversation.ask("hello", str)
     assert (len(answer.ids), answer.finish_reason) == (2, "stop")
 
 
 def test_answers_draw_by_their_number():
-    answers = [
-        make_conversation(temperature=1.0, seed=seed).ask("hello", say_nothing)
-        for seed in (1, 1, 2)
-    ]
-    assert answers[0] == answers[1] != answers[2]
-    conversation = make_conversation(temperature=1.0, seed=1)
-    conversation.ask("hello", say_nothing)
-    second = conversation.ask("more", say_nothing)
-    ids, _ = TEMPLATE.encode(conversation.messages[:-1], reply=True)
+    conversations = [make_conversation(temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (each.ask("hello", str) for each in conversations)
+    assert first == again != other
+    second = conversations[0].ask("more", str)
+    ids, _ = ENCODE(conversations[0].messages[:-1])
     sampling = Sampling(max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids)
     assert second.ids == generate_ids(MODEL, ids, sampling)[0]
 
 
 def test_full_turns_are_dropped_from_the_beginning():
     messages = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
-    ids = {
-        first: TEMPLATE.encode([SYSTEM, *messages[first:]], reply=True)[0] for first in (1, 3, 5)
-    }
+    kept = {first: [SYSTEM, *messages[first:]] for first in (1, 3, 5)}
+    ids = {first: ENCODE(kept[first])[0] for first in kept}
     for first, full in ids.items():  # 4 new tokens, of which the last is never read
-        assert fit_context(ENCODE, messages, len(full) + 3, 4) == (
-            [SYSTEM, *messages[first:]],
-            full,
-        )
+        assert fit_context(ENCODE, messages, len(full) + 3, 4) == (kept[first], full)
     assert fit_context(ENCODE, messages, len(ids[1]) + 2, 4)[1] == ids[3]
     assert fit_context(ENCODE, messages[1:], len(ids[5]), 1)[0] == [MORE]
-    context = len(ids[5]) + 2
     with pytest.raises(ConfigError):
-        fit_context(ENCODE, messages, context, 1000)
+        fit_context(ENCODE, messages, len(ids[5]) + 2, 1000)
 
 
 def test_the_conversation_continues_beyond_the_context():
     conversation = make_conversation()
     for _ in range(6):
-        conversation.ask("x" * 20, say_nothing)
+        conversation.ask("x" * 20, str)
     assert conversation.dropped == 8
     with pytest.raises(ConfigError):
-        conversation.ask("x" * 120, say_nothing)
+        conversation.ask("x" * 120, str)
     assert len(conversation.messages) == 5
-    assert conversation.ask("y" * 60, say_nothing).finish_reason == "length"
+    assert conversation.ask("y" * 60, str).finish_reason == "length"
 
 
 def test_ctrl_c_ends_an_answer():
-    full = make_conversation().ask("hello", say_nothing)
+    full = make_conversation().ask("hello", str)
     conversation = make_conversation()
     parts: list[str] = []
 
@@ -130,4 +116,4 @@ def test_ctrl_c_ends_an_answer():
     answer = conversation.ask("hello", press_ctrl_c)
     assert (answer.ids, answer.finish_reason) == (full.ids[:3], "interrupted")
     assert conversation.messages[-1] == Message("assistant", answer.text)
-    assert conversation.ask("more", say_nothing).prompt_tokens > full.prompt_tokens
+    assert conversation.ask("more", str).prompt_tokens > full.prompt_tokens
