@@ -51,12 +51,12 @@ KILLS = "SIGKILL to all;SIGKILL to all at a save;SIGKILL to all during a start" 
 # The slow tests, then kills, faults and damage: hours.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
-	for soak in commit chaos flip guard launch terminal prepare data search; do \
+	for soak in commit chaos flip terminal prepare search; do \
 		$(BIN)python -m tests.soak.$${soak}_soak || exit 1; \
 	done
 	$(BIN)python -m tests.soak.chaos_soak --layouts "1 none;2 none;4 none" --only $(KILLS)
 	$(BIN)python -m tests.soak.chaos_soak --layouts "3 zero3" --only $(KILLS)
-	$(BIN)python -m tests.soak.prepare_soak --what calls
+	$(BIN)python -m tests.soak.search_soak --what files
 
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .

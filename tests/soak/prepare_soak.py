@@ -1,12 +1,11 @@
-"""Kill or fail `prepare` at random, and at every system call that touches its output.
+"""Kill or fail `prepare` at every system call that touches its output. Needs strace (Linux).
 
-    python -m tests.soak.prepare_soak --what kills --kills 100
-    python -m tests.soak.prepare_soak --what calls --sample 0     every point; needs strace (Linux)
+    python -m tests.soak.prepare_soak                  every point
+    python -m tests.soak.prepare_soak --sample 20      a random sample
 
 The same command again must give the bytes of an undisturbed preparation. Prints one JSON line.
 """
 
-import os
 import random
 import re
 import shutil
@@ -15,21 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tests.processes import family, wait_for_group
 from tests.soak.options import parse_options, report
 from tests.soak.strace import format_injection, list_calls, run_traced, try_points
 
-KILLS_MEGABYTES = 15
 FAULTS = ("kill", "ENOSPC", "EIO")
 # The command with small chunks, so that a corpus of 60 kB has a dozen of them.
 SMALL_CHUNKS = """
@@ -46,26 +39,19 @@ SCENARIOS = {
 }
 
 
-def make_texts(total_bytes: int) -> Iterator[str]:
-    """Yield shuffled lines of the standard library as texts of about 4 kB, always the same."""
+def write_corpus(folder: Path, total_bytes: int, *, one_file: bool) -> None:
+    """Write shuffled lines of the standard library as texts of about 4 kB, always the same."""
+    folder.mkdir()
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
     lines = [line for file in files for line in file.read_text("utf-8").splitlines() if line]
     draw = random.Random(0)
-    made = 0
+    made = number = 0
     while made < total_bytes:
         text = "\n".join(draw.choices(lines, k=100)) + "\n"
         made += len(text)
-        yield text
-
-
-def write_corpus(folder: Path, total_bytes: int, *, one_file: bool) -> None:
-    folder.mkdir()
-    texts = make_texts(total_bytes)
-    if one_file:
-        (folder / "corpus.txt").write_text("".join(texts), encoding="utf-8")
-        return
-    for number, text in enumerate(texts):
-        (folder / f"{number:07d}.txt").write_text(text, encoding="utf-8")
+        with (folder / f"{0 if one_file else number:07d}.txt").open("a", encoding="utf-8") as file:
+            file.write(text)
+        number += 1
 
 
 def hash_folder(folder: Path) -> dict[str, str]:
@@ -82,55 +68,6 @@ def check_equal(folder: Path, reference: Path) -> None:
     expected = hash_folder(reference)
     names = hashes.keys() | expected.keys()
     assert hashes == expected, {name for name in names if hashes.get(name) != expected.get(name)}
-
-
-def start_preparing(corpus: Path, out: Path) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-P", "-m", "megatoken", "prepare", str(corpus), "--out", str(out)]
-    words += ["--tokenizer", "bpe:4096", "--shard-tokens", "1000000"]
-    return subprocess.Popen(
-        words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-
-def wait(process: "subprocess.Popen[bytes]") -> int:
-    """Return the exit code of a disturbed preparation; after a minute, kill it and raise."""
-    try:
-        return process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-
-
-def run_kills(folder: Path, options: Namespace) -> dict[str, Any]:
-    """Kill the parent or one of its workers at random moments until the preparation is done."""
-    corpus = folder / "corpus"
-    write_corpus(corpus, KILLS_MEGABYTES * 10**6, one_file=True)
-    start = time.monotonic()
-    assert start_preparing(corpus, folder / "undisturbed").wait() == 0
-    seconds = time.monotonic() - start
-    draw = random.Random(options.seed)
-    kills: Counter[str] = Counter()
-    orphans = runs = 0
-    while kills.total() < options.kills:
-        out = folder / f"killed{runs}"
-        runs += 1
-        code = -1
-        while code != 0:
-            process = start_preparing(corpus, out)
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(draw.uniform(0, seconds))
-                assert code == 0, f"exit code {code} after {kills}"
-                break
-            workers = list(family(process.pid))[1:] if kills.total() % 2 else []
-            with suppress(ProcessLookupError):
-                os.kill(draw.choice(workers or [process.pid]), signal.SIGKILL)
-            code = wait(process)
-            kills["worker" if workers else "parent"] += 1
-            assert code in (0, 7 if workers else -signal.SIGKILL), code
-            orphans += wait_for_group(process.pid, seconds=5)
-        check_equal(out, folder / "undisturbed")
-        shutil.rmtree(out)
-    return {"killed": kills, "runs_finished": runs, "orphans": orphans}
 
 
 def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
@@ -188,12 +125,10 @@ def list_output_calls(log: Path, out: Path) -> list[tuple[str, int]]:
 
 
 def main() -> int:
-    options = parse_options(__doc__, what="kills", kills=100, sample=0, jobs=2, seed=0)
-    run = {"kills": run_kills, "calls": run_calls}[options.what]
+    options = parse_options(__doc__, sample=0, jobs=2, seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder).resolve(), options)
-    is_good = not result.get("failures") and not result.get("orphans")
-    return report("prepare", is_good, **vars(options), **result)
+        result = run_calls(Path(folder).resolve(), options)
+    return report("prepare", not result["failures"], **vars(options), **result)
 
 
 if __name__ == "__main__":

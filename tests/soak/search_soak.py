@@ -1,8 +1,11 @@
-"""Random settings, trained in one piece, in pieces and on other processes, for hours.
+"""Random cases for hours: settings that must train alike, files that must be prepared alike.
 
-    python -m tests.soak.search_soak --hours 1 --seed 0
+    python -m tests.soak.search_soak --what settings --hours 1 --seed 0
+    python -m tests.soak.search_soak --what files
 
-Prints a line per case, then one JSON line: cases by result. A case is "same", "refused" or a fault.
+Settings are trained in one piece, in pieces and on other processes; shards are compared with a
+second reader's. Prints a line per case, whose seed makes it again, then one JSON line: cases by
+result. Settings are "same" or "refused"; anything else is a fault.
 """
 
 import os
@@ -10,41 +13,47 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
+from megatoken.errors import ConfigError
+from tests.data import random_corpora
 from tests.soak.options import parse_options, report
 from tests.train.search import Case, write_data
 
 
-def try_case(case: Case, folder: Path) -> str:
-    """Return "same", or what is wrong."""
+def try_settings(seed: int, folder: Path) -> str:
+    write_data(folder)
+    case = Case(random.Random(seed), folder)
+    print(case, flush=True)
     try:
-        case.check(folder)
+        case.check(Path(tempfile.mkdtemp(dir=folder)))
     except Exception as error:
-        text = str(error)
-        is_refused = "errors.ConfigError" in text
-        return f"refused: {text.splitlines()[-1]}" if is_refused else f"fault: {text}"
+        if ConfigError.__name__ in str(error):
+            return f"refused: {str(error).splitlines()[-1]}"
+        raise
     return "same"
 
 
 def main() -> int:
-    options = parse_options(__doc__, hours=1.0, seed=0)
+    options = parse_options(__doc__, what="settings", hours=1.0, seed=0)
     os.nice(10)
+    attempt = {"settings": try_settings, "files": random_corpora.check}[options.what]
     end = time.monotonic() + options.hours * 3600
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        data = Path(name)
-        write_data(data)
-        seed = options.seed
-        while time.monotonic() < end:
-            case = Case(random.Random(seed), data)
-            with tempfile.TemporaryDirectory(dir=data) as folder:
-                result = try_case(case, Path(folder))
-            counts[result.partition(":")[0]] += 1
-            print(seed, result if result == "same" else f"{result}\n    {case}", flush=True)
-            seed += 1
-    return report("search", not counts["fault"], seeds=[options.seed, seed - 1], **counts)
+    seed = options.seed
+    while time.monotonic() < end:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = attempt(seed, Path(folder))
+            except Exception:  # an AssertionError, or a fault of the program
+                result = f"fault: {traceback.format_exc()}"
+        counts[result.partition(":")[0]] += 1
+        print(seed, result, flush=True)
+        seed += 1
+    seeds = [options.seed, seed - 1]
+    return report("search", not counts["fault"], what=options.what, seeds=seeds, counts=counts)
 
 
 if __name__ == "__main__":
