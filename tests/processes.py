@@ -1,11 +1,25 @@
 """Inspect the processes of this machine through /proc (Linux)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 PROC = Path("/proc")
+HANG_SECONDS = 1200.0  # that only a hang takes, whatever else the machine does
+
+
+class Ending(Protocol):
+    def poll(self) -> int | None: ...
+
+
+def wait_until(condition: Callable[[], object], process: Ending | None = None) -> None:
+    """Poll until a condition holds or the process has ended; fail if neither happens."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition() and (process is None or process.poll() is None):
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.01)
 
 
 def children(pid: int) -> list[int]:
@@ -35,12 +49,10 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def wait_for_group(group: int, seconds: float = 120.0) -> int:
-    """Wait until a process group has ended; return how many processes still run."""
-    deadline = time.monotonic() + seconds
-    while group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(group_members(group))
+def wait_for_group(group: int) -> int:
+    """Wait until a process group has ended; return how many processes still run: 0."""
+    wait_until(lambda: not group_members(group))
+    return 0
 
 
 def find_processes(word: str) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 from megatoken.errors import ExitCode
 from megatoken.launch import heartbeat
 from megatoken.launch.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
-from tests.processes import find_processes
+from tests.processes import HANG_SECONDS, find_processes, wait_until
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="stops processes, finds them in /proc"
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(
 # A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for
 # rank 1 at every step.
 RANK = """
-import os, signal, sys, time
+import os, re, signal, sys, time
 from pathlib import Path
 from megatoken.launch import heartbeat
 
-heartbeat.MIN_LIMIT_SECONDS["step"] = 2.0
+heartbeat.MIN_LIMIT_SECONDS["step"] = 4.0
 folder, fault, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 marker = folder / "fault"
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
@@ -40,6 +40,8 @@ def fail():
     time.sleep(0.1)
     if fault.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, fault))
+    elif fault == "regex":
+        re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock
     else:
         time.sleep(float(fault))
 
@@ -68,14 +70,15 @@ def start(*words: object) -> "subprocess.Popen[str]":
 def run(*words: object) -> tuple[int, list[str]]:
     """Return the exit code and what was printed on stderr."""
     with start(*words) as process:
-        _, errors = process.communicate(timeout=600)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
     assert not find_processes(str(words[0])), "orphans"
     return process.returncode, errors.splitlines()
 
 
 @pytest.mark.fault(47)
 @pytest.mark.parametrize(
-    ("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")]
+    ("fault", "stack"),
+    [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail"), ("regex", "in match")],
 )
 def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
     fault: str, stack: str, tmp_path: Path
@@ -109,10 +112,9 @@ def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path):
 @pytest.mark.fault(12)
 def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path):
     with start(tmp_path, "1000") as process:
-        while not (tmp_path / "fault").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "fault").exists, process)
         process.send_signal(signal.SIGUSR2)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, errors) == (ExitCode.STOPPED, "")
 
 

@@ -17,6 +17,7 @@ from megatoken import __main__
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode
 from megatoken.launch.local import STOP_SIGNALS, launch, reserve_port
+from tests.processes import HANG_SECONDS, wait_until
 
 PROGRAM = """
 import sys, time
@@ -24,7 +25,7 @@ from pathlib import Path
 from megatoken.launch.local import stop_at_once
 with stop_at_once(*map(Path, sys.argv[1:])):
     print("ready", flush=True)
-    time.sleep(20)
+    time.sleep(1000)
 """
 # A rank that is asked to stop, computes something, and saves.
 RANK = """
@@ -71,10 +72,7 @@ def start(folder: Path, work: str) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def wait_for(folder: Path, word: str) -> None:
-    deadline = time.monotonic() + 120
-    while not all((folder / f"{word}-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: all((folder / f"{word}-{rank}").exists() for rank in range(2)))
 
 
 @pytest.mark.fault(15)
@@ -83,7 +81,7 @@ def test_a_signal_to_the_group_is_one_request(tmp_path: Path):
     """Every rank receives it twice; while one call computes, Python runs the second handler much later."""
     with start(tmp_path, "sum(range(3 * 10**7))") as process:
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=120) == ExitCode.STOPPED
+        assert process.wait(timeout=HANG_SECONDS) == ExitCode.STOPPED
     wait_for(tmp_path, "saved")
 
 
@@ -93,12 +91,8 @@ def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path):
     with start(tmp_path, "while handler.stop_requested == 'SIGTERM': time.sleep(0.01)") as process:
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 120
-        while {path.read_text() for path in tmp_path.glob("saved-*")} != {
-            "the death of its launcher"
-        }:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        said = {"the death of its launcher"}
+        wait_until(lambda: {path.read_text() for path in tmp_path.glob("saved-*")} == said)
 
 
 @pytest.mark.fault(14)
@@ -132,7 +126,7 @@ def test_a_second_signal_kills_the_ranks(tmp_path: Path):
         wait_for(tmp_path, "asked")
         time.sleep(0.6)  # sooner, it counts as a copy
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=120) == ExitCode.STOPPED
+        assert process.wait(timeout=HANG_SECONDS) == ExitCode.STOPPED
     assert not list(tmp_path.glob("saved-*"))
 
 

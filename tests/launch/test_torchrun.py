@@ -16,7 +16,7 @@ from megatoken.errors import ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.launch.scripts import Job, write_script
 from megatoken.system.environment import HEARTBEAT
-from tests.processes import children, read_variable
+from tests.processes import HANG_SECONDS, children, read_variable, wait_until
 from tests.tiny_run import TINY, write_shards
 
 pytestmark = pytest.mark.skipif(
@@ -56,8 +56,7 @@ def run(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for_step(out: Path, step: int, running: subprocess.Popen[bytes]) -> None:
-    while running.poll() is None and not [s for s in list_steps(out / "checkpoints") if s >= step]:
-        time.sleep(0.02)
+    wait_until(lambda: max(list_steps(out / "checkpoints"), default=0) >= step, running)
 
 
 def find_ranks(pid: int) -> dict[int, int]:
@@ -86,7 +85,7 @@ def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, li
     with run(command) as running:
         wait_for_step(out, 5, running)
         running.send_signal(signal.SIGUSR1)
-        _, errors = running.communicate(timeout=240)
+        _, errors = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == ExitCode.STOPPED, errors.decode()
     stopped_at = list_steps(out / "checkpoints")[-1]
     assert stopped_at >= 5
@@ -95,11 +94,10 @@ def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, li
         wait_for_step(out, stopped_at + 5, running)
         lost = find_ranks(running.pid)[1]
         stop_in_a_step(lost)
-        while running.poll() is None and Path(f"/proc/{lost}").exists():
-            time.sleep(0.02)
+        wait_until(lambda: not Path(f"/proc/{lost}").exists(), running)
         wait_for_step(out, list_steps(out / "checkpoints")[-1] + 5, running)
         running.terminate()
-        output, errors = running.communicate(timeout=240)
+        output, errors = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == ExitCode.STOPPED, errors.decode()
     assert output.count(b"resuming from step-") == 2
     assert b"warning: rank 1 hangs, silent for " in errors
