@@ -8,7 +8,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, OptimConfig, build_config
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, TreeMask
 from megatoken.system.device import Device
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
@@ -78,6 +78,18 @@ def tiny_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tiny_batch(seed: int = 0) -> Batch:
     return Batch(*tiny_rows(seed))
+
+
+def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:
+    """Two rows whose first three tokens are alike have the same logits as branches of one tree."""
+    T = ids.shape[1]
+    mask = torch.ones(2 * T - 3, 2 * T - 3, dtype=torch.bool).tril()
+    mask[T:, 3:T] = False
+    positions = torch.cat([torch.arange(T), torch.arange(3, T)])[None]
+    tree_mask = TreeMask(positions_BT=positions, attn_mask=mask[None, None])
+    tree = model.lm_head(model(torch.cat([ids[0], ids[1, 3:]])[None], tree_mask=tree_mask))[0]
+    expected = torch.cat([model.logits(ids)[0], model.logits(ids)[1, 3:]])
+    torch.testing.assert_close(tree, expected, rtol=1e-4, atol=1e-4)
 
 
 def learn(model: GPT, ids: torch.Tensor, steps: int = 3) -> list[float]:

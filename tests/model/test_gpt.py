@@ -1,6 +1,7 @@
 """The network: initial weights, initial loss, golden losses, dropout, padding."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
-from tests.tiny_model import learn
+from tests.tiny_model import TINY_LLAMA, TINY_MODERN, learn
 
 TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=97, seq_len=16)
 
@@ -34,10 +35,24 @@ def mean_loss(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     return model.loss(ids[:, :-1], ids[:, 1:])
 
 
-def test_golden_losses():
+SCALED = {"rope_factor": 8.0, "rope_context": 32}
+GOLDEN = [
+    (TINY, 1337, [4.570636, 4.222779, 4.034568, 3.804951]),
+    (
+        replace(TINY_LLAMA, tie_embeddings=False, **SCALED),
+        1337,
+        [4.571456, 4.172758, 3.897610, 3.598461],
+    ),
+    (TINY_MODERN, 7, [4.583349, 4.179933, 3.853769, 3.557288]),
+    (replace(TINY_MODERN, zero_init=True), 7, [4.574711, 4.34221, 3.992392, 3.634015]),
+]
+
+
+@pytest.mark.parametrize(("config", "seed", "losses"), GOLDEN)
+def test_golden_losses(config: ModelConfig, seed: int, losses: list[float]):
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
-    model, ids = build(seed=1337), random_ids(TINY, 4, seed=1337)
-    assert learn(model, ids) == pytest.approx([4.570636, 4.222779, 4.034568, 3.804951], abs=1e-5)
+    found = learn(build(config, seed=1337), random_ids(TINY, 4, seed))
+    assert found == pytest.approx(losses, abs=1e-5)
 
 
 def test_initial_statistics():
@@ -94,15 +109,15 @@ def test_loss_is_torchs_mean_over_targets_that_are_not_negative():
     torch.testing.assert_close(model.loss(ids, targets), expected, rtol=1e-6, atol=0)
 
 
-def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits():
-    model, ids = build(), random_ids(TINY, 2)
-    assert model.tokens.weight.shape == (128, 32)
-    assert torch.count_nonzero(model.tokens.weight[97:]) == 0
+@pytest.mark.parametrize("config", [TINY, TINY_MODERN], ids=["gpt", "modern"])
+def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits(config: ModelConfig):
+    model, ids = build(config), random_ids(config, 2)
     mean_loss(model, ids).backward()
-    gradient = model.tokens.weight.grad
-    assert gradient is not None
-    assert torch.count_nonzero(gradient[97:]) == 0
-    assert torch.all(gradient[:97].norm(dim=1) > 0)
+    tables = [p for name, p in model.named_parameters() if re.search("tokens|head.weight", name)]
+    assert len(tables) == (1 if config is TINY else 3)  # of value embeddings, too
+    for weight in tables:
+        assert torch.count_nonzero(weight[97:]) == torch.count_nonzero(weight.grad[97:]) == 0
+    assert torch.all(model.lm_head_weight.grad[:97].norm(dim=1) > 0)
     assert model.logits(ids).shape == model.lm_head(model(ids)).shape == (2, 16, 97)
 
 

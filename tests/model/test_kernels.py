@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.model.gpt import GPT, TreeMask, set_attention
+from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, register_attention
 from megatoken.model.kernels.attention import (
     Dropout,
@@ -20,7 +20,7 @@ from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.selection import find_library
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from tests.tiny_model import TINY_GPT, TINY_LLAMA
+from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits
 
 ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))
 
@@ -133,7 +133,6 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     "fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)]
 )
 def test_a_custom_attention_computes_training_sampling_and_scoring(family: ModelConfig, fn: object):
-    """Earlier only the first: sampling and scoring kept torch's attention."""
     model = GPT(replace(family, n_head=4)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -154,18 +153,8 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
             model.lm_head(torch.cat(pieces, 1)), expected, rtol=1e-4, atol=1e-4
         )
 
-        # Both rows as one tree: two branches after a common beginning of three tokens.
         ids[1, :3] = ids[0, :3]
-        expected = model.logits(ids)
-        tree_ids = torch.cat([ids[0], ids[1, 3:]])[None]
-        mask = torch.ones(21, 21, dtype=torch.bool).tril()
-        mask[12:, 3:12] = False
-        positions = torch.cat([torch.arange(12), torch.arange(3, 12)])[None]
-        tree = model.lm_head(
-            model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask=mask[None, None]))
-        )
-        torch.testing.assert_close(tree[0, :12], expected[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(tree[0, 12:], expected[1, 3:], rtol=1e-4, atol=1e-4)
+        assert_tree_logits(model, ids)
 
         sampled = [5]
         for _ in range(8):
