@@ -1,39 +1,40 @@
 """Fine-tuning on CUDA: every objective trains, validates, saves and resumes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatoken.cli.main import main
 from megatoken.errors import ExitCode
-from tests.golden.run import RUNS, TINY, prepare_data
+from megatoken.model.gpt import GPT
+from tests.convert.models import TINY_GPT, save_run
 from tests.tiny_run import read_column
+from tests.train.search import ROWS, SAMPLED, TOKENIZER, write_data
 
-OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "ppo")
+SETTINGS = (
+    "machine.device=cuda machine.micro_batch=2 budget.epochs=0 budget.steps=2 "
+    "budget.batch_tokens=512 optim.warmup=2steps evaluate.every=6steps save.every=1steps "
+    "log.every=1 log.plots=false"
+)
+ROLLOUTS = "objective.group=4 objective.reward=number objective.max_new_tokens=8 objective.kl=0.01"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("objectives")
-    prepare_data(folder)
+    write_data(folder)
+    model = GPT(replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64), seed=1)
+    save_run(folder / "init", model, TOKENIZER)
     return folder
 
 
-def train(folder: Path, name: str, *more: str) -> None:
-    golden = RUNS[name]
-    settings = [word for word in TINY if not (golden.base and word.startswith("model."))]
-    settings += [*golden.settings.split(), f"data.path=data/{golden.data}", "machine.device=cuda"]
-    settings += ["budget.steps=2", "save.every=1steps", "log.every=1", "log.plots=false"]
-    init = ["--init", f"runs/{golden.base}"] if golden.base else []
-    words = ["train", golden.recipe, "--out", f"runs/{name}", *init, *settings, *more]
-    assert main(words) == ExitCode.DONE
-
-
-@pytest.mark.parametrize("name", ["gpt2", *OBJECTIVES])
-def test_an_objective_trains_and_resumes(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    train(folder, name)
-    train(folder, name, "--extend", "1steps")
-    assert list(read_column(folder / "runs" / name, "loss")) == [1, 2, 3]
+@pytest.mark.parametrize("name", ROWS)
+def test_an_objective_trains_and_resumes(folder: Path, name: str) -> None:
+    out = folder / "runs" / name
+    words = ["train", name, "--init", str(folder / "init"), "--out", str(out)]
+    words += [f"data.path={folder / ROWS[name]}", *SETTINGS.split()]
+    words += ROLLOUTS.split() if name in SAMPLED else []
+    for more in ([], ["--extend", "1steps"]):
+        assert main([*words, *more]) == ExitCode.DONE
+    assert list(read_column(out, "loss")) == [1, 2, 3]

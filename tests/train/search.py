@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessException
 from megatoken.data.chat_template import add_control_tokens
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.native.selection import find_library
@@ -25,6 +25,7 @@ from tests.ranks import run_ranks
 from tests.tiny_run import TINY, fingerprint, read_losses, tiny_run, train
 
 STEPS = 8
+TOKENIZER = add_control_tokens(load_tokenizer("bytes"))
 # Sizes at which sums depend on the number of threads: a batch is 16 sequences of 64 tokens.
 MODEL = "model.n_layer=2 model.n_head=2 model.d_model=64 model.seq_len=64"
 BASE = (
@@ -143,9 +144,8 @@ class Case:
     def train(self, out: Path, settings: str = "", *, nprocs: int = 0, **ends: int) -> None:
         """Train in new processes with an empty measurement cache. ends: to stop or kill them."""
         if self.recipe in ROWS and not (out.parent / "init").exists():
-            tokenizer = add_control_tokens(load_tokenizer("bytes"))
-            model = GPT(self.model.resolve(tokenizer.vocab_size), seed=1)
-            save_run(out.parent / "init", model, tokenizer)
+            model = GPT(self.model.resolve(TOKENIZER.vocab_size), seed=1)
+            save_run(out.parent / "init", model, TOKENIZER)
         if self.recipe in ROWS:
             settings += f" model.init={out.parent / 'init'}"
         settings = f"{self.settings} {settings}"
@@ -208,30 +208,34 @@ def train_piece(rank: int, recipe: str, out: Path, settings: str, ends: dict[str
     train(out, settings, recipe=recipe, stop=stop, callbacks=callbacks, reward=reward)
 
 
+def write_rows(
+    folder: Path, name: str, rows: list[dict[str, Any]], tokenizer: Tokenizer = TOKENIZER
+) -> Path:
+    """Write rows of conversations as the dataset `folder/name`."""
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare_chats(find_source(str(file)), folder / name, tokenizer, seq_len=64, val_fraction=0.2)
+    return folder / name
+
+
 def write_data(folder: Path) -> None:
     """Write the text shards `a` and `b`, and the rows of each objective."""
     rng = np.random.default_rng(0)
     for name in "ab":
+        ids = rng.choice([*b"abcdefgh ", 256], size=23_000, p=[0.11] * 9 + [0.01]).astype(np.uint16)
         (folder / name).mkdir()
-        for split, size in (("train", 20_000), ("val", 3_000)):
-            ids = rng.choice([*b"abcdefgh ", 256], size=size, p=[0.11] * 9 + [0.01])
-            np.save(folder / name / f"{split}_0.npy", ids.astype(np.uint16))
+        np.save(folder / name / "train_0.npy", ids[3_000:])
+        np.save(folder / name / "val_0.npy", ids[:3_000])
     pairs = [
-        {"prompt": f"{n}?", "chosen": f"{n}" * (n % 7 + 1), "rejected": "no"} for n in range(200)
+        {"prompt": f"{n}?", "chosen": f"{n}" * (n % 7 + 1), "rejected": "no"} for n in range(150)
     ]
-    rows: dict[str, list[dict[str, Any]]] = {
-        "pairs": pairs,
-        "prompts": [{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs],
-        "chats": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs],
-        "rated": [
-            {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
-            for row in pairs
-            for key in ("chosen", "rejected")
-        ],
-    }
-    tokenizer = add_control_tokens(load_tokenizer("bytes"))
-    for name, values in rows.items():
-        file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in values))
-        source = find_source(str(file))
-        prepare_chats(source, folder / name, tokenizer, seq_len=64, val_fraction=0.2)
+    write_rows(folder, "pairs", pairs)
+    for name, key in (("prompts", "answer"), ("chats", "completion")):
+        rows = [{"prompt": pair["prompt"], key: pair["chosen"]} for pair in pairs]
+        write_rows(folder, name, rows)
+    rated = [
+        {"prompt": pair["prompt"], "completion": pair[key], "label": key == "chosen"}
+        for pair in pairs
+        for key in ("chosen", "rejected")
+    ]
+    write_rows(folder, "rated", rated)

@@ -1,7 +1,6 @@
 """Documents of a window that do not see one another: the losses of each alone, on any layout, resumed."""
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,11 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.data.dataloader import Batch, separate_documents
-from megatoken.data.prepare import prepare
-from megatoken.errors import ConfigError
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
 from tests.eval.test_val_loss import SINGLE
-from tests.ranks import train_on_ranks
 from tests.tiny_model import (
     CPU,
     TINY_GEMMA,
@@ -28,7 +24,6 @@ from tests.tiny_model import (
     tiny_state,
     tiny_step_config,
 )
-from tests.tiny_run import assert_equal_tensors, read_losses, train
 
 EOT, T = 96, 16  # of the tiny models
 
@@ -115,64 +110,3 @@ def test_a_document_begins_at_its_end_of_text_token():
     starts = separate_documents(Batch(ids, ids), 9).starts_BT
     assert starts is not None
     assert starts.tolist() == [[0, 1, 1, 3, 4, 4], [0] * 6, [0, 0, 0, 0, 0, 5]]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 20 to 60 bytes."""
-    folder = tmp_path_factory.mktemp("data")
-    lines = [
-        f'{{"text": "{n} bottles of beer, take {"one " * (n % 9)}down"}}\n' for n in range(400)
-    ]
-    (folder / "text.jsonl").write_text("".join(lines))
-    prepare(str(folder / "text.jsonl"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
-    return folder / "shards"
-
-
-@pytest.fixture(scope="module")
-def settings(shards: Path) -> str:
-    return (
-        f"data.path={shards} model.seq_len=32 budget.batch_tokens=256 machine.loss_chunk=32 "
-        "data.document_mask=true"
-    )
-
-
-@pytest.fixture(scope="module")
-def masked(settings: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("masked") / "run"
-    train(out, settings)
-    return out
-
-
-def test_a_run_without_the_mask_is_another(settings: str, masked: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    train(out, settings, "data.document_mask=false")
-    for kind in ("train", "val"):
-        assert min(np.abs(np.subtract(read_losses(masked, kind), read_losses(out, kind)))) > 1e-6
-    with pytest.raises(ConfigError):
-        train(out, settings, "budget.steps=14")
-
-
-def test_a_stopped_run_resumes_bit_for_bit(settings: str, masked: Path, tmp_path: Path):
-    train(tmp_path / "run", settings, stop=7)
-    train(tmp_path / "run", settings)
-    for kind in ("train", "val"):
-        assert read_losses(tmp_path / "run", kind) == read_losses(masked, kind)
-    assert_equal_tensors(tmp_path / "run", masked)
-
-
-def test_two_processes_train_as_one(settings: str, masked: Path, tmp_path: Path):
-    train_on_ranks(2, tmp_path / "run", settings, "machine.micro_batch=2")
-    for kind in ("train", "val"):
-        losses = read_losses(masked, kind)
-        assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "setting", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"]
-)
-def test_the_micro_batch_and_the_kernels_change_nothing(
-    settings: str, masked: Path, tmp_path: Path, setting: str
-):
-    train(tmp_path / "run", settings, setting)
-    assert read_losses(tmp_path / "run") == pytest.approx(read_losses(masked), rel=1e-5)

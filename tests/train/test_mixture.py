@@ -13,16 +13,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.mixture import load_mixture
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
-from tests.tiny_run import (
-    TINY,
-    fingerprint,
-    newest_step,
-    read_column,
-    read_losses,
-    read_rows,
-    train,
-    write_shards,
-)
+from tests.tiny_run import TINY, read_losses, read_rows, train, write_shards
 
 LETTERS, DIGITS = b"to be or not to be, that is the question. ", b"0123456789876543210 "
 
@@ -74,16 +65,6 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
     with pytest.raises(MegatokenError) as refused:
         train(tmp_path / "run", f"data.path={folder}/letters:0.5,{folder}/digits:0.5")
     assert refused.value.code in (ExitCode.CONFIG, ExitCode.DATA)
-
-
-def test_a_mixture_resumes_bit_for_bit(mixed: str, tmp_path: Path):
-    once, cut = tmp_path / "once", tmp_path / "cut"
-    train(once, mixed)
-    train(cut, mixed, stop=7)
-    assert newest_step(cut) == 7
-    train(cut, mixed)
-    assert fingerprint(cut) == fingerprint(once)
-    assert read_column(cut, "sources", "val") == read_column(once, "sources", "val")
 
 
 def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path):

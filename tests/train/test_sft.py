@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.export import export
 from megatoken.convert.hf.families import choose_family
@@ -29,16 +28,8 @@ from megatoken.train.initial_state import add_mean_rows
 from megatoken.train.state import build_state
 from megatoken.train.step import forward_backward
 from megatoken.train.train import Summary
-from tests.ranks import train_on_ranks
 from tests.tiny_model import CPU, TINY_LLAMA, TINY_MODERN, tiny_config, tiny_step_config
-from tests.tiny_run import (
-    MACHINE,
-    assert_equal_tensors,
-    read_column,
-    read_losses,
-    train,
-    write_shards,
-)
+from tests.tiny_run import MACHINE, read_column, read_losses, train, write_shards
 
 CONTEXT = 80
 BATCH = "budget.batch_tokens=640 machine.micro_batch=2"
@@ -94,38 +85,6 @@ def test_a_model_learns_to_answer(base: Path, tuned: Path):
     assert "user: Hello.\nassistant: " in (tuned / "samples" / "step-00000012.txt").read_text()
     loaded = load_pretrained(tuned)
     assert (loaded.model.config.vocab_size, find_template(loaded.tokenizer).name) == (259, "chatml")
-
-
-def test_a_stopped_run_resumes_bit_identical(base: Path, tuned: Path, tmp_path: Path):
-    assert tune(base, tmp_path / "run", stop=5).code == ExitCode.STOPPED
-    assert tune(base, tmp_path / "run").code == ExitCode.DONE
-    assert read_losses(tmp_path / "run") == read_losses(tuned)
-    assert_equal_tensors(tmp_path / "run", tuned)
-
-
-def test_the_same_command_continues(base: Path, tmp_path: Path):
-    command = ["train", "sft", "--init", str(base / "run"), "--out", str(tmp_path / "run")]
-    command += [f"data.path={base / 'chats'}", *SFT.split()]
-    assert main([*command, "evaluate.every=2steps"]) == ExitCode.DONE
-    assert main([*command, "evaluate.every=3steps"]) == ExitCode.DONE
-    assert main([*command, "model.n_layer=3"]) == ExitCode.CONFIG
-
-
-@pytest.mark.parametrize(
-    "setting", ["machine.micro_batch=1", "machine.micro_batch=8", "machine.attention=explicit"]
-)
-def test_the_micro_batch_and_the_attention_change_nothing(
-    base: Path, tuned: Path, tmp_path: Path, setting: str
-):
-    tune(base, tmp_path / "run", setting, "evaluate.tokens=0 sample.at_start=false")
-    assert read_losses(tmp_path / "run") == pytest.approx(read_losses(tuned), rel=2e-5)
-
-
-def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path):
-    train_on_ranks(2, tmp_path / "run", *settings_of(base), recipe="sft")
-    for kind in ("train", "val"):
-        losses = read_losses(tuned, kind)
-        assert read_losses(tmp_path / "run", kind) == pytest.approx(losses, rel=2e-5)
 
 
 def test_loss_and_gradients_are_those_of_transformers(base: Path):
