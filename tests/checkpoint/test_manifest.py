@@ -39,55 +39,44 @@ def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: 
 def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path: Path):
     for root in write_runs(tmp_path).values():
         newest, older = step_folder(root, 2), step_folder(root, 1)
+
+        def assert_named(path: Path, root: Path = root) -> None:
+            step, errors = newest_step(root)
+            assert (step, len(errors), str(path) in errors[0]) == (1, 1, True)
+
         names = [*verify(newest).files, MANIFEST]
         contents = {name: (newest / name).read_bytes() for name in names}
         for name, other in zip(names, [*names[1:], names[0]], strict=True):
-            data, before = contents[name], (older / name).read_bytes()
-            for damage in (
-                data[:-1],
-                data[: len(data) // 2],
-                b"",
-                data + b"\0",
-                contents[other],
-                before,
-                None,
-            ):
+            path, data = newest / name, contents[name]
+            damages = [data[:-1], data[: len(data) // 2], b"", data + b"\0", contents[other], None]
+            for damage in (*damages, (older / name).read_bytes()):
                 if damage == data:  # config.yaml and tokenizer are the same in both
                     continue
-                (newest / name).unlink() if damage is None else (newest / name).write_bytes(damage)
-                step, errors = newest_step(root)
-                assert (step, len(errors), str(newest / name) in errors[0]) == (1, 1, True)
-                (newest / name).write_bytes(data)
+                path.unlink() if damage is None else path.write_bytes(damage)
+                assert_named(path)
+                path.write_bytes(data)
         for name in ("more", "tokenizer/more", "model-00009-of-00010.safetensors"):
             (newest / name).write_bytes(b"")
-            step, errors = newest_step(root)
-            assert (step, len(errors), str(newest / name) in errors[0]) == (1, 1, True)
+            assert_named(newest / name)
             (newest / name).unlink()
         assert newest_step(root) == (2, [])
 
 
 def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path):
-    good = commit_small(tmp_path / "good", 20)
-    other = commit_small(tmp_path / "good", 21)
+    good, other = (commit_small(tmp_path / "good", step) for step in (20, 21))
     bad = tmp_path / "bad" / good.name
-
-    def fresh() -> Path:
-        shutil.rmtree(bad, ignore_errors=True)
-        return Path(shutil.copytree(good, bad))
-
-    shutil.rmtree(fresh())
     shutil.copytree(other, bad)
     assert_damaged(bad)
-    (fresh() / "weights.bin").unlink()
-    os.mkfifo(bad / "weights.bin")
-    assert_damaged(bad)
     for name, target in (
+        ("weights.bin", None),
         ("weights.bin", "nowhere"),
         ("weights.bin", good / "weights.bin"),
-        ("tokenizer", good),
+        ("tokenizer", good / "tokenizer"),
     ):
-        (fresh() / name).rename(tmp_path / f"moved {name} {target}".replace("/", ""))
-        (bad / name).symlink_to(target)
+        shutil.rmtree(bad.parent)
+        shutil.copytree(good, bad)
+        (bad / name).rename(bad.parent / "moved")
+        os.mkfifo(bad / name) if target is None else (bad / name).symlink_to(target)
         assert_damaged(bad)
     assert_damaged(tmp_path / "nowhere")
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from megatoken.checkpoint import mirror_uploads
 from megatoken.checkpoint.commit import IDENTITY, commit, list_steps, prune
 from megatoken.checkpoint.manifest import DamagedError, verify
 from megatoken.checkpoint.mirror import (
@@ -30,8 +30,8 @@ from megatoken.checkpoint.mirror_uploads import MirrorUploads
 from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.system import object_store
-from megatoken.system.environment import python_command
 from megatoken.system.object_store import ObjectStore
+from tests.ranks import start_process
 
 FILES = {
     "model.safetensors": 5000,
@@ -68,6 +68,14 @@ def save(run: Path, step: int) -> Path:
     return folder
 
 
+def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[str, Any]:
+    """Return the answer of the last upload."""
+    for step in steps:
+        save(run, step)
+        answer = update_mirror(run, address, **(KEEP | rules))
+    return answer
+
+
 def flip(store: ObjectStore, name: str) -> None:
     content = bytearray(store.read(name))
     content[len(content) // 2] ^= 1
@@ -82,8 +90,7 @@ def no_warning(line: str) -> None:
 def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
     run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
     assert fetch_run(run, address, no_warning) is None
-    save(run, 10)
-    answer = update_mirror(run, address, **KEEP)
+    answer = save_and_mirror(run, address, 10)
     assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], sum(FILES.values()))
     assert update_mirror(run, address, **KEEP)["uploaded"] == []
     assert fetch_run(other, address, no_warning) == other / "checkpoints" / "step-00000010"
@@ -91,15 +98,12 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
         if path.is_file():
             assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
     assert fetch_run(other, address, no_warning) is None  # it has one
-    save(other, 20)
-    update_mirror(other, address, **KEEP)
+    save_and_mirror(other, address, 20)
     assert verify_mirror(ObjectStore(address)) == (1, [])
-    for start in (
-        lambda: fetch_run(run, address, no_warning),
-        lambda: update_mirror(run, address, **KEEP),
-    ):
-        with pytest.raises(ConfigError):
-            start()
+    with pytest.raises(ConfigError):
+        fetch_run(run, address, no_warning)
+    with pytest.raises(ConfigError):
+        update_mirror(run, address, **KEEP)
 
 
 def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
@@ -107,8 +111,7 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
 ):
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
     for step in (10, 20):
-        save(tmp_path / "run", step)
-        update_mirror(tmp_path / "run", address, keep_last=2, keep_every=0)
+        save_and_mirror(tmp_path / "run", address, step, keep_last=2)
         with ThreadPoolExecutor(4) as threads:
             (folder,) = set(threads.map(lambda _: fetch_model(address, no_warning), range(4)))
         assert folder.name == f"step-{step:08d}"
@@ -121,15 +124,13 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
 
 def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path):
     """As one that is extended from before the decay: later checkpoints go when the newest here is there."""
-    run, store = tmp_path / "run", ObjectStore(address)
-    for step in (10, 20, 30):
-        save(run, step)
-        update_mirror(run, address, **KEEP)
+    run = tmp_path / "run"
+    save_and_mirror(run, address, 10, 20, 30)
     allow_rewind(run)
     for step in (20, 30):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     assert update_mirror(run, address, **KEEP)["uploaded"] == ["step-00000010"]
-    assert list_mirrored(store) == [10]
+    assert list_mirrored(ObjectStore(address)) == [10]
     assert "rewound" not in (run / IDENTITY).read_text()
 
 
@@ -148,15 +149,12 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
 
 def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
     run, store = tmp_path / "run", ObjectStore(address)
-    for step in (10, 20):
-        save(run, step)
-        update_mirror(run, address, keep_last=2, keep_every=0)
+    save_and_mirror(run, address, 10, 20, keep_last=2)
     store.remove("checkpoints/step-00000020/model.safetensors")
-    save(run, 30)
-    update_mirror(run, address, keep_last=2, keep_every=0)
+    save_and_mirror(run, address, 30, keep_last=2)
     assert list_mirrored(store) == [10, 20, 30]
     flip(store, "checkpoints/step-00000030/manifest.json")
-    assert update_mirror(run, address, keep_last=1, keep_every=0)["uploaded"] == ["step-00000030"]
+    assert update_mirror(run, address, **KEEP)["uploaded"] == ["step-00000030"]
     assert list_mirrored(store) == [30]
 
 
@@ -181,9 +179,7 @@ def test_damage_there_is_named_and_the_one_before_is_used(
     damage: Callable[[ObjectStore, str], None], address: str, tmp_path: Path
 ):
     run, store = tmp_path / "run", ObjectStore(address)
-    for step in (10, 20):
-        save(run, step)
-        update_mirror(run, address, keep_last=2, keep_every=0)
+    save_and_mirror(run, address, 10, 20, keep_last=2)
     damage(store, "checkpoints/step-00000020")
     warnings: list[str] = []
     folder = fetch_run(tmp_path / "new", address, warnings.append)
@@ -207,8 +203,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     """Every change of the store is the last one in turn, and is made to the half."""
     run, call, moments = tmp_path / "run", ObjectStore._call, 0
     monkeypatch.setattr(object_store, "THREADS", 1)
-    save(run, 10)
-    update_mirror(run, address, **KEEP)
+    save_and_mirror(run, address, 10)
     step = 20
     while True:
         save(run, step)
@@ -249,32 +244,30 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     )  # small files, files of the checkpoint, its mark, removals of the one before
 
 
+def upload_and_die(run: Path, address: str) -> None:
+    """Upload in this process, which kills itself after the files and before the mark."""
+    write = ObjectStore.write
+
+    def die(store: ObjectStore, name: str, content: bytes) -> None:
+        if name.endswith("manifest.json"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(store, name, content)
+
+    ObjectStore.write = die  # type: ignore[method-assign]
+    mirror_uploads.main([str(run), address, json.dumps(KEEP)])
+
+
 def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path):
-    """SIGKILL by itself after the files and before the mark."""
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
-    save(run, 10)
-    update_mirror(run, address, **KEEP)
+    save_and_mirror(run, address, 10)
     save(run, 20)
-    program = f"""
-import os
-from megatoken.checkpoint import mirror, mirror_uploads
-write = mirror.ObjectStore.write
-def die(self, name, content):
-    if name.endswith({"manifest.json"!r}):
-        os.kill(os.getpid(), {int(signal.SIGKILL)})
-    write(self, name, content)
-mirror.ObjectStore.write = die
-mirror_uploads.main([{str(run)!r}, {address!r}, {json.dumps(KEEP)!r}])
-"""
-    done = subprocess.run(python_command(program), capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    process = start_process(upload_and_die, run, address)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     store = ObjectStore(address)
     assert "checkpoints/step-00000020/model.safetensors" in store.list("checkpoints")
     assert list_mirrored(store) == [10]
-    assert (
-        fetch_run(tmp_path / "new", address, no_warning)
-        == tmp_path / "new" / "checkpoints" / "step-00000010"
-    )
+    assert fetch_run(tmp_path / "new", address, no_warning).name == "step-00000010"  # type: ignore[union-attr]
     uploads = MirrorUploads(run, address, **KEEP)
     uploads.start(None)
     assert uploads.step == 20
@@ -327,16 +320,15 @@ def test_what_a_store_changes_is_noticed(
 
 
 def test_one_copy_is_of_one_run(address: str, tmp_path: Path):
-    one, two = tmp_path / "one", tmp_path / "two"
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     one.mkdir()
     check_owner(one, ObjectStore(address))
     save(two, 10)
     check_owner(two, ObjectStore(address))  # of a run that was lost before its first checkpoint
     assert (two / IDENTITY).read_bytes() == (one / IDENTITY).read_bytes()
     update_mirror(two, address, **KEEP)
-    save(tmp_path / "three", 30)
     with pytest.raises(ConfigError):
-        update_mirror(tmp_path / "three", address, **KEEP)
+        save_and_mirror(three, address, 30)
     with pytest.raises(ConfigError):
-        fetch_run(tmp_path / "three", address, no_warning)
+        fetch_run(three, address, no_warning)
     assert list_mirrored(ObjectStore(address)) == [10]

@@ -1,7 +1,7 @@
-"""Pairs of answers: what is compared, DPO's first step by other formulas, and a reward model that learns an order."""
+"""Pairs of answers: what is compared, and steps and learning of DPO, KTO and a reward model by other formulas."""
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatoken.objectives.answer_scores import AnswerScorer, take_last
 from megatoken.objectives.batches import PreferenceBatch
 from megatoken.objectives.objective import build_objective
 from megatoken.objectives.preferences import Row, build_pairs, keep_rated, mismatch
-from megatoken.system.device import Device
+from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
 
@@ -28,13 +28,12 @@ PAIRS = [
 
 def log_prob(model: GPT, row: Row) -> torch.Tensor:
     """Of the answer, token by token."""
-    total = torch.zeros(())
-    for t in range(1, len(row.ids)):
-        if row.is_answer[t]:
-            total = (
-                total + model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
-            )
-    return total
+    tokens = [
+        model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
+        for t in range(1, len(row.ids))
+        if row.is_answer[t]
+    ]
+    return torch.stack(tokens).sum()
 
 
 def with_reference(batch: Batch, model: GPT) -> Batch:
@@ -46,46 +45,12 @@ def with_reference(batch: Batch, model: GPT) -> Batch:
 
 
 def test_pairs_are_two_rows():
-    batch = build_pairs(
-        [(Row([7, 8, 3], [False, True, True]), Row([7, 9, 9, 3], [False, True, True, True]))], 16
-    )
+    pair = Row([7, 8, 3], [False, True, True]), Row([7, 9, 9, 3], [False, True, True, True])
+    batch = build_pairs([pair], 16)
     assert batch.inputs_BT.tolist() == [[[7, 8, 3, 0], [7, 9, 9, 3]]]
     assert batch.targets_BT.tolist() == [[[8, 3, -1, -1], [9, 9, 3, -1]]]
-    values = torch.arange(8.0).view(2, 4)
-    assert take_last(values, batch.targets_BT[0]).tolist() == [
-        2.0,
-        7.0,
-    ]  # where the stop token has been read
-
-
-@pytest.mark.parametrize("micro_batch", [1, 4, 6])
-def test_the_first_step_of_dpo(micro_batch: int):
-    """Loss ln 2; the gradient is -beta / 2 that of the difference of both log-probabilities, averaged over pairs."""
-    state, step_config = tiny_state(), tiny_step_config(micro_batch)
-    state.objective = build_objective(ObjectiveConfig(name="dpo", beta=0.3), 64)
-    batch = with_reference(build_pairs(PAIRS, 16), state.model)
-    differences = torch.stack(
-        [log_prob(state.model, chosen) - log_prob(state.model, bad) for chosen, bad in PAIRS]
-    )
-    (-0.15 * differences.mean()).backward()
-    expected = torch.cat([param.grad.flatten() for param in state.model.parameters()]).norm().item()
-    state.model.zero_grad()
-    metrics = train_step(state, step_config, CPU, batch)
-    assert metrics.loss == pytest.approx(math.log(2), abs=1e-6)
-    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
-    assert metrics.values["reward_chosen"] == pytest.approx(0, abs=1e-6)
-
-
-def test_dpo_prefers_the_chosen(device: Device):
-    state = tiny_state()
-    state.objective = build_objective(ObjectiveConfig(name="dpo"), 64)
-    batch = with_reference(build_pairs(PAIRS, 16), state.model)
-    step_config = tiny_step_config(2, optim__lr=3e-3, optim__schedule="constant")
-    for _ in range(20):
-        metrics = train_step(state, step_config, device, batch)
-    assert metrics.loss < 0.5
-    assert metrics.values["accuracy"] == 1.0
-    assert metrics.values["reward_chosen"] > metrics.values["reward_rejected"] + 0.5
+    last = take_last(torch.arange(8.0).view(2, 4), batch.targets_BT[0])
+    assert last.tolist() == [2.0, 7.0]  # where the stop token has been read
 
 
 RATED = [
@@ -116,12 +81,44 @@ def test_a_mismatched_answer_follows_another_prompt():
     assert mismatch(row, other, 3).ids == [7, 20, 61]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 12])
-@pytest.mark.parametrize("sign", [1, -1])  # of the KL estimate
+def open_state(name: Any, **values: float) -> TrainState:
+    state = tiny_state(model_config=replace(TINY_GPT, value_head=name == "reward"))
+    state.objective = build_objective(ObjectiveConfig(name=name, **values), 64)
+    return state
+
+
+def assert_step(
+    state: TrainState, batch: Batch, loss: torch.Tensor, micro_batch: int
+) -> dict[str, float]:
+    """Compare a step with the loss and the norm of its gradient; return what is logged."""
+    loss.backward()
+    grads = [param.grad.flatten() for param in state.model.parameters() if param.grad is not None]
+    expected = torch.cat(grads).norm().item()
+    state.model.zero_grad()
+    metrics = train_step(state, tiny_step_config(micro_batch), CPU, batch)
+    assert metrics.loss == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
+    return metrics.values
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 6])
+def test_a_step_of_dpo(micro_batch: int):
+    state, reference = open_state("dpo", beta=0.3), GPT(TINY_GPT, seed=3)
+    model, batch = state.model, with_reference(build_pairs(PAIRS, 16), reference)
+    ratios = [
+        [log_prob(model, row) - log_prob(reference, row).detach() for row in pair] for pair in PAIRS
+    ]
+    margins = torch.stack([0.3 * (chosen - rejected) for chosen, rejected in ratios])
+    logged = assert_step(state, batch, (1 + (-margins).exp()).log().mean(), micro_batch)
+    assert logged["accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    for name, column in zip(("chosen", "rejected"), zip(*ratios, strict=True), strict=True):
+        reward = 0.3 * torch.stack(column).mean().item()
+        assert logged[f"reward_{name}"] == pytest.approx(reward, abs=1e-5)
+
+
+@pytest.mark.parametrize(("micro_batch", "sign"), [(1, 1), (4, -1), (12, 1)])  # of the KL estimate
 def test_a_step_of_kto(micro_batch: int, sign: int):
-    state, step_config = tiny_state(), tiny_step_config(micro_batch)
-    config = ObjectiveConfig(name="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
-    state.objective = build_objective(config, 64)
+    state = open_state("kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
     other = GPT(TINY_GPT, seed=3 if sign > 0 else 2)
     batch, kl = rated_batch(state.model, other)
     assert kl * sign > 0.01
@@ -131,44 +128,23 @@ def test_a_step_of_kto(micro_batch: int, sign: int):
         margin = 0.3 * (ratio - max(kl, 0.0))
         value = torch.sigmoid(margin if row.is_good else -margin)
         losses.append((1.5 if row.is_good else 0.5) * (1 - value))
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    expected = torch.cat([param.grad.flatten() for param in state.model.parameters()]).norm().item()
-    state.model.zero_grad()
-    metrics = train_step(state, step_config, CPU, batch)
-    assert metrics.loss == pytest.approx(loss.item(), abs=1e-6)
-    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
-    assert metrics.values["kl"] == pytest.approx(max(kl, 0.0), abs=1e-6)
+    logged = assert_step(state, batch, torch.stack(losses).mean(), micro_batch)
+    assert logged["kl"] == pytest.approx(max(kl, 0.0), abs=1e-6)
 
 
-def test_kto_separates_good_and_bad_answers(device: Device):
-    state = tiny_state()
-    reference = GPT(TINY_GPT, seed=1)
-    state.objective = build_objective(ObjectiveConfig(name="kto"), 64)
+@pytest.mark.parametrize(
+    ("name", "first", "last"), [("dpo", 0.69315, 0.5), ("kto", 0.5, 0.45), ("reward", 0.69315, 0.3)]
+)
+def test_an_objective_learns_in_bf16(name: str, first: float, last: float):
+    state, reference = open_state(name), GPT(TINY_GPT, seed=1)
+    batch = with_reference(build_pairs(PAIRS, 16), reference)
+    if name == "kto":
+        batch, _ = rated_batch(state.model, reference)
     step_config = tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant")
-    batch, _ = rated_batch(state.model, reference)
-    for _ in range(20):
-        metrics = train_step(state, step_config, device, batch)
-    gains = [(log_prob(state.model, row) - log_prob(reference, row)).item() for row in RATED]
-    assert metrics.loss < 0.45  # 0.5 at first
-    assert metrics.values["accuracy"] == 1.0
-    assert min(gains[::2]) > 0 > max(gains[1::2])
-
-
-def test_a_reward_model_learns_the_order(device: Device):
-    state = tiny_state(model_config=replace(TINY_GPT, value_head=True))
-    state.objective = build_objective(ObjectiveConfig(name="reward"), 64)
-    pairs = build_pairs(PAIRS, 16)
-    batch = PreferenceBatch(pairs.inputs_BT, pairs.targets_BT)
-    losses = []
-    accuracies = []
-    for _ in range(20):
-        metrics = train_step(
-            state, tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant"), device, batch
-        )
-        losses.append(metrics.loss)
-        accuracies.append(metrics.values["accuracy"])
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the head starts at 0
-    assert losses[-1] < 0.3
-    assert accuracies[0] == 0.0  # equal rewards are no preference
-    assert accuracies[-1] == 1.0
+    device = replace(CPU, precision="bf16")
+    steps = [train_step(state, step_config, device, batch) for _ in range(20)]
+    assert steps[0].loss == pytest.approx(first, abs=1e-2)
+    assert steps[-1].loss < last
+    assert steps[-1].values["accuracy"] == 1.0
+    if name == "reward":
+        assert steps[0].values["accuracy"] == 0.0  # equal rewards are no preference

@@ -16,7 +16,7 @@ from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.native.selection import find_library
 from megatoken.system import device
-from megatoken.system.device import Device, misses_triton
+from megatoken.system.device import Device
 from megatoken.system.measurement_cache import read_measurements
 from megatoken.train import kernel_autotune as autotune_module
 from megatoken.train import tuning
@@ -53,30 +53,67 @@ def test_pick_needs_a_clear_margin():
     assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
 
 
-def test_options_follow_precision_and_dropout():
-    options = list_options(TINY_GPT, MachineConfig(), CPU, 0.0)
-    plain = {"loss": ["torch"], "block": ["torch"], "adamw": ["torch"], "mixed": ["autocast"]}
-    plain["fp8"] = ["off"]
-    assert options == {"attention": ["flash", "blocked"], **plain}
-    assert list_options(TINY_GPT, MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
-    compiled = list_options(TINY_GPT, MachineConfig(compile="on"), CPU, 0.0)
-    assert compiled == {"attention": ["flash"], **plain}
-    assert list_options(TINY_GPT, MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+@pytest.mark.parametrize(
+    ("where", "settings", "expected"),
+    [
+        ("cpu fp32", {}, "attention=flash,blocked block=torch loss=torch adamw=torch fp8=off"),
+        ("cpu fp32 dropout", {}, "attention=flash mixed=autocast"),
+        ("cpu fp32", {"compile": "on"}, "attention=flash block=torch loss=torch"),
+        ("cpu bf16", {}, "mixed=autocast,masters"),
+        ("cpu fp32 native", {}, "attention=flash,native block=torch,torch+native,native"),
+        ("cpu fp32 native", {"fused": "on"}, "loss=native adamw=native"),
+        ("cpu fp32 native", {"deterministic": True}, "attention=flash block=torch adamw=torch"),
+        ("cpu fp32 native window", {}, "attention=flash,blocked"),
+        ("cpu bf16 native", {}, "block=torch,native"),
+        ("cpu bf16 native", {"master_weights": "off"}, "block=torch"),
+        ("cuda bf16", {}, "attention=flash,cudnn,fa2 block=torch,cublaslt loss=torch,triton"),
+        ("cuda bf16", {"fused": "off"}, "loss=torch"),
+        ("cuda bf16", {"fused": "on"}, "loss=triton"),
+        ("cuda bf16 old", {"fused": "on"}, "loss=torch"),
+        ("cuda bf16 hip", {"fused": "on"}, "loss=torch"),
+        ("cuda bf16 no-triton", {"fused": "on"}, "loss=torch"),
+        ("cuda fp16", {}, "loss=torch mixed=autocast"),
+        ("cuda bf16", {"gemm_backend": "cublaslt"}, "block=cublaslt"),
+        # cuBLASLt needs a saved GELU, biases, and weights in low precision.
+        ("cuda fp32", {}, "attention=flash block=torch"),
+        ("cuda bf16", {"master_weights": "off"}, "block=torch"),
+        ("cuda bf16", {"fp8": "all"}, "block=torch fp8=all"),
+        ("cuda bf16", {"activation_checkpointing": "gelu"}, "block=torch"),
+        ("cuda bf16 llama", {}, "block=torch"),
+    ],
+)
+def test_options_follow_device_model_and_settings(
+    where: str, settings: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    kind, precision, *traits = where.split()
+    monkeypatch.setattr(
+        autotune_module, "find_library", lambda: object() if "native" in traits else None
+    )
+    age = (7, 0) if "old" in traits else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: age)
+    spec = None if "no-triton" in traits else object()
+    monkeypatch.setattr(device, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", "6.0" if "hip" in traits else None)
+    place = replace(CPU, torch_device=torch.device(kind), precision=precision)
+    model = TINY_LLAMA if "llama" in traits else TINY_GPT
+    model = replace(model, window=8) if "window" in traits else model
+
+    def list_here(**more: Any) -> dict[str, list[str]]:
+        dropout = 0.1 if "dropout" in traits else 0.0
+        return list_options(model, MachineConfig(**settings | more), place, dropout)
+
+    options = list_here()
+    for setting in expected.split():
+        name, _, forms = setting.partition("=")
+        assert options[name] == forms.split(",")
+    if kind == "cuda" and options["block"] == ["torch"]:
+        with pytest.raises(ConfigError, match="cublaslt needs"):
+            list_here(gemm_backend="cublaslt")
 
 
-def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_native_kernels_in_bf16_need_master_weights(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(autotune_module, "find_library", object)
-    options = list_options(TINY_GPT, MachineConfig(), CPU, 0.0)
-    assert options["attention"] == ["flash", "native"]
-    assert options["block"] == ["torch", "torch+native", "native"]
-    assert list_options(TINY_GPT, MachineConfig(), BF16, 0.0)["block"] == ["torch", "native"]
-    assert list_options(TINY_GPT, MachineConfig(master_weights="off"), BF16, 0.0)["block"] == [
-        "torch"
-    ]
-    assert list_options(replace(TINY_GPT, window=8), MachineConfig(), CPU, 0.0)["attention"] == [
-        "flash",
-        "blocked",
-    ]
     machine = MachineConfig(gemm_backend="native", master_weights="off")
     with pytest.raises(ConfigError, match="need master weights"):
         autotune(TINY_GPT, machine, BF16, micro_batch=1, key="")
@@ -93,35 +130,6 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
         losses[block] = [train_step(state, tiny_step_config(2), CPU, batch).loss for _ in range(3)]
     assert losses["torch+native"] == pytest.approx(losses["torch"], rel=1e-5)
     assert 0 < (hidden["torch+native"] - hidden["torch"]).abs().max() < 1e-5
-
-
-def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytest.MonkeyPatch):
-    card = replace(CPU, torch_device=torch.device("cuda"), name="card", precision="bf16")
-    age = [9, 0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    options = list_options(TINY_GPT, MachineConfig(), card, 0.0)
-    assert options["attention"] == ["flash", "cudnn", "fa2"]
-    assert options["loss"] == ["torch", "triton"]
-    assert list_options(TINY_GPT, MachineConfig(fused="off"), card, 0.0)["loss"] == ["torch"]
-    assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["triton"]
-    half = list_options(TINY_GPT, MachineConfig(), replace(card, precision="fp16"), 0.0)
-    assert (half["loss"], half["mixed"]) == (["torch"], ["autocast"])
-    assert list_options(TINY_GPT, MachineConfig(), replace(card, precision="fp32"), 0.0)[
-        "attention"
-    ] == ["flash"]
-    fixed = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
-    choice = autotune(TINY_LLAMA, fixed, card, micro_batch=1, key="")
-    assert choice.kernels == Kernels(loss="triton")
-    age[0] = 7
-    assert list_options(TINY_GPT, MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
-    assert misses_triton(card)
-    age[0] = 8
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
-    assert misses_triton(card)
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert misses_triton(card)
 
 
 @pytest.mark.parametrize(
@@ -161,38 +169,6 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
     assert read_measurements(CACHE_FILE) == kept
 
 
-@pytest.mark.parametrize(
-    ("model_config", "precision", "settings", "fits"),
-    [
-        (TINY_GPT, "bf16", {}, True),
-        (TINY_GPT, "bf16", {"master_weights": "off"}, False),
-        (TINY_GPT, "bf16", {"fp8": "all"}, False),
-        (TINY_GPT, "bf16", {"activation_checkpointing": "gelu"}, False),
-        (TINY_GPT, "fp32", {}, False),
-        (TINY_LLAMA, "bf16", {}, False),
-    ],
-)
-def test_cublaslt_needs_a_saved_gelu_biases_and_low_precision_weights(
-    model_config: ModelConfig,
-    precision: str,
-    settings: Any,
-    fits: bool,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(autotune_module, "misses_triton", lambda _: True)
-    card = replace(CPU, torch_device=torch.device("cuda"), precision=precision)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    machine = MachineConfig(**settings)
-    forms = list_options(model_config, machine, card, 0.0)["block"]
-    assert forms == (["torch", "cublaslt"] if fits else ["torch"])
-    machine = replace(machine, gemm_backend="cublaslt")
-    if fits:
-        assert list_options(model_config, machine, card, 0.0)["block"] == ["cublaslt"]
-    else:
-        with pytest.raises(ConfigError, match="cublaslt needs"):
-            list_options(model_config, machine, card, 0.0)
-
-
 def test_cached_timings_decide(tmp_path: Path):
     tune(2)
     kept = json.loads((tmp_path / CACHE_FILE).read_text())
@@ -202,23 +178,20 @@ def test_cached_timings_decide(tmp_path: Path):
     assert tune(2).kernels.attention == "blocked"
 
 
-@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig):
-    states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
-    apply_choice(states[1], KernelChoice(kernels=Kernels(mixed="masters")), BF16)
-    assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
-    step_config = tiny_step_config(2)
-    for _ in range(20):
-        plain = train_step(states[0], step_config, CPU, tiny_batch())
-        low = train_step(states[1], step_config, BF16, tiny_batch())
-        assert low.loss == pytest.approx(plain.loss, rel=5e-3)
-        assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
-    for master, worker in zip(
-        states[1].model.parameters(), states[1].compute_model.parameters(), strict=True
-    ):
-        assert master.dtype == torch.float32
-        torch.testing.assert_close(worker, master.to(torch.bfloat16), rtol=0, atol=0)
-        assert worker.grad is None
+def test_bf16_copies_follow_the_master_weights():
+    plain, low = tiny_state(), tiny_state()
+    apply_choice(low, KernelChoice(kernels=Kernels(mixed="masters")), BF16)
+    for _ in range(8):
+        steps = [
+            train_step(state, tiny_step_config(2), where, tiny_batch())
+            for state, where in ((plain, CPU), (low, BF16))
+        ]
+        assert steps[1].loss == pytest.approx(steps[0].loss, rel=5e-3)
+        assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=5e-2)
+    copies = low.compute_model.parameters()
+    for master, copy in zip(low.model.parameters(), copies, strict=True):
+        assert (master.dtype, copy.grad) == (torch.float32, None)
+        assert torch.equal(copy, master.to(torch.bfloat16))
 
 
 def test_master_weights_accumulate_gradients_in_fp32():

@@ -57,12 +57,8 @@ class Memory:
     """
 
     def __init__(self, largest: int, fast: int = 64, batch_seqs: int = 16) -> None:
-        self.largest, self.fast, self.batch_seqs, self.sizes = (
-            largest,
-            fast,
-            batch_seqs,
-            list[int](),
-        )
+        self.largest, self.fast, self.batch_seqs = largest, fast, batch_seqs
+        self.sizes = list[int]()
 
     def __call__(
         self, state: TrainState, step_config: StepConfig, device: object, batch: Batch
@@ -81,18 +77,26 @@ class Memory:
         call()
         return self.seconds
 
+    def tune(self, patch: pytest.MonkeyPatch) -> list[int]:
+        """Return the sizes that a state without gradients has tried in the end."""
+        patch.setattr(micro_batch, "forward_backward", self)
+        patch.setattr(micro_batch, "time_once", self.time_once)
+        state = tiny_state()
+        rates = tune_micro_batch(state, tiny_step_config(), CPU, self.batch_seqs)
+        assert all(parameter.grad is None for parameter in state.model.parameters())
+        assert state.step == 0
+        return list(rates)
 
-def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.MonkeyPatch):
+
+def test_the_search_ends_out_of_memory_or_at_two_sizes_that_are_no_faster(
+    monkeypatch: pytest.MonkeyPatch,
+):
     memory = Memory(largest=4)
-    monkeypatch.setattr(micro_batch, "forward_backward", memory)
-    monkeypatch.setattr(micro_batch, "time_once", memory.time_once)
-    state = tiny_state()
-    rates = tune_micro_batch(state, tiny_step_config(), CPU, 16)
-    assert list(rates) == [1, 2, 4]
+    assert memory.tune(monkeypatch) == [1, 2, 4]
     assert memory.sizes == [1, 1, 2, 2, 4, 4, 8]  # seconds each: one repeat after the first
-    assert pick_micro_batch(rates) == 4
-    assert all(parameter.grad is None for parameter in state.model.parameters())
-    assert state.step == 0
+    assert Memory(largest=64, fast=2, batch_seqs=64).tune(monkeypatch) == [1, 2, 4, 8]
+    with pytest.raises(ConfigError):
+        Memory(largest=0).tune(monkeypatch)
 
 
 @pytest.mark.parametrize("fault", ["", "lost gradient", "one micro-batch"])
@@ -136,30 +140,15 @@ def test_memory_that_ends_during_compilation_is_not_a_failure_of_the_compiler(
         compile_forward(tiny_state(), tiny_step_config(2), CPU, "blocks")
 
 
-def test_model_too_large_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(micro_batch, "forward_backward", Memory(largest=0))
-    with pytest.raises(ConfigError):
-        tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 16)
-
-
-def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyPatch):
-    memory = Memory(largest=64, fast=2, batch_seqs=64)
-    monkeypatch.setattr(micro_batch, "forward_backward", memory)
-    monkeypatch.setattr(micro_batch, "time_once", memory.time_once)
-    assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 64)) == [1, 2, 4, 8]
-
-
 def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    seconds = iter(
-        [2.0, 10.0, 2.5, 4.0, 5.0]
-    )  # of 1 sequence; of 2, disturbed, then not; of 4; of 8
+    # Of 1 sequence; of 2, disturbed, then not; of 4; of 8.
+    seconds = iter([2.0, 10.0, 2.5, 4.0, 5.0])
     monkeypatch.setattr(micro_batch, "_time_forward_backward", lambda *_: (next(seconds), 0))
-    length = TINY_GPT.seq_len
-    assert tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 8) == pytest.approx(
-        {1: length, 2: length * 2 / 1.25, 4: length * 2, 8: length * 8 / 5}
-    )
+    rates = tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 8)
+    expected = {1: 1, 2: 2 / 1.25, 4: 2, 8: 8 / 5}
+    assert {size: rate / 16 for size, rate in rates.items()} == pytest.approx(expected)
 
 
 def test_what_a_cpu_has_measured_is_kept_for_every_depth(

@@ -33,8 +33,8 @@ from tests.train.search import ROWS, SAMPLED, TOKENIZER, die_at, pay_for_letters
 
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
 SETTINGS = (
-    f"{MACHINE} machine.micro_batch=4 machine.adamw=loop machine.fused=off budget.batch_tokens=512 "
-    "budget.steps=6 budget.epochs=0 evaluate.every=3steps save.every=2steps sample.every=0 "
+    f"{MACHINE} machine.micro_batch=8 machine.adamw=loop machine.fused=off budget.batch_tokens=512 "
+    "budget.steps=6 budget.epochs=0 evaluate.every=2steps save.every=2steps sample.every=0 "
     "sample.at_start=false"
 )
 LORA = "model.lora_rank=2 optim.lr=1e-2"
@@ -64,10 +64,10 @@ def train(folder: Path, name: str, out: Path, *settings: str, **options: Any) ->
 
 
 def train_all(rank: int, folder: Path) -> None:
-    """Train every run on one of two ranks, with other micro-batches and another attention."""
+    """Train the first half of every run on one of two ranks, with other kernels and micro-batches."""
     for name, layout in LAYOUTS.items():
         split = f"machine.sharding={layout} machine.micro_batch=2 machine.attention=explicit"
-        train(folder, name, folder / "split" / name, split)
+        train(folder, name, folder / "split" / name, split, stop=3)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,8 @@ def test_two_processes_train_as_one(folder: Path, name: str):
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("val", "loss")):
         expected = read_column(folder / "whole" / name, key, kind)
         found = read_column(folder / "split" / name, key, kind)
-        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert len(found) >= 2
+        assert found == pytest.approx({at: expected[at] for at in found}, rel=2e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if LORA in RUNS[name]])
@@ -146,7 +147,7 @@ def test_rollouts_are_logged(folder: Path, name: str):
     assert 0 < rows[0]["stopped"] < 1
     assert {"reward_std", "groups_without_difference", "answer_tokens", "clip_share"} <= {*rows[0]}
     assert "| reward 0." in format_step(rows[0], 6, 0, 0.0).split("| loss")[0]
-    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert [row["step"] for row in held_out] == [0, 2, 4, 6]
     assert all(row["loss"] == -row["reward"] and row["prompts"] > 0 for row in held_out)
 
 
