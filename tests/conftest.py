@@ -7,6 +7,7 @@ A test with the fixture `precision` or `device` runs in fp32 and in bf16. MEGATO
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     # Before Triton is loaded: run its kernels on the CPU, slowly.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the skipped tests by what this machine lacks."""
+    skips = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(skip.longrepr[2].removeprefix("Skipped: ") for skip in skips)
+    if reasons:
+        counts = (f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
+
 
 REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 
