@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from megatoken.checkpoint.commit import list_steps
 from megatoken.cli.main import main
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
-from megatoken.launch.local import launch
+from megatoken.launch.local import COMMAND, launch
 from tests.processes import HANG_SECONDS, children, read_variable, wait_until
 from tests.ranks import run_ranks, train_on_ranks
 from tests.tiny_run import TINY, newest_step, read_column, read_losses, train
@@ -32,12 +33,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     prepare(str(text), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     return folder / "shards"
-
-
-def command(shards: Path, out: Path, nproc: int, *settings: str) -> list[str]:
-    start = [sys.executable, "-m", "megatoken", "train", str(TINY), "--out", str(out)]
-    start += ["--nproc", str(nproc), "--restarts", "0", f"data.path={shards}"]
-    return [*start, *" ".join(settings).split()]
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +93,37 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     assert read_losses(two)[0] < read_losses(alone)[0] - 0.1
 
 
-ENDLESS = "machine.micro_batch=2 budget.steps=100000 machine.sharding=zero1"
-
-
-@pytest.mark.fault(6, 13)
+@pytest.mark.fault(6)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
-def test_a_killed_rank_ends_all_and_a_signal_to_one_stops_all_at_the_same_step(
-    shards: Path, tmp_path: Path
-):
+def test_a_killed_rank_ends_all(shards: Path, tmp_path: Path):
     out = tmp_path / "run"
-    words = command(shards, out, 2, ENDLESS)
-    running = subprocess.Popen([*words, "save.every=2"], stderr=subprocess.PIPE)
+    words = ["train", str(TINY), "--out", str(out), "--nproc", "2", "--restarts", "0"]
+    settings = f"data.path={shards} budget.steps=100000 machine.sharding=zero1 save.every=2"
+    command = [*COMMAND, *words, *settings.split(), "machine.micro_batch=2"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_until(lambda: len(list_steps(out / "checkpoints")) >= 2, running)  # the next is on its way
-    os.kill(find_rank(running.pid, 1), signal.SIGKILL)
+    ranks = {read_variable(child, "RANK"): child for child in children(running.pid)}
+    os.kill(ranks["1"], signal.SIGKILL)
     _, errors = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == ExitCode.PEER
     assert b"error: rank 1 was killed by SIGKILL" in errors
     assert b"Traceback" not in errors
     assert newest_step(out) >= 4
-    last = max(read_column(out, "loss"))
-    running = subprocess.Popen([*words, "save.every=0"], stderr=subprocess.PIPE)
-    wait_until(lambda: max(read_column(out, "loss")) > last, running)
-    os.kill(find_rank(running.pid, 1), signal.SIGTERM)
-    _, errors = running.communicate(timeout=HANG_SECONDS)
-    assert (running.returncode, errors) == (ExitCode.STOPPED, b"")
-    assert newest_step(out) == max(read_column(out, "loss")) > last
 
 
-def find_rank(pid: int, rank: int) -> int:
-    """Return the process of a rank, a child of `pid`."""
-    return next(child for child in children(pid) if read_variable(child, "RANK") == str(rank))
+def stop_rank_1(rank: int, out: Path, settings: str) -> None:
+    def stop(row: dict[str, Any]) -> None:
+        if rank == 1 and (row["kind"], row["step"]) == ("train", 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train(out, settings, callbacks=[stop]).code == ExitCode.STOPPED
+
+
+@pytest.mark.fault(13)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path: Path):
+    settings = f"data.path={shards} machine.micro_batch=2 machine.sharding=zero1 save.every=0"
+    run_ranks(stop_rank_1, tmp_path, settings, nprocs=2)
+    assert 3 <= newest_step(tmp_path) == max(read_column(tmp_path, "loss")) < 12
 
 
 @pytest.mark.fault(7)

@@ -89,7 +89,7 @@ CASES = (
     Case("dead terminal before the first line", RAN_ON, hang_up="start", controls=False),
     Case("output to /dev/full", RAN_ON, NO_STDIN),
     Case("output to /dev/full, two processes", RAN_ON, NO_STDIN, nproc=2),
-    Case("| head -1", RAN_ON, ("terminal", "pipe", "terminal")),
+    Case("| head -1, terminal closed", SAVED, ("terminal", "pipe", "terminal"), hang_up="step"),
     Case("2>&1 | head -1, two processes", RAN_ON, ("terminal", "pipe", "pipe"), nproc=2),
     Case("stdin, stdout and stderr closed", RAN_ON, ("closed", "closed", "closed")),
     Case(

@@ -5,14 +5,11 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from itertools import count
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from megatoken.train.state import TrainState
 from megatoken.train.step import forward_loss
 from megatoken.train.train import Summary
 from tests import tiny_run
-from tests.ranks import FORKS, start_process
+from tests.ranks import start_process
 from tests.tiny_run import (
     fingerprint,
     newest_step,
@@ -41,6 +38,7 @@ from tests.tiny_run import (
     read_losses,
     read_rows,
 )
+from tests.train.search import die_at
 
 Train = Callable[..., Summary]
 LONG = (
@@ -85,13 +83,10 @@ def copy(clean: Path, out: Path) -> Path:
 
 
 def test_run_folder_contents(clean: Path):
-    trained = read_rows(clean, "train")
-    assert [row["step"] for row in trained] == list(range(1, 31))
-    keys = {"loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "mfu_causal"}
-    assert keys <= trained[0].keys()
-    assert trained[-1]["tokens"] == 5760
-    assert trained[0]["loss"] == pytest.approx(np.log(257), abs=0.2)
-    assert trained[-1]["loss"] < trained[0]["loss"] - 2
+    assert list(read_column(clean, "tokens").items())[::29] == [(1, 192), (30, 5760)]
+    losses = read_losses(clean)
+    assert losses[0] == pytest.approx(np.log(257), abs=0.2)
+    assert losses[-1] < losses[0] - 2
     steps = {"val": [0, 10, 20, 30], "save": [7, 14, 21, 28, 30], "sample": [15, 30]}
     for kind, expected in steps.items():
         assert [row["step"] for row in read_rows(clean, kind)] == expected
@@ -116,74 +111,51 @@ def test_finished_run_is_not_touched(copy: Path, train: Train):
 @pytest.mark.fault(41)
 def test_runtime_settings_do_not_change_the_loss_curve(data: str, tmp_path: Path):
     curves = []
-    for setting in ("micro_batch=4", "micro_batch=1", "loss_chunk=0", "micro_batch=auto"):
+    for setting in ("micro_batch=4", "micro_batch=1 machine.loss_chunk=0", "micro_batch=auto"):
         out = tmp_path / setting
-        tiny_run.train(out, data, f"machine.{setting}")
+        tiny_run.train(out, data, f"machine.{setting} budget.steps=6")
         curves.append(read_losses(out) + read_losses(out, "val"))
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-5)
 
 
-def test_damaged_checkpoint_is_reported_and_skipped(copy: Path, clean: Path, train: Train):
+def test_damaged_checkpoint_is_reported_and_skipped(
+    copy: Path, clean: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+):
     newest = copy / "checkpoints" / "step-00000030" / "model.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 4
     newest.write_bytes(content)
+    monkeypatch.setattr(initial_state, "init_weights", None)  # a resume does not draw any
     train(copy)
     assert fingerprint(copy) == fingerprint(clean)
     (event,) = read_events(copy, "damaged checkpoint")
     assert "model.safetensors" in event["message"]
 
 
-def train_and_hold(out: Path, settings: str, step: int, held: Event, go: Event) -> None:
-    """Train, and wait at a step for the test."""
-
-    def hold(row: dict[str, Any]) -> None:
-        if row["kind"] == "train" and row["step"] >= step and not go.is_set():
-            held.set()
-            go.wait()
-
-    sys.exit(tiny_run.train(out, settings, callbacks=[hold]).code)
-
-
-@contextmanager
-def held_process(out: Path, settings: str, step: int) -> Iterator[tuple[ForkServerProcess, Event]]:
-    """Start a process that trains to `step` and waits there for the event; kill it in the end."""
-    held, go = FORKS.Event(), FORKS.Event()
-    process = start_process(train_and_hold, out, settings, step, held, go)
-    try:
-        assert held.wait(200)
-        yield process, go
-    finally:
-        process.kill()
-        process.join()
-
-
-def train_and_die(out: Path, settings: str, number: int) -> None:
-    """Train, and die when a checkpoint, the `number`-th, is written but not published."""
+def train_and_die(out: Path, settings: str, step: int, save_number: int = 0) -> None:
+    """Train, and die after a step, or when the `save_number`-th checkpoint is written but not published."""
     saves, publish = count(1), save.publish
 
     def publish_or_die(*arguments: Any, **others: Any) -> None:
-        if next(saves) == number:
+        if next(saves) == save_number:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(*arguments, **others)
 
     save.publish = publish_or_die
-    tiny_run.train(out, settings)
+    tiny_run.train(out, settings, callbacks=[partial(die_at, step)])
 
 
 @pytest.mark.fault(1, 2, 5)
 def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, train: Train):
     """Killed before the first save, in the second, and perhaps in the fourth."""
-    with held_process(out, long, 5):
-        pass
-    process = start_process(train_and_die, out, long, 2)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert list_steps(out / "checkpoints") == [7]
-    assert [*(out / "checkpoints").glob(".tmp-step-00000014-*")]
-    with held_process(out, long, 29):
-        pass
+    for step, save_number in ((5, 0), (0, 2), (29, 0)):
+        process = start_process(train_and_die, out, long, step, save_number)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        if save_number:
+            assert list_steps(out / "checkpoints") == [7]
+            assert [*(out / "checkpoints").glob(".tmp-step-00000014-*")]
     assert train(out).code == ExitCode.DONE
     assert fingerprint(out) == fingerprint(clean)
     assert not [*(out / "checkpoints").glob(".tmp-*")]
@@ -194,14 +166,15 @@ def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, tra
 def test_sigterm_saves_and_loses_no_step_and_a_second_run_is_refused(
     long: str, out: Path, clean: Path, train: Train
 ):
-    with held_process(out, long, 9) as (process, go):
-        with pytest.raises(MegatokenError, match=f"pid {process.pid}") as error:
-            train(out)
-        assert error.value.code == ExitCode.STORAGE
-        process.terminate()
-        go.set()
-        process.join(200)
-        assert process.exitcode == ExitCode.STOPPED
+    def start_another_and_stop(row: dict[str, Any]) -> None:
+        if (row["kind"], row["step"]) == ("train", 9):
+            with pytest.raises(MegatokenError, match=f"pid {os.getpid()}") as error:
+                train(out)
+            assert error.value.code == ExitCode.STORAGE
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = tiny_run.train(out, long, callbacks=[start_another_and_stop])
+    assert (stopped.code, stopped.reason) == (ExitCode.STOPPED, "SIGTERM")
     assert newest_step(out) == len(read_losses(out)) == 9
     assert json.loads((out / "status.json").read_text())["state"] == "stopped"
     assert train(out).code == ExitCode.DONE
@@ -214,21 +187,13 @@ def test_time_limit_saves_and_stops(out: Path, train: Train):
     assert newest_step(out) == summary.steps < 100000  # on a slow machine perhaps 0
 
 
-def test_a_llama_trains_resumes_and_grows_its_context(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-):
-    out, longer = tmp_path / "run", tmp_path / "longer"
-    train(out, LLAMA)
-    before, losses = fingerprint(out), read_losses(out)
+def test_a_llama_trains_and_grows_its_context(out: Path, tmp_path: Path, train: Train):
+    train(out, LLAMA, "evaluate.every=0 save.every=0 sample.every=0")
+    losses = read_losses(out)
     assert losses[-1] < losses[0] - 2
-    for step in (28, 30):
-        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
-    with monkeypatch.context() as patch:
-        patch.setattr(initial_state, "init_weights", None)  # a resume does not draw any
-        train(out, LLAMA)
-    assert fingerprint(out) == before
-    train(longer, LLAMA, f"model.init={out} model.seq_len=32 machine.micro_batch=2 budget.steps=1")
-    assert read_losses(longer, "val")[0] < losses[0] - 2
+    longer = f"model.init={out} model.seq_len=32 machine.micro_batch=2 budget.steps=1"
+    train(tmp_path / "longer", LLAMA, longer)
+    assert read_losses(tmp_path / "longer", "val")[0] < losses[0] - 2
 
 
 def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
@@ -260,28 +225,30 @@ def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
 
 @pytest.mark.fault(18)
 def test_space_is_asked_for_the_checkpoints_that_are_missing(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+    out: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ):
-    out = tmp_path / "run"
-    settings = f"{SHORT} budget.steps=4 save.every=1 save.keep_last=2"
+    disk, settings = (
+        shutil.disk_usage(tmp_path),
+        f"{SHORT} budget.steps=4 save.every=1 save.keep_last=2",
+    )
+    free = disk.free
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=free))
     train(out, settings)
-    disk = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=0))
+    free = 0
     assert train(out, settings).code == ExitCode.DONE  # a finished run needs nothing
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     tensors = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     free = 2 * (tensors + (1 << 20))  # room for two checkpoints with their slack
-    monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=free))
     with pytest.raises(StorageError):
         train(tmp_path / "new", settings)
     assert train(out, settings).steps == 4
 
 
-def test_missing_dataset(tmp_path: Path, train: Train):
+def test_missing_dataset(out: Path, train: Train):
     with pytest.raises(MegatokenError) as error:
-        train(tmp_path / "run", f"data.path={tmp_path}/nothing")
+        train(out, f"data.path={out}/nothing")
     assert error.value.code == ExitCode.DATA
-    assert not (tmp_path / "run").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,17 @@
-"""Restoring on several nodes: all load the same checkpoint, although only one of them reads damaged bytes."""
+"""Checkpoints on several nodes: all load the same one, and rank 0 commits alone what needs no other rank."""
 
+import os
 import shutil
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatoken.checkpoint.commit import list_steps
+from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import AsyncSave
-from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -24,10 +20,10 @@ from megatoken.errors import CheckpointError, PeerError
 from megatoken.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.preemption import PreemptionHandler
-from megatoken.train.restore import restore
 from megatoken.train.run import Progress, Run, RunData, RunLog, RunPlan
-from megatoken.train.state import TrainState
+from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
+from tests.tiny_run import read_events, read_losses, train
 
 
 class TwoRanks(Comm):
@@ -47,70 +43,30 @@ class TwoRanks(Comm):
         return self.gather(value)[0]
 
 
-DATASET: Any = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
-
-
-def make_plan(
-    out: Path, comm: Comm, log_file: MetricsLogger, stop: PreemptionHandler, config: Config
-) -> RunPlan:
-    return RunPlan(
-        out=out,
-        console=Console(quiet=True),
-        device=CPU,
-        comm=comm,
-        config=config,
-        data=RunData(dataset=DATASET, model_config=TINY_GPT, tasks={}, loader=None, epoch_tokens=1),
-        step_config=tiny_step_config(),
-        dims=ParallelDims(),
-        log_file=log_file,
-        stop=stop,
-    )
-
-
-def open_saver(plan: RunPlan, state: TrainState) -> CheckpointSaver:
-    progress = Progress()
-    batches: Any = None
-    run = Run(
-        **{field.name: getattr(plan, field.name) for field in fields(plan)},
-        state=state,
-        progress=progress,
-        log=RunLog(plan=plan, state=state, progress=progress),
-        is_compiled=False,
-        batches=batches,
-        validation=None,
-        restore=lambda: None,
-    )
-    return CheckpointSaver(run)
-
-
-class Node:
-    """A machine of one process, with its own copy of the run folder."""
-
-    def __init__(self, out: Path, comm: Comm) -> None:
-        self.state = tiny_state(seed=9)
-        self.state.comm = comm
-        self.progress = Progress()
-        self.out = out
-        is_main = comm.dist_env.is_main_process
-        self.log = MetricsLogger.open(out) if is_main else MetricsLogger(out)
-        self.plan = make_plan(out, comm, self.log, PreemptionHandler(), tiny_config())
-
-    def restore(self) -> None:
-        restore(self.state, self.progress, self.plan, allow_changes=False)
-
-
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
 def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
     tmp_path: Path, sharding: str
 ):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.yaml").touch()
-    config, comm = tiny_config(save__every=2), TwoRanks(DistEnv(world_size=2))
-    state = tiny_state()
-    state.comm = comm
-    state.step = 2
+    comm, state, unused = TwoRanks(DistEnv(world_size=2)), tiny_state(), SimpleNamespace()
+    state.comm, state.step = comm, 2
+    dataset: Any = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
+    data = RunData(dataset=dataset, model_config=TINY_GPT, tasks={}, loader=None, epoch_tokens=1)
     with MetricsLogger.open(tmp_path) as log_file, PreemptionHandler() as stop:
-        saver = open_saver(make_plan(tmp_path, comm, log_file, stop, config), state)
+        plan: dict[str, Any] = {
+            **{"out": tmp_path, "console": Console(quiet=True), "device": CPU, "comm": comm},
+            **{"config": tiny_config(save__every=2), "data": data, "dims": ParallelDims()},
+            **{"step_config": tiny_step_config(), "log_file": log_file, "stop": stop},
+        }
+        progress = Progress()
+        log = RunLog(plan=RunPlan(**plan), state=state, progress=progress)
+        run = Run(
+            **plan,
+            **{"state": state, "progress": progress, "log": log, "is_compiled": False},
+            **{"batches": unused, "validation": None, "restore": lambda: None},
+        )
+        saver = CheckpointSaver(run)
         saver.save()
         comm.is_lost = True
         if sharding != "none":
@@ -123,87 +79,39 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
         assert [row["kind"] for row in read_metrics(tmp_path)] == ["save"]
 
 
-class ThreadComm(Comm):
-    """Ranks that are threads of this process."""
-
-    values: list[Any]
-    barrier_of_all: threading.Barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        self.values[self.dist_env.rank] = value
-        self.barrier_of_all.wait(timeout=200)
-        gathered = list(self.values)
-        self.barrier_of_all.wait(timeout=200)
-        return gathered
-
-    def broadcast_from_rank0(self, value: Any) -> Any:
-        return self.gather(value)[0]
+# Damaged checkpoints: node and step. The last case has none that is whole everywhere.
+CASES = {"none": (), "first": ((0, 4),), "second": ((1, 4),), "both": ((0, 2), (1, 4))}
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two nodes of one process each, which see the same two checkpoints each in its own folder."""
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "config.yaml").touch()
-    copies = {
-        "config": tmp_path / "config.yaml",
-        "tokenizer": tmp_path / "tokenizer",
-        "meta": {"dataset": "d"},
-    }
-    for step in (1, 2):
-        state = tiny_state(seed=step)
-        state.step, state.comm = step, Comm(DistEnv())
-        AsyncSave(tmp_path / "0" / "checkpoints", state, **copies).finish()
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
-    values, barrier, runs = [None, None], threading.Barrier(2), []
-    for rank in (0, 1):
-        out = tmp_path / str(rank)
-        comm = ThreadComm(DistEnv(rank=rank, world_size=2, local_rank=0))
-        comm.values, comm.barrier_of_all = values, barrier
-        runs.append(Node(out, comm))
-    yield runs
-    runs[0].log.close()
+def train_on_nodes(rank: int, folder: Path, settings: str) -> None:
+    """Resume the runs on one of two machines, each of which has its own copy of them."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for case in CASES:
+        try:
+            train(folder / case / str(rank), settings)
+        except CheckpointError as error:
+            (folder / case / f"error-{rank}").write_text(str(error))
 
 
-def restore_all(nodes: list[Node]) -> list[Exception | None]:
-    with ThreadPoolExecutor(len(nodes)) as threads:
-        return [future.exception() for future in [threads.submit(node.restore) for node in nodes]]  # type: ignore[misc]
-
-
-def damage(run: Node, step: int) -> None:
-    path = run.out / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damaged", [None, 0, 1])
-def test_damage_that_one_node_reads_makes_all_fall_back_together(
-    nodes: list[Node], damaged: int | None
-):
-    if damaged is not None:
-        damage(nodes[damaged], 2)
-    assert restore_all(nodes) == [None, None]
-    step = 2 if damaged is None else 1
-    expected = tiny_state(seed=step).model.state_dict()
-    for run in nodes:
-        assert run.state.step == step
-        assert all(
-            torch.equal(values, expected[name])
-            for name, values in run.state.model.state_dict().items()
-        )
-        assert run.progress.verified.keys() == {run.out / "checkpoints" / f"step-{step:08d}"}
-    events = [row["message"] for row in read_metrics(nodes[0].out)]
-    assert len(events) == (damaged is not None)
-    assert all(
-        "optimizer.safetensors" in event and ("(read by rank 1)" in event) == damaged
-        for event in events
-    )
-
-
-def test_damage_everywhere_is_an_error_on_all(nodes: list[Node]):
-    damage(nodes[0], 1)
-    damage(nodes[1], 2)
-    for error in restore_all(nodes):
-        assert isinstance(error, CheckpointError)
-    assert verify(nodes[0].out / "checkpoints" / "step-00000002").step == 2
+def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_path: Path):
+    settings = f"{data} budget.steps=5 save.every=2steps evaluate.every=0"
+    train(tmp_path / "whole", settings)
+    train(tmp_path / "stopped", settings, stop=4)
+    for case, damaged in CASES.items():
+        for node in "01":
+            shutil.copytree(tmp_path / "stopped", tmp_path / case / node)
+        for node, step in damaged:
+            folder = step_folder(tmp_path / case / str(node) / "checkpoints", step)
+            content = bytearray((folder / "optimizer.safetensors").read_bytes())
+            content[len(content) // 2] ^= 4
+            (folder / "optimizer.safetensors").write_bytes(content)
+    run_ranks(train_on_nodes, tmp_path, settings, nprocs=2)
+    for case in ("none", "first", "second"):
+        out = tmp_path / case / "0"
+        assert read_losses(out) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-6)
+        messages = [row["message"] for row in read_events(out, "damaged checkpoint")]
+        assert len(messages) == len(CASES[case])
+        for message in messages:
+            assert "optimizer.safetensors" in message
+            assert ("(read by rank 1)" in message) == (case == "second")
+    assert len([*(tmp_path / "both").glob("error-?")]) == 2

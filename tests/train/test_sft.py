@@ -14,6 +14,7 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.export import export
 from megatoken.convert.hf.families import choose_family
+from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import open_rows
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
@@ -33,7 +34,7 @@ from tests.tiny_run import MACHINE, read_column, read_losses, train, write_shard
 
 CONTEXT = 80
 BATCH = "budget.batch_tokens=640 machine.micro_batch=2"
-SFT = f"budget.epochs=0 budget.steps=12 optim.lr=1e-2 machine.adamw=fused {BATCH} {MACHINE}"
+SFT = f"budget.epochs=0 budget.steps=8 optim.lr=1e-2 machine.adamw=fused {BATCH} {MACHINE}"
 BYTES = add_control_tokens(load_tokenizer("bytes"))
 
 
@@ -73,7 +74,7 @@ def tune(base: Path, out: Path, *settings: str, **options: Any) -> Summary:
 @pytest.fixture(scope="module")
 def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tuned") / "run"
-    assert tune(base, out, "sample.every=6").code == ExitCode.DONE
+    assert tune(base, out, "sample.every=4").code == ExitCode.DONE
     return out
 
 
@@ -81,13 +82,14 @@ def test_a_model_learns_to_answer(base: Path, tuned: Path):
     losses = read_losses(tuned, "val")
     assert losses[-1] < 0.6 * losses[0]
     n_trained = sum(open_rows(load_dataset(base / "chats"), "val").marks & 1)
-    assert read_column(tuned, "target_tokens", "val")[12] == n_trained
-    assert "user: Hello.\nassistant: " in (tuned / "samples" / "step-00000012.txt").read_text()
+    assert read_column(tuned, "target_tokens", "val")[8] == n_trained
+    assert "user: Hello.\nassistant: " in (tuned / "samples" / "step-00000008.txt").read_text()
     loaded = load_pretrained(tuned)
     assert (loaded.model.config.vocab_size, find_template(loaded.tokenizer).name) == (259, "chatml")
 
 
-def test_loss_and_gradients_are_those_of_transformers(base: Path):
+def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path):
+    """Conversations of a row are given to transformers one by one."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -101,41 +103,27 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path):
     )
     torch.manual_seed(0)
     reference = transformers.LlamaForCausalLM(config)
-    model_config = ModelConfig(
-        n_layer=2, n_head=2, n_kv_head=1, d_model=32, d_ff=96, vocab_size=259, seq_len=CONTEXT, norm="rmsnorm",
-        norm_eps=config.rms_norm_eps, pos_emb="rotary", mlp="swiglu", bias=False,
-        rope_theta=config.rope_parameters["rope_theta"],
-    )  # fmt: skip
-    model = GPT(model_config, seed=1)
-    params = dict(reference.named_parameters())
-    with torch.no_grad():
-        for name, view in (
-            choose_family(model_config)
-            .view_params(dict(model.named_parameters()), model_config)
-            .items()
-        ):
-            view.copy_(params[name])
+    reference.save_pretrained(tmp_path)
+    model, _ = load_hf(str(tmp_path))
     rows = open_rows(load_dataset(base / "chats"), "train")
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    last = range(len(rows) - 6, len(rows))
-    for row in last:
-        ids, marks = rows.read(np.array([row]))
-        kept = int((marks[0] < 4).sum())
-        for piece in np.split(
-            np.arange(kept), np.flatnonzero(marks[0, :kept] & 2)[1:]
-        ):  # one by one, as transformers
-            input_ids = torch.from_numpy(ids[:, piece].astype(np.int64))
-            labels = torch.where(torch.from_numpy(marks[:, piece] & 1 > 0), input_ids, -100)
+    ids, marks = rows.read(np.arange(len(rows) - 6, len(rows)))
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row_ids, row_marks in zip(ids, marks, strict=True):
+        kept = np.arange((row_marks < 4).sum())
+        for piece in np.split(kept, np.flatnonzero(row_marks[kept] & 2)[1:]):
+            input_ids = torch.from_numpy(row_ids[None, piece].astype(np.int64))
+            is_trained = torch.from_numpy(row_marks[None, piece] & 1 > 0)
+            labels = torch.where(is_trained, input_ids, -100)
             n = int((labels[:, 1:] >= 0).sum())
             total = total + reference(input_ids=input_ids, labels=labels).loss.double() * n
             count += n
     (total / count).backward()
     state = build_state(model, tiny_config(), CPU)
-    loss = forward_backward(state, tiny_step_config(3), CPU, make_batch(*rows.read(np.array(last))))
+    loss = forward_backward(state, tiny_step_config(3), CPU, make_batch(ids, marks))
     assert loss.item() == pytest.approx(total.item() / count, rel=1e-6)
-    ours = {name: p.grad for name, p in state.model.named_parameters()}
-    for name, view in choose_family(model_config).view_params(ours, model_config).items():
+    params = dict(reference.named_parameters())
+    ours = {name: param.grad for name, param in state.model.named_parameters()}
+    for name, view in choose_family(model.config).view_params(ours, model.config).items():
         difference = (view - params[name].grad).norm() / params[name].grad.norm()
         assert difference < 1e-5, name
 
@@ -178,12 +166,9 @@ def test_what_is_refused(base: Path, tmp_path: Path):
 
 def test_rows_of_one_conversation_have_no_mask():
     ids, trained = find_template(BYTES).encode([Message("user", "a"), Message("assistant", "b")])
-    marks = np.array([[2, *map(int, trained[1:])]], np.uint8)
-    batch = make_batch(np.array([ids], np.uint16), marks)
-    assert (batch.starts_BT, batch.targets_BT[0, -2].item()) == (
-        None,
-        BYTES.special_ids["<|im_end|>"],
-    )
+    batch = make_batch(np.array([ids], np.uint16), np.array([[2, *trained[1:]]], np.uint8))
+    assert batch.starts_BT is None
+    assert batch.targets_BT[0, -2] == BYTES.special_ids["<|im_end|>"]
 
 
 def test_lora_gives_new_tokens_rows_of_their_own(base: Path, tmp_path: Path):

@@ -37,6 +37,10 @@ def fit(config: Config, out: Path, **options: Any) -> Summary:
     return Trainer(config, out, console=Console(quiet=True), **options).fit()
 
 
+def change(config: Config, section: str, **values: object) -> Config:
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
 def test_a_finished_run_was_not_stopped(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -50,8 +54,7 @@ def test_a_finished_run_was_not_stopped(
         report_end(*arguments)
 
     monkeypatch.setattr(pretrain, "report_end", pass_time)
-    limited = replace(config, save=replace(config.save, time_limit="9h"))
-    summary = fit(limited, tmp_path / "run")
+    summary = fit(change(config, "save", time_limit="9h"), tmp_path / "run")
     assert (summary.code, summary.reason, summary.tokens) == (ExitCode.DONE, "", 12 * 192)
 
 
@@ -61,24 +64,26 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
     monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
     out, statuses = tmp_path / "run", {}
 
-    def read(*keys: str) -> list[Any]:
-        status = json.loads((out / "status.json").read_text())
-        return [status[key] for key in keys]
-
-    def keep(row: dict[str, Any]) -> None:
-        keys = ("state", "phase", "step", "loss", "tokens_per_second")
-        statuses[f"{row['kind']} {row['step']}"] = read(*keys)
-        if row["step"] == 3:
-            assert read("eta_seconds")[0] >= 0
+    def keep(row: dict[str, Any] | None = None) -> None:
+        at = (row["kind"], row["step"]) if row else "end"
+        statuses[at] = json.loads((out / "status.json").read_text())
 
     fit(config, out, callbacks=[keep])
-    assert statuses["val 0"] == ["running", "validate", 0, None, None]
-    row = read_rows(out, "train")[1]  # the row of a step is written before its status
-    numbers = [row["loss"], row["tokens_per_second"]]
-    assert statuses["train 3"] == ["running", "step", 2, *numbers]
-    assert statuses["val 6"][:3] == ["running", "validate", 6]
-    assert read("state", "phase", "step", "eta_seconds") == ["done", "", 12, 0.0]
-    assert read("total_steps") == [12]
+    keep()
+    rows = {0: {}, 2: read_rows(out, "train")[1]}  # the row of a step is written before its status
+    for at, state, phase, step in (
+        (("val", 0), "running", "validate", 0),
+        (("train", 3), "running", "step", 2),
+        (("val", 6), "running", "validate", 6),
+        ("end", "done", "", 12),
+    ):
+        found = statuses[at]
+        assert [found[key] for key in ("state", "phase", "step")] == [state, phase, step]
+        if step in rows:
+            for key in ("loss", "tokens_per_second"):
+                assert found[key] == rows[step].get(key)
+    assert statuses["train", 3]["eta_seconds"] >= 0 == statuses["end"]["eta_seconds"]
+    assert statuses["end"]["total_steps"] == 12
 
 
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
@@ -108,9 +113,8 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
             block.compile(backend=keep_graph)
 
     monkeypatch.setattr(compilation, "_compile_blocks", compile_blocks)
-    machine = replace(config.machine, compile="blocks", gemm_backend="torch")
-    sample = replace(config.sample, every=Duration(6), at_start=True, tokens=4)
-    fit(replace(config, machine=machine, sample=sample), tmp_path / "run")
+    compiling = change(config, "machine", compile="blocks", gemm_backend="torch")
+    fit(change(compiling, "sample", every=Duration(6), at_start=True, tokens=4), tmp_path / "run")
     assert compiled
     assert all(compiled)
 
@@ -120,16 +124,21 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
 
 
 def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path):
-    rows: list[tuple[str, int]] = []
+    rows = []
 
     def record(row: dict[str, Any]) -> None:
         rows.append((row["kind"], row["step"]))
 
     summary = fit(config, tmp_path / "run", callbacks=[record, stop_at(7)])
     assert (summary.code, summary.steps, summary.reason) == (ExitCode.STOPPED, 7, "callback")
-    assert [step for kind, step in rows if kind == "train"] == list(range(1, 8))
-    assert [step for kind, step in rows if kind == "val"] == [0, 6]
-    assert ("save", 7) in rows
+    trained = [("train", step) for step in range(1, 8)]
+    assert [row for row in rows if row[0] != "event"] == [
+        ("val", 0),
+        *trained[:6],
+        ("val", 6),
+        trained[6],
+        ("save", 7),
+    ]
     assert fit(config, tmp_path / "run").steps == 12
 
 
@@ -158,9 +167,8 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
         return model_class(replace(config.model, **changes), vocab_size=257)  # type: ignore[arg-type]
 
     model = build()
-    invalid = replace(config, budget=replace(config.budget, batch_tokens=100))
     with pytest.raises(ConfigError):
-        Trainer(invalid, tmp_path / "run")
+        Trainer(change(config, "budget", batch_tokens=100), tmp_path / "run")
     for options in (
         {"model": model, "nproc": 2},
         {"optimizer": momentum_sgd(model)},
@@ -195,7 +203,7 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
         return explicit_attention(q / 2, k, v, **options)
 
     register_attention("test-halved", halved)
-    other = replace(config, machine=replace(config.machine, attention="test-halved"))  # type: ignore[arg-type]
+    other = change(config, "machine", attention="test-halved")
     assert tiny_run("machine.attention=test-halved").config.machine == other.machine
     fit(config, tmp_path / "flash", callbacks=[stop_at(3)])
     fit(other, tmp_path / "halved", callbacks=[stop_at(3)])
@@ -213,19 +221,18 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
 def test_attention_without_masks_is_refused_before_the_first_step(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(
-        ATTENTION, "test-causal", explicit_attention
-    )  # so that it is gone afterwards
+    monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # gone afterwards
     register_attention("test-causal", explicit_attention, supports_mask=False)
-    machine = replace(config.machine, attention="test-causal")  # type: ignore[arg-type]
-    sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))
+    sampling = change(
+        change(config, "sample", every=Duration(1)), "machine", attention="test-causal"
+    )
     with pytest.raises(ConfigError):
         fit(sampling, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_two_processes_started_from_python_train_as_one(config: Config, tmp_path: Path):
-    short = replace(config, budget=replace(config.budget, steps=2))
+    short = change(config, "budget", steps=2)
     alone = fit(short, tmp_path / "alone")
     split = fit(short, tmp_path / "split", nproc=2)
     assert (split.code, split.steps, split.tokens) == (ExitCode.DONE, 2, alone.tokens)
