@@ -46,6 +46,10 @@ def tool(text: str, id: str = "call00001") -> Row:
     return {"role": "tool", "tool_call_id": id, "name": "weather", "content": text}
 
 
+def system(text: str) -> Row:
+    return {"role": "system", "content": text}
+
+
 def user(text: str) -> Row:
     return {"role": "user", "content": text}
 
@@ -61,7 +65,9 @@ REASONED = [user("qone"), answer("Aone", reasoning_content="Athink")]
 CONVERSATIONS: dict[str, list[Row]] = {
     "turn": [user("qone"), answer("Aone")],
     "turns": [user("qone"), answer("Aone"), user("qtwo"), answer("Atwo")],
-    "system": [{"role": "system", "content": "sone"}, user("qone"), answer("Aone")],
+    "system": [system("sone"), user("qone"), answer("Aone")],
+    "system, turn": [user("qone"), answer("Aone"), system("sone"), user("qtwo"), answer("Atwo")],
+    "system, last": [system("sone"), user("qone"), answer("Aone"), system("stwo")],
     "call": CALLING[:2],
     "result": [*CALLING, answer("Aone")],
     "result, turn": [*CALLING, answer("Aone"), user("qtwo"), answer("Atwo")],

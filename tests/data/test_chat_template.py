@@ -117,6 +117,14 @@ TEMPLATES = {
     {%- else %}{{- m.content | trim + '<|eot_id|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
+    "system-first": """
+{{- bos_token }}
+{%- for m in messages if m.role == 'system' %}{{- m.content + '\n' }}{% endfor %}
+{%- for m in messages if m.role != 'system' %}
+    {%- if m.role == 'assistant' %}{{- '[/INST]' }}[[{{- m.content + eos_token }}]]
+    {%- else %}{{- '[INST]' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '[/INST]' }}{% endif %}""",
     "plain": """
 {%- for m in messages %}
     {{- '### ' + m.role + ':\n' }}
@@ -268,6 +276,8 @@ def draw_conversation(draw: random.Random, name: str, words: list[str]) -> list[
         messages.append(Message(role, draw_text(draw, words)))
     for _ in range(draw.randint(1, 3)):
         messages.append(Message("user", draw_text(draw, words)))
+        if name != "turns" and not draw.randrange(4):
+            messages.append(Message("system", draw_text(draw, words)))
         fields = {}
         if name in WITH_REASONING and draw.randrange(2):
             fields = dict.fromkeys(("thinking", "reasoning_content"), draw_text(draw, words))
@@ -278,6 +288,8 @@ def draw_conversation(draw: random.Random, name: str, words: list[str]) -> list[
             messages.append(Message("assistant", content, 1, {**fields, "tool_calls": [call] * 2}))
             messages += [Message("tool", draw_text(draw, words), 1, {"name": "add"})] * 2
         messages.append(Message("assistant", draw_text(draw, words), 1, fields))
+        if name != "turns" and not draw.randrange(4):
+            messages.append(Message("system", draw_text(draw, words)))
     return messages
 
 
@@ -379,6 +391,7 @@ def test_control_tokens_follow_the_last_id():
         *([{**QUESTION, "content": content}, ANSWER] for content in (None, 2, " ", "a\ud800")),
         *([QUESTION, {**ANSWER, **row}] for row in ({"weight": 0.5}, {"weight": 0})),
         *([QUESTION, {**ANSWER, "content": content}] for content in (" ", None)),
+        [QUESTION, {**ANSWER, "content": ""}, QUESTION, ANSWER],
         *([QUESTION, {**ANSWER, **row}] for row in ({"tool_calls": 1}, {"name": "a\ud800"})),
     ],
 )
@@ -434,7 +447,7 @@ def test_reasoning_and_variables_reach_the_template(given: str):
 
 END_COMES_LATE = """
 {%- for m in messages %}
-    {{- '<|im_start|>' if m.role == 'user' else '[INST]' if m.role == 'tool' else '[/INST]' }}
+    {{- {'user': '<|im_start|>', 'tool': '[INST]', 'system': '<|message|>'}[m.role] or '[/INST]' }}
     {{- m.content }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '[/INST]' }}{% endif %}"""
@@ -477,6 +490,9 @@ def test_an_end_that_comes_with_the_next_message_is_appended():
     assert decode(template.stop_ids) == "<|im_start|><|endoftext|>[INST]"
     prompt = parse_messages(CALLING[:3], "f:1", reply=True)
     assert decode(template.encode(prompt, reply=True)[0]).endswith("R[/INST]")
+    system = {"role": "system", "content": "S"}
+    with pytest.raises(DataError):  # an end that no model is told to stop at
+        template.encode(parse_messages([QUESTION, ANSWER, system, QUESTION, ANSWER], "f:1"))
 
 
 def test_an_answer_that_is_not_found_in_one_piece_is_refused():

@@ -196,6 +196,13 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
     manifest = prepare(tmp_path, [{**PAIR, **extra}, {**PAIR, "prompt": "d"}]).manifest
     expected = {f"rows with unused {key}": 1 for key in ("margin", "score_chosen")}
     assert manifest.source["counts"] == {"skipped": 0, **expected}
+    chat = {"messages": [USER, {**ANSWER, "mask": 0, "reasoning": "2", "id": "a"}]}
+    counts = prepare(tmp_path, [chat], "chats").manifest.source["counts"]
+    assert counts.keys() == {
+        "skipped",
+        "rows with unused mask",
+        "rows with unused reasoning_content",
+    }
 
 
 def test_a_row_of_weight_0_is_left_out(tmp_path: Path):

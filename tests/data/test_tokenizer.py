@@ -84,14 +84,14 @@ def test_gpt2_gives_the_published_ids(gpt2: Tokenizer):
 def test_gpt2_gives_the_ids_of_tiktoken_on_real_text(
     gpt2: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCAB.parent))
-    oracle = pytest.importorskip("tiktoken").get_encoding("gpt2")
     text = (DATA / name).read_text(encoding="utf-8")
     ids = gpt2.encode(text)
-    assert ids.tolist() == oracle.encode_ordinary(text)
     assert gpt2.decode(ids) == text
     if name == "tinyshakespeare.txt":
         assert len(ids) == 338_025
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCAB.parent))
+    oracle = pytest.importorskip("tiktoken").get_encoding("gpt2")
+    assert ids.tolist() == oracle.encode_ordinary(text)
 
 
 @needs_gpt2

@@ -28,6 +28,7 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import MALFORMED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM = {"system", "developer"}
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NANOCHAT = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
@@ -177,6 +178,12 @@ class ChatTemplate:
             trained[first:last] = [True] * (last - first)
         return encoding.ids, trained
 
+    def find_unread(self, messages: Sequence[Message]) -> set[str]:
+        """Return the keys of messages that do not occur in the template."""
+        keys = {key for message in messages for key in message.fields} - {*THOUGHTS[1:]}
+        names = {key: THOUGHTS if key in THOUGHTS else (key,) for key in keys}
+        return {key for key in keys if not any(name in self.jinja for name in names[key])}
+
     def _find_answers(
         self, messages: Sequence[Message], text: str, tail: str, render: Render
     ) -> list[tuple[int, int]]:
@@ -190,8 +197,10 @@ class ChatTemplate:
         text += tail
         head, *rest = _LABEL.split(render(messages, False, True)[0] + tail)
         places, at = [(-1, 0, 0)], len(head)  # of the texts: message number, start, end
-        for number, part in zip(rest[::2], rest[1::2], strict=True):
-            places.append((int(number), at, text.index(part, at)))
+        for number, part in zip(map(int, rest[::2]), rest[1::2], strict=True):
+            if number < places[-1][0] and {messages[n].role for n, *_ in places[1:]} <= SYSTEM:
+                del places[1:]  # the template writes them before all other messages
+            places.append((number, at, text.index(part, at)))
             at = places[-1][2] + len(part)
         places.append((len(text), at, at))
         if places != sorted(places) or not text.startswith(head):
@@ -246,7 +255,8 @@ class ChatTemplate:
         ]
         for i, row in enumerate(rows if labels else ()):
             label = f"{_DIGITS}{i}{_DIGITS}"
-            rows[i] = _label_texts(row, label)
+            if i or row["role"] != "system":  # templates look for switches in a first one
+                rows[i] = _label_texts(row, label)
             if not (row["content"].strip() or "tool_calls" in row):
                 rows[i]["content"] = label
         try:
@@ -319,8 +329,8 @@ class ChatTemplate:
 
 
 def _label_texts(value: Any, label: str, key: str = "") -> Any:
-    """Replace the texts in a message by a label, except the system's and what templates compare."""
-    if isinstance(value, dict) and value.get("role") != "system":
+    """Replace the texts in a message by a label, except what templates compare."""
+    if isinstance(value, dict):
         return {name: _label_texts(item, label, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_label_texts(item, label) for item in value]
@@ -424,11 +434,14 @@ def parse_messages(
     ]
     if reply and messages[-1].role == "assistant":
         raise DataError("the last message is the assistant's", where, "remove it")
-    if not reply and any(message.role == "user" and _is_blank(message) for message in messages):
-        raise DataError("a blank message of the user", where, "leave it out")
+    if reply:
+        return messages
     answers = [message for message in messages if message.role == "assistant" and message.weight]
-    if not reply and all(map(_is_blank, answers)):
+    if not answers:
         raise DataError("no message of the assistant to train on", where, "leave it out")
+    for message in (*(each for each in messages if each.role == "user"), *answers):
+        if _is_blank(message):
+            raise DataError(f"a blank message of the {message.role}", where, "leave it out")
     return messages
 
 

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.data.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
-from megatoken.data.chat_formats import Example, Format, Kind, parse_row
+from megatoken.data.chat_formats import HARMLESS, Example, Format, Kind, parse_row
 from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
 from megatoken.data.documents import Invalid, token_dtype
 from megatoken.data.output_folder import (
@@ -146,7 +146,9 @@ def _encode_rows(
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
-                counts.update(f"rows with unused {key}" for key in example.unused)
+                unread = map(template.find_unread, example.answers)
+                unused = {*example.unused}.union(*unread) - HARMLESS
+                counts.update(f"rows with unused {key}" for key in unused)
         except DataError:
             if invalid != "skip":
                 raise
