@@ -198,11 +198,7 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
     assert manifest.source["counts"] == {"skipped": 0, **expected}
     chat = {"messages": [USER, {**ANSWER, "mask": 0, "reasoning": "2", "id": "a"}]}
     counts = prepare(tmp_path, [chat], "chats").manifest.source["counts"]
-    assert counts.keys() == {
-        "skipped",
-        "rows with unused mask",
-        "rows with unused reasoning_content",
-    }
+    assert counts.keys() == {"skipped", "rows with unused mask"}
 
 
 def test_a_row_of_weight_0_is_left_out(tmp_path: Path):

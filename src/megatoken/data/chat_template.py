@@ -28,7 +28,6 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import MALFORMED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SYSTEM = {"system", "developer"}
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NANOCHAT = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
@@ -178,12 +177,6 @@ class ChatTemplate:
             trained[first:last] = [True] * (last - first)
         return encoding.ids, trained
 
-    def find_unread(self, messages: Sequence[Message]) -> set[str]:
-        """Return the keys of messages that do not occur in the template."""
-        keys = {key for message in messages for key in message.fields} - {*THOUGHTS[1:]}
-        names = {key: THOUGHTS if key in THOUGHTS else (key,) for key in keys}
-        return {key for key in keys if not any(name in self.jinja for name in names[key])}
-
     def _find_answers(
         self, messages: Sequence[Message], text: str, tail: str, render: Render
     ) -> list[tuple[int, int]]:
@@ -198,7 +191,9 @@ class ChatTemplate:
         head, *rest = _LABEL.split(render(messages, False, True)[0] + tail)
         places, at = [(-1, 0, 0)], len(head)  # of the texts: message number, start, end
         for number, part in zip(map(int, rest[::2]), rest[1::2], strict=True):
-            if number < places[-1][0] and {messages[n].role for n, *_ in places[1:]} <= SYSTEM:
+            if number < places[-1][0] and {messages[n].role for n, *_ in places[1:]} <= {
+                *ROLES[:2]
+            }:
                 del places[1:]  # the template writes them before all other messages
             places.append((number, at, text.index(part, at)))
             at = places[-1][2] + len(part)
@@ -436,17 +431,13 @@ def parse_messages(
         raise DataError("the last message is the assistant's", where, "remove it")
     if reply:
         return messages
-    answers = [message for message in messages if message.role == "assistant" and message.weight]
-    if not answers:
+    if not any(message.role == "assistant" and message.weight for message in messages):
         raise DataError("no message of the assistant to train on", where, "leave it out")
-    for message in (*(each for each in messages if each.role == "user"), *answers):
-        if _is_blank(message):
+    for message in messages:
+        is_blank = not (message.content.strip() or message.fields.get("tool_calls"))
+        if is_blank and message.weight and message.role in ("user", "assistant"):
             raise DataError(f"a blank message of the {message.role}", where, "leave it out")
     return messages
-
-
-def _is_blank(message: Message) -> bool:
-    return not (message.content.strip() or message.fields.get("tool_calls"))
 
 
 def _parse_message(row: Any, where: str, is_trained: bool) -> Message:

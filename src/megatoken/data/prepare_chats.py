@@ -5,6 +5,7 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatoken.data.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
 from megatoken.data.chat_formats import HARMLESS, Example, Format, Kind, parse_row
-from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
+from megatoken.data.chat_template import THOUGHTS, ChatTemplate, add_control_tokens, find_template
 from megatoken.data.documents import Invalid, token_dtype
 from megatoken.data.output_folder import (
     PrepareResult,
@@ -146,9 +147,11 @@ def _encode_rows(
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
-                unread = map(template.find_unread, example.answers)
-                unused = {*example.unused}.union(*unread) - HARMLESS
-                counts.update(f"rows with unused {key}" for key in unused)
+                fields = {key for each in chain(*example.answers) for key in each.fields}
+                unread = [
+                    key for key in fields - {*THOUGHTS, *HARMLESS} if key not in template.jinja
+                ]
+                counts.update(f"rows with unused {key}" for key in {*unread, *example.unused})
         except DataError:
             if invalid != "skip":
                 raise
