@@ -1,10 +1,13 @@
 """Small prepared datasets for the tests of this stage, written with the public functions of data/shard_format.py."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from megatoken.data.dataloader import DataLoader
+from megatoken.data.prepare import Progress
 from megatoken.data.shard_format import (
     Manifest,
     Shard,
@@ -23,7 +26,7 @@ def write_dataset(
     """Writes shards of `sizes` tokens a split and their manifest; returns each split's ids, joined."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    rows, ids = [], {}
+    shards, ids = [], {}
     for split, counts in sizes.items():
         parts = [rng.integers(0, TOKENIZER["vocab_size"], count).astype(dtype) for count in counts]
         ids[split] = np.concatenate([*parts, np.empty(0, dtype)])
@@ -31,28 +34,21 @@ def write_dataset(
             header = make_header(len(part), dtype, TOKENIZER["fingerprint"])
             file = f"{split}_{number:06d}.bin"
             (folder / file).write_bytes(header + part.tobytes())
-            rows.append(
-                Shard(
-                    file=file,
-                    split=split,
-                    tokens=len(part),
-                    blocks="".join(hash_blocks(part)),
-                    header=hash_block(header),
-                )
+            blocks = "".join(hash_blocks(part))
+            shard = Shard(
+                file=file, split=split, tokens=len(part), blocks=blocks, header=hash_block(header)
             )
+            shards.append(shard)
     documents = {split: len(counts) for split, counts in sizes.items()}
     source = {"files": 1, "policy": "replace"}
-    write_manifest(
-        folder,
-        Manifest(
-            tokenizer=TOKENIZER, dtype=dtype, documents=documents, shards=tuple(rows), source=source
-        ),
-    )
+    contents = {"dtype": dtype, "documents": documents, "shards": tuple(shards), "source": source}
+    write_manifest(folder, Manifest(tokenizer=TOKENIZER, **contents))
     return ids
 
 
 def write_external(path: Path, ids: np.ndarray) -> None:
     """One shard as llm.c (.bin, by dtype) or build-nanogpt (.npy) writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".npy":
         np.save(path, ids)
     else:
@@ -62,3 +58,14 @@ def write_external(path: Path, ids: np.ndarray) -> None:
 def list_windows(loader: DataLoader, step: int) -> np.ndarray:
     """Return the window numbers of a step, for all ranks."""
     return loader._order.windows(*loader._entries(step))
+
+
+def stop_after(number: int) -> Callable[[Progress], None]:
+    """Return a callback that interrupts a preparation, like Ctrl-C, after so many chunks."""
+    chunks_done = itertools.count(1)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.stage == "tokens" and next(chunks_done) == number:
+            raise KeyboardInterrupt
+
+    return interrupt

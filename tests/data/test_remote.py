@@ -1,9 +1,10 @@
 """Datasets at an address: fetched through the cache, uploaded with the manifest last; S3 by a local server."""
 
-import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -42,12 +43,19 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"local://{tmp_path}/store/data"  # as file://, which is read where it lies
 
 
-def put(source: Path, address: str, *, without: str = "") -> ObjectStore:
+def put(source: Path, address: str) -> ObjectStore:
     store = ObjectStore(address)
-    for path in sorted(source.rglob("*")):
-        if path.is_file() and path.name != without:
+    for path in source.rglob("*"):
+        if path.is_file():
             store.write(path.relative_to(source).as_posix(), path.read_bytes())
     return store
+
+
+@pytest.fixture
+def store(address: str, tmp_path: Path) -> ObjectStore:
+    """The store at an address, with the dataset of tmp_path / "made"."""
+    write_dataset(tmp_path / "made", SIZES)
+    return put(tmp_path / "made", address)
 
 
 def flip(store: ObjectStore, name: str, at: int) -> None:
@@ -57,69 +65,56 @@ def flip(store: ObjectStore, name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("address", ["file", "memory", "s3"], indirect=True)
-def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: Path):
-    ids = write_dataset(tmp_path / "made", SIZES)
-    store, lines = put(tmp_path / "made", address), list[str]()
+def test_shards_are_fetched_once_and_read_as_local_ones(
+    store: ObjectStore, address: str, tmp_path: Path
+):
+    made, lines = load_dataset(tmp_path / "made"), list[str]()
     dataset = load_dataset(address, report=lines.append)
-    for split in SIZES:
-        tokens = getattr(dataset, split)
-        assert np.array_equal(tokens.read(0, len(tokens)), ids[split])
-    assert dataset.fingerprint == load_dataset(tmp_path / "made").fingerprint
-    assert len(lines) == 1
+    for found, expected in ((dataset.train, made.train), (dataset.val, made.val)):
+        assert np.array_equal(found.read(0, len(found)), expected.read(0, len(expected)))
+    assert dataset.fingerprint == made.fingerprint
     assert dataset.path.is_relative_to(tmp_path / "cache" / "datasets")
     for name in store.list():
         if name.endswith(".bin"):
             store.remove(name)
-    again: list[str] = []
-    assert load_dataset(address, report=again.append).path == dataset.path
-    assert again == []
+    assert load_dataset(address, report=lines.append).path == dataset.path
+    assert len(lines) == 1
 
 
-def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(address: str, tmp_path: Path):
-    write_dataset(tmp_path / "made", SIZES)
-    store = put(tmp_path / "made", address)
+def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
+    store: ObjectStore, address: str, tmp_path: Path
+):
     flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
-    with pytest.raises(
-        DataError, match=r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
-    ):
+    words = r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
+    with pytest.raises(DataError, match=words):
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
-    assert not (cached / "manifest.json").exists()
-    assert not [*cached.glob("train_000001*")]
-    errors = verify_remote(list_remote(address))
-    assert len(errors) == 2  # the shard, and the tokenizer that this dataset never had
-    assert "train_000001.bin" in str(errors[0])
+    assert not [*cached.glob("manifest.json"), *cached.glob("train_000001*")]
+    damaged, _ = verify_remote(list_remote(address))  # and the tokenizer that it never had
+    assert "train_000001.bin" in str(damaged)
     put(tmp_path / "made", address)
+    files = list_remote(address).files.items()
+    missing = {name: size for name, size in files if not (cached / name).exists()}
+    assert missing["train_000001.bin"] == 1024 + 2 * 150_001
     lines: list[str] = []
-    missing = {
-        name: size
-        for name, size in list_remote(address).files.items()
-        if not (cached / name).exists()
-    }
-    assert (
-        missing["train_000001.bin"] == 1024 + 2 * 150_001
-    )  # and those whose transfer had not begun by then
     fetch_dataset(address, lines.append)
     assert lines[0].startswith(f"fetching {format_quantity(sum(missing.values()), 'B')} from ")
 
 
-def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path):
-    write_dataset(tmp_path / "made", SIZES)
-    put(tmp_path / "made", address, without="manifest.json")
-    with pytest.raises(DataError):
-        load_dataset(address)
-    with pytest.raises(DataError):
-        load_dataset(address + "/other")
-    put(tmp_path / "made", address)
-    flip(ObjectStore(address), "manifest.json", 40)
+def test_without_a_manifest_there_is_no_dataset(store: ObjectStore, address: str):
+    manifest = store.read("manifest.json")
+    store.remove("manifest.json")
+    for place in (address, f"{address}/other"):
+        with pytest.raises(DataError):
+            load_dataset(place)
+    store.write("manifest.json", manifest)
+    flip(store, "manifest.json", 40)
     with pytest.raises(DataError):
         load_dataset(address)
 
 
-def test_another_content_is_another_folder(address: str, tmp_path: Path):
-    write_dataset(tmp_path / "first", SIZES)
+def test_another_content_is_another_folder(store: ObjectStore, address: str, tmp_path: Path):
     write_dataset(tmp_path / "second", SIZES, seed=1)
-    put(tmp_path / "first", address)
     first = load_dataset(address)
     put(tmp_path / "second", address)
     second = load_dataset(address)
@@ -129,7 +124,6 @@ def test_another_content_is_another_folder(address: str, tmp_path: Path):
 
 @pytest.mark.parametrize("pattern", ["", "/*train*.bin", "/x_train_0.bin"])
 def test_external_shards(address: str, pattern: str, tmp_path: Path):
-    (tmp_path / "made").mkdir()
     ids = np.arange(3000, dtype="uint16")
     for name in ("x_train_0.bin", "x_val_0.bin"):
         write_external(tmp_path / "made" / name, ids)
@@ -144,32 +138,24 @@ def test_external_shards(address: str, pattern: str, tmp_path: Path):
 
 
 def test_one_process_fetches_and_others_wait(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, address: str, monkeypatch: pytest.MonkeyPatch
 ):
-    write_dataset(tmp_path / "made", SIZES)
-    put(tmp_path / "made", address)
-    fetched: list[str] = []
-    download = ObjectStore.download
+    fetched, download = list[str](), ObjectStore.download
 
     def count(self: ObjectStore, name: str, path: Path) -> None:
         fetched.append(name)
         download(self, name, path)
 
     monkeypatch.setattr(ObjectStore, "download", count)
-    threads = [threading.Thread(target=fetch_dataset, args=(address,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(fetch_dataset, [address] * 3))
     assert sorted(fetched) == ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
 
 
 def test_a_full_disk_is_noticed_before(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, address: str, monkeypatch: pytest.MonkeyPatch
 ):
-    write_dataset(tmp_path / "made", SIZES)
-    put(tmp_path / "made", address)
-    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
     with pytest.raises(StorageError):
         fetch_dataset(address)
 
@@ -182,10 +168,10 @@ def test_prepare_verify_and_eval_at_an_address(
     capsys: pytest.CaptureFixture[str],
 ):
     """`prepare` goes on after a store that failed in the middle; the manifest came last."""
-    text = tmp_path / "text.txt"
+    text, address = tmp_path / "text.txt", f"{s3}/data"
     text.write_text("To be, or not to be.\n\n" * 2000)
     line = f"prepare {text} --tokenizer bytes --workers 1 --out"
-    words = [*line.split(), f"{s3}/data"]
+    words = [*line.split(), address]
     upload = ObjectStore.upload
 
     def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
@@ -196,42 +182,40 @@ def test_prepare_verify_and_eval_at_an_address(
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", fail)
         assert main(words) == ExitCode.STORAGE
-    capsys.readouterr()
-    store = ObjectStore(f"{s3}/data")
-    names = store.list()
-    assert "manifest.json" not in names
-    assert "progress.json" in names
+    store = ObjectStore(address)
+    assert {"manifest.json", "progress.json"} & store.list().keys() == {"progress.json"}
     with pytest.raises(DataError):
-        load_dataset(f"{s3}/data")
+        load_dataset(address)
 
-    assert main(words) == 0
-    assert {"manifest.json", "train_000000.bin"} <= store.list().keys()
-    assert "progress.json" not in store.list()
-    assert main(words) == 0  # unchanged
-    answer = {"kind": "dataset", "checked": 2, "damaged": []}
-    assert ask(f"verify {s3}/data") == answer
-    assert load_dataset(f"{s3}/data").tokenizer.name == "bytes"
+    for _ in range(2):  # the second time unchanged
+        assert main(words) == 0
+        names = {"manifest.json", "train_000000.bin"}
+        assert {*names, "progress.json"} & store.list().keys() == names
+    capsys.readouterr()
+    assert ask(f"verify {address}") == {"kind": "dataset", "checked": 2, "damaged": []}
+    assert load_dataset(address).tokenizer.name == "bytes"
 
     flip(store, "val_000000.bin", 1030)
-    assert main(["verify", f"{s3}/data"]) == ExitCode.DATA
-    assert f"{s3}/data/val_000000.bin" in capsys.readouterr().out
+    assert main(["verify", address]) == ExitCode.DATA
+    assert f"{address}/val_000000.bin" in capsys.readouterr().out
     text.write_text("Other text.\n\n" * 2000)
-    other = [*line.split(), f"{s3}/data/", "--val-fraction", "0"]
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/other-cache")
-    assert main(other) == ExitCode.DATA
+    assert main([*words, "--val-fraction", "0"]) == ExitCode.DATA
 
 
 def test_errors_are_one_line(s3: str):
-    with pytest.raises(ConfigError):
-        load_dataset("nothing://bucket/data")
-    with pytest.raises(DataError):
-        load_dataset("s3://a-bucket-that-is-not-there/data")
+    missing = "s3://a-bucket-that-is-not-there/data"
+    for error, place in (
+        (ConfigError, "nothing://bucket/data"),
+        (ConfigError, Path("s3://bucket/data")),
+        (DataError, missing),
+    ):
+        with pytest.raises(error):
+            load_dataset(place)
     with pytest.raises(StorageError):
-        ObjectStore("s3://a-bucket-that-is-not-there/data").write("x", b"")
+        ObjectStore(missing).write("x", b"")
     for address in ("s3:bucket/run", "s3:/bucket/run"):
         with pytest.raises(ConfigError):
             ObjectStore(address)
-    with pytest.raises(ConfigError):
-        load_dataset(Path("s3://bucket/data"))
     assert not is_address("C:/data")
     assert not is_address("runs/a://b")
