@@ -20,31 +20,24 @@ RAMP = (
 SIZES = [48] * 7 + [96] * 4 + [144]
 
 
-@pytest.fixture(scope="module")
-def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
+def test_tokens_and_warm_up_follow_the_sizes_and_skipped_batches_leave_theirs_out(
+    data: str, tmp_path: Path
+):
     jobs = [
         Job(name="alone", settings=RAMP),
         Job(name="skips", settings=RAMP, fault="nan", rank=0, batches=(4, 8), stop=5),
         Job(name="without", settings=RAMP, skipped=(4, 8)),
     ]
-    assert {answer["code"] for answer in run_jobs(jobs, data, folder, 1).values()} == {0}
-    return folder
-
-
-def test_tokens_and_warm_up_follow_the_sizes(runs: Path):
-    tokens = {step: sum(SIZES[:step]) for step in range(1, 13)}
-    assert read_column(runs / "alone", "tokens") == tokens
-    rates = read_column(runs / "alone", "lr")
+    run_jobs(0, jobs, data, tmp_path)
+    tokens = read_column(tmp_path / "alone", "tokens")
+    assert tokens == {step: sum(SIZES[:step]) for step in range(1, 13)}
+    rates = read_column(tmp_path / "alone", "lr")
     for step in range(1, 8):
         assert rates[step] == pytest.approx(1e-2 * min(1.0, tokens[step] / 300))
-
-
-def test_skipped_batches_leave_their_own_sizes_out(runs: Path):
-    assert final_bits(runs / "skips") == final_bits(runs / "without")
+    assert final_bits(tmp_path / "skips") == final_bits(tmp_path / "without")
     sizes = [size for batch, size in enumerate([*SIZES, 144, 192]) if batch not in (4, 8)]
     tokens = {step: sum(sizes[:step]) for step in range(1, 13)}
-    assert read_column(runs / "skips", "tokens") == tokens
+    assert read_column(tmp_path / "skips", "tokens") == tokens
 
 
 def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path):

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
+from megatoken.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.native.selection import find_library
 from megatoken.system import device
-from megatoken.system.device import Device
-from megatoken.system.measurement_cache import read_measurements
 from megatoken.train import kernel_autotune as autotune_module
 from megatoken.train import tuning
 from megatoken.train.kernel_autotune import (
@@ -47,48 +46,47 @@ def tune(micro_batch: int, model_config: ModelConfig = TINY_GPT) -> KernelChoice
     return autotune(model_config, MachineConfig(), CPU, micro_batch=micro_batch, key=key)
 
 
+# Where, settings of the machine, and some of the options. cuBLASLt needs a saved GELU, biases, and
+# weights in low precision.
+OPTIONS = """
+cpu fp32 | | attention=flash,blocked block=torch loss=torch adamw=torch fp8=off
+cpu fp32 dropout | | attention=flash mixed=autocast
+cpu fp32 | compile=on | attention=flash block=torch loss=torch
+cpu bf16 | | mixed=autocast,masters
+cpu fp32 native | | attention=flash,native block=torch,torch+native,native
+cpu fp32 native | fused=on | loss=native adamw=native
+cpu fp32 native | deterministic=true | attention=flash block=torch adamw=torch
+cpu fp32 native window | | attention=flash,blocked
+cpu bf16 native | | block=torch,native
+cpu bf16 native | master_weights=off | block=torch
+cuda bf16 | | attention=flash,cudnn,fa2 block=torch,cublaslt loss=torch,triton
+cuda bf16 | fused=off | loss=torch
+cuda bf16 | fused=on | loss=triton
+cuda bf16 old | fused=on | loss=torch
+cuda bf16 hip | fused=on | loss=torch
+cuda bf16 no-triton | fused=on | loss=torch
+cuda fp16 | | loss=torch mixed=autocast
+cuda bf16 | gemm_backend=cublaslt | block=cublaslt
+cuda fp32 | | attention=flash block=torch
+cuda bf16 | master_weights=off | block=torch
+cuda bf16 | fp8=all | block=torch fp8=all
+cuda bf16 | activation_checkpointing=gelu | block=torch
+cuda bf16 llama | | block=torch
+"""
+
+
 def test_pick_needs_a_clear_margin():
     assert pick({"torch": 1.0, "other": 0.93}, 1.1) == "torch"
     assert pick({"torch": 1.0, "other": 0.9, "third": 0.8}, 1.1) == "third"
     assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
 
 
-@pytest.mark.parametrize(
-    ("where", "settings", "expected"),
-    [
-        ("cpu fp32", {}, "attention=flash,blocked block=torch loss=torch adamw=torch fp8=off"),
-        ("cpu fp32 dropout", {}, "attention=flash mixed=autocast"),
-        ("cpu fp32", {"compile": "on"}, "attention=flash block=torch loss=torch"),
-        ("cpu bf16", {}, "mixed=autocast,masters"),
-        ("cpu fp32 native", {}, "attention=flash,native block=torch,torch+native,native"),
-        ("cpu fp32 native", {"fused": "on"}, "loss=native adamw=native"),
-        ("cpu fp32 native", {"deterministic": True}, "attention=flash block=torch adamw=torch"),
-        ("cpu fp32 native window", {}, "attention=flash,blocked"),
-        ("cpu bf16 native", {}, "block=torch,native"),
-        ("cpu bf16 native", {"master_weights": "off"}, "block=torch"),
-        ("cuda bf16", {}, "attention=flash,cudnn,fa2 block=torch,cublaslt loss=torch,triton"),
-        ("cuda bf16", {"fused": "off"}, "loss=torch"),
-        ("cuda bf16", {"fused": "on"}, "loss=triton"),
-        ("cuda bf16 old", {"fused": "on"}, "loss=torch"),
-        ("cuda bf16 hip", {"fused": "on"}, "loss=torch"),
-        ("cuda bf16 no-triton", {"fused": "on"}, "loss=torch"),
-        ("cuda fp16", {}, "loss=torch mixed=autocast"),
-        ("cuda bf16", {"gemm_backend": "cublaslt"}, "block=cublaslt"),
-        # cuBLASLt needs a saved GELU, biases, and weights in low precision.
-        ("cuda fp32", {}, "attention=flash block=torch"),
-        ("cuda bf16", {"master_weights": "off"}, "block=torch"),
-        ("cuda bf16", {"fp8": "all"}, "block=torch fp8=all"),
-        ("cuda bf16", {"activation_checkpointing": "gelu"}, "block=torch"),
-        ("cuda bf16 llama", {}, "block=torch"),
-    ],
-)
-def test_options_follow_device_model_and_settings(
-    where: str, settings: Any, expected: str, monkeypatch: pytest.MonkeyPatch
-):
-    kind, precision, *traits = where.split()
-    monkeypatch.setattr(
-        autotune_module, "find_library", lambda: object() if "native" in traits else None
-    )
+@pytest.mark.parametrize("line", OPTIONS.strip().splitlines())
+def test_options_follow_device_model_and_settings(line: str, monkeypatch: pytest.MonkeyPatch):
+    where, settings, expected = (part.split() for part in line.split("|"))
+    kind, precision, *traits = where
+    library = object() if "native" in traits else None
+    monkeypatch.setattr(autotune_module, "find_library", lambda: library)
     age = (7, 0) if "old" in traits else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: age)
     spec = None if "no-triton" in traits else object()
@@ -98,25 +96,16 @@ def test_options_follow_device_model_and_settings(
     place = replace(CPU, torch_device=torch.device(kind), precision=precision)
     model = TINY_LLAMA if "llama" in traits else TINY_GPT
     model = replace(model, window=8) if "window" in traits else model
-
-    def list_here(**more: Any) -> dict[str, list[str]]:
-        dropout = 0.1 if "dropout" in traits else 0.0
-        return list_options(model, MachineConfig(**settings | more), place, dropout)
-
-    options = list_here()
-    for setting in expected.split():
+    pairs = (f"machine.{setting}".split("=") for setting in settings)
+    machine = build_config({key: parse_value(FIELDS[key], text) for key, text in pairs}).machine
+    options = list_options(model, machine, place, 0.1 if "dropout" in traits else 0.0)
+    for setting in expected:
         name, _, forms = setting.partition("=")
         assert options[name] == forms.split(",")
-    if kind == "cuda" and options["block"] == ["torch"]:
-        with pytest.raises(ConfigError, match="cublaslt needs"):
-            list_here(gemm_backend="cublaslt")
-
-
-def test_native_kernels_in_bf16_need_master_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(autotune_module, "find_library", object)
-    machine = MachineConfig(gemm_backend="native", master_weights="off")
-    with pytest.raises(ConfigError, match="need master weights"):
-        autotune(TINY_GPT, machine, BF16, micro_batch=1, key="")
+    if options["block"] == ["torch"]:
+        machine = replace(machine, gemm_backend="native" if "bf16 native" in line else "cublaslt")
+        with pytest.raises(ConfigError, match=r"cublaslt needs|need master weights"):
+            autotune(model, machine, place, micro_batch=1, key="")
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
@@ -138,9 +127,7 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
 def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: pytest.MonkeyPatch):
     sizes, largest = [], 2
 
-    def time_options(
-        config: ModelConfig, device: Device, seqs: int, *_: object
-    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    def time_options(_config: object, _device: object, seqs: int, *_: object) -> Any:
         sizes.append(seqs)
         if seqs > largest:
             raise error
@@ -154,7 +141,9 @@ def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: p
         tune(2, TINY_LLAMA)
 
 
-def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
+def test_failing_kernel_is_left_out_and_cached_timings_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
         raise RuntimeError("no such backend")
 
@@ -164,17 +153,14 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
     assert first.kernels.attention == "flash"
     assert first.errors == {"attention blocked": "no such backend"}
     assert ("failed", "attention blocked: no such backend") in first.explain()
-    kept = read_measurements(CACHE_FILE)
+    cache = tmp_path / CACHE_FILE
+    kept = cache.read_text()
     assert tune(2) == first
-    assert read_measurements(CACHE_FILE) == kept
-
-
-def test_cached_timings_decide(tmp_path: Path):
-    tune(2)
-    kept = json.loads((tmp_path / CACHE_FILE).read_text())
-    for seconds, _ in kept.values():
+    assert cache.read_text() == kept
+    measured = json.loads(kept)
+    for seconds, _ in measured.values():
         seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
-    (tmp_path / CACHE_FILE).write_text(json.dumps(kept))
+    cache.write_text(json.dumps(measured))
     assert tune(2).kernels.attention == "blocked"
 
 
@@ -182,12 +168,10 @@ def test_bf16_copies_follow_the_master_weights():
     plain, low = tiny_state(), tiny_state()
     apply_choice(low, KernelChoice(kernels=Kernels(mixed="masters")), BF16)
     for _ in range(8):
-        steps = [
-            train_step(state, tiny_step_config(2), where, tiny_batch())
-            for state, where in ((plain, CPU), (low, BF16))
-        ]
-        assert steps[1].loss == pytest.approx(steps[0].loss, rel=5e-3)
-        assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=5e-2)
+        expected = train_step(plain, tiny_step_config(2), CPU, tiny_batch())
+        found = train_step(low, tiny_step_config(2), BF16, tiny_batch())
+        assert found.loss == pytest.approx(expected.loss, rel=5e-3)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
     copies = low.compute_model.parameters()
     for master, copy in zip(low.model.parameters(), copies, strict=True):
         assert (master.dtype, copy.grad) == (torch.float32, None)
@@ -223,21 +207,22 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
 ):
     """Its first steps, those after a resume, and the trials; then the process has its own back."""
     monkeypatch.setattr(autotune_module, "find_library", find_library)
-    counts: dict[str, set[int]] = {"step": set(), "trial": set()}
-    for form in ("flash", "native"):  # also in the trials of torch's products
+    in_steps, in_trials = set[int](), set[int]()
 
-        def count(
-            *inputs: Any, form: str = form, kernel: Any = ATTENTION[form], **options: Any
-        ) -> Any:
-            counts["trial"].add(torch.get_num_threads())
+    def count_in(kernel: Any) -> Any:
+        def count(*inputs: Any, **options: Any) -> Any:
+            in_trials.add(torch.get_num_threads())
             return kernel(*inputs, **options)
 
-        monkeypatch.setitem(ATTENTION, form, count)
+        return count
+
+    for form in ("flash", "native"):  # also in the trials of torch's products
+        monkeypatch.setitem(ATTENTION, form, count_in(ATTENTION[form]))
     settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
 
     def note(row: dict[str, Any]) -> None:
         if row["kind"] == "train":
-            counts["step"].add(torch.get_num_threads())
+            in_steps.add(torch.get_num_threads())
             torch.set_num_threads(1)  # as generation does
 
     torch.set_num_threads(3)
@@ -247,6 +232,6 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
         assert torch.get_num_threads() == 3
     forms = json.loads((tmp_path / "run" / "machine.json").read_text())["forms"]
     expected = {1 if forms["kernels"]["block"] == "native" else 2}
-    assert counts["step"] == expected == {forms["threads"]}
+    assert in_steps == expected == {forms["threads"]}
     if threads:
-        assert counts["trial"] == expected == {threads}
+        assert in_trials == expected == {threads}

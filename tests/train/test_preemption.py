@@ -97,7 +97,7 @@ def test_second_signal_exits_immediately():
 def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]):
     with PreemptionHandler() as handler:
         for name, seconds in (("SIGUSR1", 1.0), ("SIGTERM", 0.4), ("SIGTERM", 9.0), ("SIGUSR1", 0)):
-            os.kill(os.getpid(), getattr(signal, name))
+            signal.raise_signal(getattr(signal, name))
             now[0] += seconds
         assert handler.stop_requested == "SIGUSR1"
 
@@ -131,40 +131,30 @@ def test_outside_the_main_thread_only_the_time_limit_works():
     assert seen == [before, "time limit 0s"]
 
 
-def observe(handler: PreemptionHandler, count: int) -> None:
-    for _ in range(count):
-        handler.observe(1.0)
+@pytest.mark.usefixtures("now")
+def test_time_limit_reserves_steps_a_save_and_what_comes_next():
+    def observe(handler: PreemptionHandler, count: int) -> None:
+        for _ in range(count):
+            handler.observe(1.0)
 
-
-def test_time_limit_reserves_a_step_and_a_save():
     handler = PreemptionHandler(time_limit_seconds=100)
     assert handler.reserve_seconds == 1.5 * 5
     handler.observe(10, save_seconds=20)
     handler.observe(30)
     handler.observe(save_seconds=2)
-    assert handler.reserve_seconds == 1.5 * (30 + 20)
-    assert handler.stop_requested == ""
+    assert (handler.reserve_seconds, handler.stop_requested) == (1.5 * (30 + 20), "")
     observe(handler, 16)
     assert handler.reserve_seconds == 1.5 * (1 + 20)
-    handler.observe(50)
-    assert handler.stop_requested == "time limit 1m40s"
+    assert handler.stop_before(44) == ""  # 1.5 * (1 + 20 + 44) = 97.5
+    assert handler.stop_before(46) == "time limit 1m40s"
     observe(handler, 16)
     assert handler.stop_requested == "time limit 1m40s"
-
-
-def test_time_limit_reserves_the_steps_that_cannot_be_left():
-    handler = PreemptionHandler(time_limit_seconds=100, steps=20)
-    handler.observe(2.0, save_seconds=10)
-    observe(handler, 19)  # the longest of all, at which answers were sampled, is not forgotten
-    assert handler.reserve_seconds == 1.5 * (20 * 2 + 10)
-
-
-def test_time_limit_counts_what_comes_next():
-    handler = PreemptionHandler(time_limit_seconds=100)
-    handler.observe(10, save_seconds=20)
-    assert handler.stop_before(30) == ""  # 1.5 * (10 + 20 + 30) = 90
-    assert handler.stop_before(37) == "time limit 1m40s"
-    assert handler.stop_requested == "time limit 1m40s"
+    in_groups = PreemptionHandler(time_limit_seconds=100, steps=20)
+    in_groups.observe(2.0, save_seconds=10)
+    observe(in_groups, 19)  # the longest, at which answers were sampled, is not forgotten
+    assert in_groups.reserve_seconds == 1.5 * (20 * 2 + 10)
+    in_groups.observe(50)
+    assert in_groups.stop_requested == "time limit 1m40s"
 
 
 def test_loop_stops_before_the_time_limit(now: list[float]):
