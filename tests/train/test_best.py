@@ -11,7 +11,7 @@ from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ExitCode
 from megatoken.train import actions
-from megatoken.train.run import Progress, Run
+from megatoken.train.run import Run
 from tests.tiny_run import fingerprint, read_column, read_events, train
 
 SETTINGS = (
@@ -39,11 +39,6 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
     monkeypatch.setattr(actions, "_measure_loss", measured)
     return found
-
-
-def test_patience_counts_the_validations_after_the_best():
-    progress = Progress(val_losses={0: 2.0, 4: 1.0, 8: 1.0})
-    assert [progress.is_out_of_patience(n) for n in (0, 1, 2)] == [False, True, False]
 
 
 def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.data.dataloader import Batch, separate_documents
+from megatoken.data.dataloader import separate_documents
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
 from megatoken.train.state import TrainState
@@ -66,25 +66,22 @@ def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig
     rows = make_windows()
     documents = split_documents(rows)
     assert len(documents) > 2 * len(rows)
-    alone = large_state(model_config)
-    total = torch.zeros(())
-    for piece in documents:
-        batch = to_batch(piece)
-        total = (
-            total + alone.model.loss(batch.inputs_BT, batch.targets_BT) * batch.targets_BT.numel()
-        )
-    expected = total / (len(rows) * T)
+    alone = large_state(model_config).model
+    expected = torch.zeros(())
+    for batch in map(to_batch, documents):
+        loss = alone.loss(batch.inputs_BT, batch.targets_BT)
+        expected = expected + loss * batch.targets_BT.numel() / (len(rows) * T)
     expected.backward()
+    batch = separate_documents(to_batch(rows), EOT)
     for micro_batch in (8, 2, 1):
         state = large_state(model_config)
         set_attention(state.model, attention)
-        batch = separate_documents(to_batch(rows), EOT)
         loss = forward_backward(state, tiny_step_config(micro_batch), CPU, batch)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        for (name, got), want in zip(
-            state.model.named_parameters(), alone.model.parameters(), strict=True
+        for (name, found), param in zip(
+            state.model.named_parameters(), alone.parameters(), strict=True
         ):
-            torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(found.grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
     unmasked = forward_backward(large_state(model_config), tiny_step_config(), CPU, to_batch(rows))
     assert abs(unmasked.item() - expected.item()) > 1e-4
 
@@ -96,17 +93,8 @@ def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelC
     def measure(windows: list[Any]) -> dict[str, Any]:
         return validation_loss(model, windows, CPU, chunk=8, comm=SINGLE, count_bytes=lambda *_: 0)
 
-    masked = measure(
-        [separate_documents(to_batch(rows[:5]), EOT), separate_documents(to_batch(rows[5:]), EOT)]
-    )
+    masked = measure([separate_documents(to_batch(part), EOT) for part in (rows[:5], rows[5:])])
     alone = measure(split_documents(rows))
     assert masked["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert masked["target_tokens"] == alone["target_tokens"] == rows.shape[0] * T
     assert abs(measure([rows])["loss"] - masked["loss"]) > 1e-4
-
-
-def test_a_document_begins_at_its_end_of_text_token():
-    ids = torch.tensor([[5, 9, 6, 9, 9, 7], [9, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 9]])
-    starts = separate_documents(Batch(ids, ids), 9).starts_BT
-    assert starts is not None
-    assert starts.tolist() == [[0, 1, 1, 3, 4, 4], [0] * 6, [0, 0, 0, 0, 0, 5]]

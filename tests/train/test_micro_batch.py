@@ -173,15 +173,6 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     assert find(machine__activation_checkpointing="block") == third
 
 
-def test_a_measurement_changes_neither_weights_nor_the_next_step():
-    measured, plain = tiny_state(), tiny_state()
-    assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
-    steps = [
-        train_step(state, tiny_step_config(), CPU, tiny_batch()) for state in (measured, plain)
-    ]
-    assert steps[0] == steps[1]
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
     monkeypatch: pytest.MonkeyPatch,
