@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,6 @@ from megatoken.errors import CheckpointError
 from megatoken.system.sealed_json import seal
 from tests.checkpoint.test_commit import commit_small, newest_step
 from tests.soak.flip_soak import soak, write_runs
-
-
-def assert_damaged(folder: Path) -> None:
-    with pytest.raises(DamagedError):
-        verify(folder)
 
 
 def forge_manifest(folder: Path, change: dict[str, object]) -> None:
@@ -65,29 +61,41 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
 def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path):
     good, other = (commit_small(tmp_path / "good", step) for step in (20, 21))
     bad = tmp_path / "bad" / good.name
-    shutil.copytree(other, bad)
-    assert_damaged(bad)
     for name, target in (
         ("weights.bin", None),
         ("weights.bin", "nowhere"),
         ("weights.bin", good / "weights.bin"),
         ("tokenizer", good / "tokenizer"),
     ):
-        shutil.rmtree(bad.parent)
         shutil.copytree(good, bad)
         (bad / name).rename(bad.parent / "moved")
         os.mkfifo(bad / name) if target is None else (bad / name).symlink_to(target)
-        assert_damaged(bad)
-    assert_damaged(tmp_path / "nowhere")
+        with pytest.raises(DamagedError):
+            verify(bad)
+        shutil.rmtree(bad.parent)
+    with pytest.raises(DamagedError):
+        verify(bad)  # nowhere
+    shutil.copytree(other, bad)
+    with pytest.raises(DamagedError):
+        verify(bad)
 
 
-def test_a_manifest_that_names_files_outside_is_damaged(tmp_path: Path):
+def test_manifests_that_are_malformed_or_name_files_outside_are_damaged(tmp_path: Path):
     folder = commit_small(tmp_path, 1)
     (tmp_path / "outside").write_bytes(b"x")
-    for name in ("../outside", str(tmp_path / "outside"), "manifest.json", "", "a\0b"):
-        content = {name: {"bytes": 1, "xxh3_128": xxhash.xxh3_128_hexdigest(b"x")}}
-        forge_manifest(folder, {"files": content})
-        assert_damaged(folder)
+    entry = {"bytes": 1, "xxh3_128": xxhash.xxh3_128_hexdigest(b"x")}
+    outside = ("../outside", str(tmp_path / "outside"), "manifest.json", "", "a\0b")
+    malformed = (None, {"bytes": 5000}, entry | {"bytes": "many"}, entry | {"bytes": -1})
+    for change in (
+        {"step": "x"},
+        {"meta": None},
+        {"files": []},
+        *({"files": {"weights.bin": each}} for each in malformed),
+        *({"files": {name: entry}} for name in outside),
+    ):
+        forge_manifest(folder, change)
+        with pytest.raises(DamagedError):
+            verify(folder)
 
 
 @pytest.mark.fault(26)
@@ -97,30 +105,12 @@ def test_another_format_is_refused_and_never_overwritten(tmp_path: Path):
     forge_manifest(folder, {"format": 2})
     before = (folder / "manifest.json").read_bytes()
     for use in (
-        lambda: verify(folder),
-        lambda: newest_step(tmp_path),
-        lambda: commit_small(tmp_path, 20),
+        partial(verify, folder),
+        partial(newest_step, tmp_path),
+        partial(commit_small, tmp_path, 20),
     ):
         with pytest.raises(CheckpointError) as caught:
             use()
         assert type(caught.value) is CheckpointError
     assert prune(tmp_path, keep_last=1, keep_every=0) == []
     assert (folder / "manifest.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": "x"},
-        {"meta": None},
-        {"files": []},
-        {"files": {"weights.bin": None}},
-        {"files": {"weights.bin": {"bytes": 5000}}},
-        {"files": {"weights.bin": {"bytes": "many", "xxh3_128": ""}}},
-        {"files": {"weights.bin": {"bytes": -1, "xxh3_128": ""}}},
-    ],
-)
-def test_malformed_manifests_are_damaged(change: dict[str, object], tmp_path: Path):
-    folder = commit_small(tmp_path, 1)
-    forge_manifest(folder, change)
-    assert_damaged(folder)

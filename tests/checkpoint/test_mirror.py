@@ -158,13 +158,6 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
     assert list_mirrored(store) == [30]
 
 
-def test_the_step_being_uploaded_is_not_removed(tmp_path: Path):
-    for step in (10, 20, 30):
-        save(tmp_path, step)
-    prune(tmp_path / "checkpoints", keep_last=1, keep_every=0, keep=[10])
-    assert list_steps(tmp_path / "checkpoints") == [10, 30]
-
-
 @pytest.mark.parametrize(
     "damage",
     [

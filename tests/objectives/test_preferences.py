@@ -12,6 +12,7 @@ from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import AnswerScorer, take_last
 from megatoken.objectives.batches import PreferenceBatch
 from megatoken.objectives.objective import build_objective
+from megatoken.objectives.preference_loss import pairwise_loss
 from megatoken.objectives.preferences import Row, build_pairs, keep_rated, mismatch
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
@@ -20,7 +21,7 @@ from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
 PAIRS = [
     (
         Row([7 + i, 20, 30 + i, 3], [False, False, True, True]),
-        Row([7 + i, 20, 60 + i, 61, 3], [False] * 2 + [True] * 3),
+        Row([7 + i, 20, 60 + i, 61, 3], [False, False, True, True, True]),
     )
     for i in range(6)
 ]
@@ -51,6 +52,11 @@ def test_pairs_are_two_rows():
     assert batch.targets_BT.tolist() == [[[8, 3, -1, -1], [9, 9, 3, -1]]]
     last = take_last(torch.arange(8.0).view(2, 4), batch.targets_BT[0])
     assert last.tolist() == [2.0, 7.0]  # where the stop token has been read
+
+
+def test_the_pairwise_loss_is_the_chance_that_the_worse_wins():
+    losses = pairwise_loss(torch.tensor([2.0, 0.0, -1000.0]), torch.tensor([0.0, 2.0, 0.0]))
+    assert losses.tolist() == pytest.approx([0.12692801, 2.12692801, 1000.0], abs=1e-6)
 
 
 RATED = [

@@ -29,6 +29,7 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
 from tests.checkpoint.test_load import shard, trained
 from tests.soak.options import parse_options, report
+from tests.tiny_run import flip_bit
 
 STEPS = (1, 2)
 RANKS = 3
@@ -68,14 +69,6 @@ def write_data(folder: Path) -> Path:
     return folder / "data"
 
 
-def flip(path: Path, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
-
-
 def flip_bits(
     folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]
 ) -> dict[str, int]:
@@ -87,11 +80,11 @@ def flip_bits(
     for _ in range(flips):
         path = rng.choice(files)
         bit = rng.randrange(path.stat().st_size * 8)
-        flip(path, bit)
+        flip_bit(path, bit)
         try:
             found[find(path, bit)] += 1
         finally:
-            flip(path, bit)
+            flip_bit(path, bit)
     return {"flips": flips, **dict(sorted(found.items()))}
 
 

@@ -39,6 +39,7 @@ from tests import tiny_run
 from tests.ranks import start_process
 from tests.tiny_run import (
     fingerprint,
+    flip_bit,
     newest_step,
     read_column,
     read_events,
@@ -119,9 +120,7 @@ def test_a_finished_run_is_not_touched_and_a_damaged_checkpoint_is_reported_and_
     assert (summary.code, summary.steps) == (ExitCode.DONE, 30)
     assert read_files(copy) == files
     newest = copy / "checkpoints" / "step-00000030" / "model.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 4
-    newest.write_bytes(content)
+    flip_bit(newest, 4 * newest.stat().st_size)
     monkeypatch.setattr(initial_state, "init_weights", None)  # a resume does not draw any
     train(copy)
     assert fingerprint(copy) == fingerprint(clean)

@@ -23,7 +23,7 @@ from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import Progress, Run, RunData, RunLog, RunPlan
 from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
-from tests.tiny_run import read_events, read_losses, train
+from tests.tiny_run import flip_bit, read_events, read_losses, train
 
 
 class TwoRanks(Comm):
@@ -102,9 +102,8 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_
             shutil.copytree(tmp_path / "stopped", tmp_path / case / node)
         for node, step in damaged:
             folder = step_folder(tmp_path / case / str(node) / "checkpoints", step)
-            content = bytearray((folder / "optimizer.safetensors").read_bytes())
-            content[len(content) // 2] ^= 4
-            (folder / "optimizer.safetensors").write_bytes(content)
+            path = folder / "optimizer.safetensors"
+            flip_bit(path, 4 * path.stat().st_size)
     run_ranks(train_on_nodes, tmp_path, settings, nprocs=2)
     for case in ("none", "first", "second"):
         out = tmp_path / case / "0"
