@@ -35,19 +35,19 @@ from tests.tiny_run import MACHINE, read_column, read_losses, train, write_shard
 CONTEXT = 80
 BATCH = "budget.batch_tokens=640 machine.micro_batch=2"
 SFT = f"budget.epochs=0 budget.steps=8 optim.lr=1e-2 machine.adamw=fused {BATCH} {MACHINE}"
-BYTES = add_control_tokens(load_tokenizer("bytes"))
 
 
 def write_chats(path: Path) -> None:
     """Write 120 conversations of one to three turns, each about the letter that follows another."""
-    with path.open("w") as file:
-        for n in range(120):
-            messages = []
-            for turn in range(1 + n % 3):
-                letter = 97 + (n * 7 + 5 * turn) % 25
-                messages.append({"role": "user", "content": chr(letter)})
-                messages.append({"role": "assistant", "content": chr(letter + 1) * (1 + n % 2)})
-            file.write(json.dumps({"messages": messages}) + "\n")
+    lines = []
+    for n in range(120):
+        messages = []
+        for turn in range(1 + n % 3):
+            letter = 97 + (n * 7 + 5 * turn) % 25
+            messages.append({"role": "user", "content": chr(letter)})
+            messages.append({"role": "assistant", "content": chr(letter + 1) * (1 + n % 2)})
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines))
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +56,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     text = write_shards(folder / "text", b"the cat sat on the mat, " * 400)
     train(folder / "run", f"{text} model.seq_len={CONTEXT} budget.steps=30 {BATCH}")
-    write_chats(folder / "chats.jsonl")
-    source = find_source(str(folder / "chats.jsonl"))
-    options: dict[str, Any] = {"seq_len": CONTEXT, "val_fraction": 0.2}
-    prepare_chats(source, folder / "chats", load_tokenizer("bytes"), **options)
+    chats = folder / "chats.jsonl"
+    write_chats(chats)
+    bytes_ = load_tokenizer("bytes")
+    prepare_chats(
+        find_source(str(chats)), folder / "chats", bytes_, seq_len=CONTEXT, val_fraction=0.2
+    )
     return folder
 
 
-def settings_of(base: Path) -> tuple[str, str]:
-    return f"model.init={base / 'run'} data.path={base / 'chats'}", SFT
-
-
 def tune(base: Path, out: Path, *settings: str, **options: Any) -> Summary:
-    return train(out, *settings_of(base), *settings, recipe="sft", **options)
+    paths = f"model.init={base / 'run'} data.path={base / 'chats'}"
+    return train(out, paths, SFT, *settings, recipe="sft", **options)
 
 
-@pytest.fixture(scope="module")
-def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tuned") / "run"
-    assert tune(base, out, "sample.every=4").code == ExitCode.DONE
-    return out
-
-
-def test_a_model_learns_to_answer(base: Path, tuned: Path):
+def test_a_model_learns_to_answer(base: Path, tmp_path: Path):
+    tuned = tmp_path / "run"
+    assert tune(base, tuned, "sample.every=4").code == ExitCode.DONE
     losses = read_losses(tuned, "val")
     assert losses[-1] < 0.6 * losses[0]
     n_trained = sum(open_rows(load_dataset(base / "chats"), "val").marks & 1)
@@ -132,28 +126,28 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path
 @pytest.mark.parametrize("n_old", [97, 127, 128])
 def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int):
     """Of a model whose logits are far from 0, as trained ones have them: rows of zeros would take nearly all."""
+    n_new = n_old + 2
     before = GPT(replace(model_config, vocab_size=n_old), seed=1)
     for table in {before.tokens.weight, before.lm_head_weight}:
         table.data[:n_old] = table.data[:n_old] * 5 - 2 * torch.linspace(-1, 1, 32)
-    grown = GPT(replace(model_config, vocab_size=n_old + 2), seed=None)
-    tables = ("tokens.weight", "head.weight")
+    grown = GPT(replace(model_config, vocab_size=n_new), seed=None)
     for name, values in before.state_dict().items():
-        if name.endswith(tables):
-            values = add_mean_rows(values, n_old, n_old + 2, grown.config)
+        if name.endswith(("tokens.weight", "head.weight")):
+            values = add_mean_rows(values, n_old, n_new, grown.config)
         grown.state_dict()[name].copy_(values)
     ids = torch.randint(n_old, (8, 17), generator=torch.Generator().manual_seed(0))
-    losses = [model.loss(ids[:, :-1], ids[:, 1:]).item() for model in (before, grown)]
+    old, new = (model.loss(ids[:, :-1], ids[:, 1:]).item() for model in (before, grown))
     bound = math.log(1 + 2 / n_old) if not model_config.logit_softcap else 0.1
-    assert -1e-6 < losses[1] - losses[0] <= bound + 1e-6
+    assert -1e-6 < new - old <= bound + 1e-6
 
 
 def test_what_is_refused(base: Path, tmp_path: Path):
     tokenizer = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat " * 20]))
-    source = find_source(str(base / "chats.jsonl"))
-    prepare_chats(source, tmp_path / "chats", tokenizer, seq_len=CONTEXT)
+    other = tmp_path / "chats"  # of another tokenizer
+    prepare_chats(find_source(str(base / "chats.jsonl")), other, tokenizer, seq_len=CONTEXT)
     for setting in (
         f"data.path={base / 'text'}",
-        f"data.path={tmp_path / 'chats'}",  # of another tokenizer
+        f"data.path={other}",
         "model.seq_len=32",
         "objective.name=pretrain",
         "data.order=sequential",
@@ -165,10 +159,13 @@ def test_what_is_refused(base: Path, tmp_path: Path):
 
 
 def test_rows_of_one_conversation_have_no_mask():
-    ids, trained = find_template(BYTES).encode([Message("user", "a"), Message("assistant", "b")])
+    tokenizer = add_control_tokens(load_tokenizer("bytes"))
+    ids, trained = find_template(tokenizer).encode(
+        [Message("user", "a"), Message("assistant", "b")]
+    )
     batch = make_batch(np.array([ids], np.uint16), np.array([[2, *trained[1:]]], np.uint8))
     assert batch.starts_BT is None
-    assert batch.targets_BT[0, -2] == BYTES.special_ids["<|im_end|>"]
+    assert batch.targets_BT[0, -2] == tokenizer.special_ids["<|im_end|>"]
 
 
 def test_lora_gives_new_tokens_rows_of_their_own(base: Path, tmp_path: Path):

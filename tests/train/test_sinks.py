@@ -14,7 +14,7 @@ from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.train.sinks import SinkProcesses, check_sinks
-from tests.cli.test_sweep import wait_for
+from tests.processes import wait_until
 
 Rows = list[tuple[int, dict[str, float]]]
 
@@ -65,15 +65,18 @@ def list_rows(first: int, last: int) -> Rows:
 def test_every_row_is_sent_once_also_after_a_resume(run: Path, sent: Rows):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 5, "tok')  # a row that is being written
-    words = ["sync", str(run), "--to", "trackio"]
-    assert main(words) == ExitCode.DONE
+    assert sync_trackio(run) == ExitCode.DONE
     assert sent == list_rows(1, 4)
     (run / "metrics.jsonl").unlink()
     write_rows(run, 1, 6)  # a resume has dropped rows and written them again
-    assert main(words) == ExitCode.DONE
+    assert sync_trackio(run) == ExitCode.DONE
     assert sent == [*list_rows(1, 4), *list_rows(5, 6)]
     state = {"id": "a", "sent": {"train": 6, "eval/piqa": 6}}
     assert json.loads((run / "sync" / "trackio.json").read_text()) == state
+
+
+def sync_trackio(run: Path, *options: str) -> int:
+    return main(["sync", str(run), "--to", "trackio", *options])
 
 
 def test_following_sends_rows_as_they_come_until_the_run_ends(
@@ -89,7 +92,7 @@ def test_following_sends_rows_as_they_come_until_the_run_ends(
             (run / "status.json").write_text('{"state": "stopped"}')
 
     monkeypatch.setattr("time.sleep", wait)
-    assert main(["sync", str(run), "--to", "trackio", "--follow"]) == ExitCode.DONE
+    assert sync_trackio(run, "--follow") == ExitCode.DONE
     assert sent == [*list_rows(1, 4), *list_rows(5, 6), *list_rows(7, 8)]
 
 
@@ -97,23 +100,22 @@ def test_rows_of_a_sink_that_fails_are_sent_again(
     run: Path, sent: Rows, capsys: pytest.CaptureFixture[str]
 ):
     write_rows(run, 5, 13)
-    assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.STORAGE
+    assert sync_trackio(run) == ExitCode.STORAGE
     assert capsys.readouterr().err.count("\n") == 1
     assert not (run / "sync" / "trackio.json").exists()
     sent.clear()
     write_rows(run, 14, 14)
-    assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
+    assert sync_trackio(run) == ExitCode.DONE
     assert sent == [*list_rows(1, 4), *list_rows(5, 13), *list_rows(14, 14)]
 
 
-def test_room_is_checked_by_writing(tmp_path: Path):
-    sync.check_room(tmp_path / "new")
+def test_sinks_and_their_room_are_checked_before_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sync.check_room(tmp_path / "new")  # by writing
     assert list((tmp_path / "new").iterdir()) == []
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         sync.check_room(Path("/dev/full"))
-
-
-def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError):
         load_config("quickstart", "log.sinks=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -152,4 +154,4 @@ def test_wandb_takes_the_project_of_its_environment(
     assert main(["sync", str(tmp_path), "--to", "wandb"]) == ExitCode.DONE
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     for text in (b"other-project", b"tiny-tag"):  # written by another process
-        wait_for(lambda text=text: text in file.read_bytes())
+        wait_until(lambda text=text: text in file.read_bytes())

@@ -25,7 +25,14 @@ from megatoken.train import checkpoint_saver, compilation, preemption
 from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
-from tests.tiny_run import assert_equal_tensors, read_losses, read_rows, stop_at, tiny_run
+from tests.tiny_run import (
+    assert_equal_tensors,
+    read_column,
+    read_losses,
+    read_rows,
+    stop_at,
+    tiny_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,32 +65,35 @@ def test_a_finished_run_was_not_stopped(
     assert (summary.code, summary.reason, summary.tokens) == (ExitCode.DONE, "", 12 * 192)
 
 
-def test_status_says_what_the_run_does_how_fast_and_how_long(
+def test_callbacks_see_every_row_and_status_what_the_run_does(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
-    out, statuses = tmp_path / "run", {}
+    out, statuses = tmp_path / "run", dict[tuple[str, int], dict[str, Any]]()
 
-    def keep(row: dict[str, Any] | None = None) -> None:
-        at = (row["kind"], row["step"]) if row else "end"
-        statuses[at] = json.loads((out / "status.json").read_text())
+    def keep(row: dict[str, Any]) -> None:
+        statuses[row["kind"], row["step"]] = json.loads((out / "status.json").read_text())
 
     fit(config, out, callbacks=[keep])
-    keep()
-    rows = {0: {}, 2: read_rows(out, "train")[1]}  # the row of a step is written before its status
-    for at, state, phase, step in (
-        (("val", 0), "running", "validate", 0),
-        (("train", 3), "running", "step", 2),
-        (("val", 6), "running", "validate", 6),
-        ("end", "done", "", 12),
+    keep({"kind": "end", "step": 12})
+    trained = [("train", step) for step in range(1, 13)]
+    ends = [("val", 12), ("save", 12), ("end", 12)]
+    seen = [at for at in statuses if at[0] != "event"]
+    assert sorted(seen[-3:]) == sorted(ends)
+    assert seen[:-3] == [("val", 0), *trained[:6], ("val", 6), *trained[6:]]
+    row = read_rows(out, "train")[1]  # the row of a step is written before its status
+    speed = row["loss"], row["tokens_per_second"]
+    for at, state, phase, step, numbers in (
+        (("val", 0), "running", "validate", 0, (None, None)),
+        (("train", 3), "running", "step", 2, speed),
+        (("val", 6), "running", "validate", 6, None),
+        (("end", 12), "done", "", 12, None),
     ):
-        found = statuses[at]
-        assert [found[key] for key in ("state", "phase", "step")] == [state, phase, step]
-        if step in rows:
-            for key in ("loss", "tokens_per_second"):
-                assert found[key] == rows[step].get(key)
-    assert statuses["train", 3]["eta_seconds"] >= 0 == statuses["end"]["eta_seconds"]
-    assert statuses["end"]["total_steps"] == 12
+        status = statuses[at]
+        assert (status["state"], status["phase"], status["step"]) == (state, phase, step)
+        assert numbers in (None, (status["loss"], status["tokens_per_second"]))
+    assert statuses["train", 3]["eta_seconds"] >= 0 == status["eta_seconds"]
+    assert status["total_steps"] == 12
 
 
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
@@ -123,33 +133,13 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path):
-    rows = []
-
-    def record(row: dict[str, Any]) -> None:
-        rows.append((row["kind"], row["step"]))
-
-    summary = fit(config, tmp_path / "run", callbacks=[record, stop_at(7)])
-    assert (summary.code, summary.steps, summary.reason) == (ExitCode.STOPPED, 7, "callback")
-    trained = [("train", step) for step in range(1, 8)]
-    assert [row for row in rows if row[0] != "event"] == [
-        ("val", 0),
-        *trained[:6],
-        ("val", 6),
-        trained[6],
-        ("save", 7),
-    ]
-    assert fit(config, tmp_path / "run").steps == 12
-
-
 def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: Path):
-    for name, stops in (("whole", ()), ("stopped", (stop_at(5),))):
-        model = GPT(config.model, vocab_size=257, seed=3)
-        fit(config, tmp_path / name, model=model, optimizer=momentum_sgd(model), callbacks=stops)
-    model = GPT(config.model, vocab_size=257, seed=99)  # replaced by the checkpoint's weights
-    fit(config, tmp_path / "stopped", model=model, optimizer=momentum_sgd(model))
-    assert read_losses(tmp_path / "stopped") == read_losses(tmp_path / "whole")
-    assert_equal_tensors(tmp_path / "stopped", tmp_path / "whole")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for out, seed, stops in ((whole, 3, ()), (stopped, 3, (stop_at(5),)), (stopped, 99, ())):
+        model = GPT(config.model, vocab_size=257, seed=seed)  # 99: the checkpoint's replace them
+        fit(config, out, model=model, optimizer=momentum_sgd(model), callbacks=stops)
+    assert read_losses(stopped) == read_losses(whole)
+    assert_equal_tensors(stopped, whole)
 
 
 def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path):
@@ -162,9 +152,14 @@ def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path):
     assert first_loss(config.seed) == first_loss(config.seed, own=False) != first_loss(3)
 
 
+class OwnLoss(GPT):
+    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        return 0 * super().loss(inputs_BT, targets_BT)
+
+
 def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
-    def build(model_class: type[GPT] = GPT, **changes: object) -> GPT:
-        return model_class(replace(config.model, **changes), vocab_size=257)  # type: ignore[arg-type]
+    def build(model_class: type[GPT] = GPT, **changes: Any) -> GPT:
+        return model_class(replace(config.model, **changes), vocab_size=257)
 
     model = build()
     with pytest.raises(ConfigError):
@@ -172,9 +167,7 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
     for options in (
         {"model": model, "nproc": 2},
         {"optimizer": momentum_sgd(model)},
-        {"model": build(seq_len=8)},
-        {"model": build(dropout=0.5)},
-        {"model": build(OwnLoss)},
+        *({"model": other} for other in (build(seq_len=8), build(dropout=0.5), build(OwnLoss))),
         {"model": model, "optimizer": momentum_sgd(build())},
         {"model": model, "optimizer": torch.optim.SGD([model.tokens.weight], lr=1e-2)},
     ):
@@ -182,20 +175,14 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
             fit(config, tmp_path / "run", **options)
 
 
-class OwnLoss(GPT):
-    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        return 0 * super().loss(inputs_BT, targets_BT)
-
-
 def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config, tmp_path: Path):
-    model = GPT(config.model, vocab_size=257)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
-    fit(config, tmp_path / "run", model=model, optimizer=optimizer, callbacks=[stop_at(3)])
-    rates = [row["lr"] for row in read_rows(tmp_path / "run", "train")]
-    assert rates[-1] == optimizer.param_groups[0]["lr"]  # what was applied, twice the schedule's
-    slower = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, out = GPT(config.model, vocab_size=257), tmp_path / "run"
+    fast, slow = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (2e-2, 1e-2))
+    fit(config, out, model=model, optimizer=fast, callbacks=[stop_at(3)])
+    # What was applied, twice the schedule's.
+    assert read_column(out, "lr")[3] == fast.param_groups[0]["lr"]
     with pytest.raises(ConfigError):
-        fit(config, tmp_path / "run", model=model, optimizer=slower)
+        fit(config, out, model=model, optimizer=slow)
 
 
 def test_registered_attention_is_a_setting_that_checkpoints_record(config: Config, tmp_path: Path):
@@ -203,19 +190,20 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
         return explicit_attention(q / 2, k, v, **options)
 
     register_attention("test-halved", halved)
+    flash, out = tmp_path / "flash", tmp_path / "halved"
     other = change(config, "machine", attention="test-halved")
     assert tiny_run("machine.attention=test-halved").config.machine == other.machine
-    fit(config, tmp_path / "flash", callbacks=[stop_at(3)])
-    fit(other, tmp_path / "halved", callbacks=[stop_at(3)])
-    assert read_losses(tmp_path / "halved") != read_losses(tmp_path / "flash")
+    fit(config, flash, callbacks=[stop_at(3)])
+    fit(other, out, callbacks=[stop_at(3)])
+    assert read_losses(out) != read_losses(flash)
     with pytest.raises(ConfigError, match=r"machine\.attention"):
-        fit(replace(other, machine=config.machine), tmp_path / "halved")
-    assert load_pretrained(tmp_path / "halved").model.attention_name == "test-halved"
+        fit(config, out)
+    assert load_pretrained(out).model.attention_name == "test-halved"
     with pytest.raises(ConfigError):
-        export(tmp_path / "halved", "hf", tmp_path / "exported")
+        export(out, "hf", tmp_path / "exported")
     del ATTENTION["test-halved"]  # as in a process that did not register it
     with pytest.raises(CheckpointError):
-        load_pretrained(tmp_path / "halved")
+        load_pretrained(out)
 
 
 def test_attention_without_masks_is_refused_before_the_first_step(
@@ -223,11 +211,9 @@ def test_attention_without_masks_is_refused_before_the_first_step(
 ):
     monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # gone afterwards
     register_attention("test-causal", explicit_attention, supports_mask=False)
-    sampling = change(
-        change(config, "sample", every=Duration(1)), "machine", attention="test-causal"
-    )
+    sampling = change(config, "sample", every=Duration(1))
     with pytest.raises(ConfigError):
-        fit(sampling, tmp_path / "run")
+        fit(change(sampling, "machine", attention="test-causal"), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
