@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatoken.checkpoint import mirror_uploads
 from megatoken.checkpoint.commit import IDENTITY, commit, list_steps, prune
 from megatoken.checkpoint.manifest import DamagedError, verify
 from megatoken.checkpoint.mirror import (
@@ -31,7 +29,6 @@ from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.system import object_store
 from megatoken.system.object_store import ObjectStore
-from tests.ranks import start_process
 
 FILES = {
     "model.safetensors": 5000,
@@ -237,30 +234,9 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     )  # small files, files of the checkpoint, its mark, removals of the one before
 
 
-def upload_and_die(run: Path, address: str) -> None:
-    """Upload in this process, which kills itself after the files and before the mark."""
-    write = ObjectStore.write
-
-    def die(store: ObjectStore, name: str, content: bytes) -> None:
-        if name.endswith("manifest.json"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(store, name, content)
-
-    ObjectStore.write = die  # type: ignore[method-assign]
-    mirror_uploads.main([str(run), address, json.dumps(KEEP)])
-
-
-def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path):
+def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
-    save_and_mirror(run, address, 10)
     save(run, 20)
-    process = start_process(upload_and_die, run, address)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    store = ObjectStore(address)
-    assert "checkpoints/step-00000020/model.safetensors" in store.list("checkpoints")
-    assert list_mirrored(store) == [10]
-    assert fetch_run(tmp_path / "new", address, no_warning).name == "step-00000010"  # type: ignore[union-attr]
     uploads = MirrorUploads(run, address, **KEEP)
     uploads.start(None)
     assert uploads.step == 20
@@ -268,7 +244,7 @@ def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path):
     answers = [uploads.poll(wait=True), uploads.poll(wait=True)]
     assert [answer["uploaded"] for answer in answers if answer] == [["step-00000020"], []]
     assert uploads.step is None
-    assert list_mirrored(store) == [20]
+    assert list_mirrored(ObjectStore(address)) == [20]
 
 
 def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch):

@@ -14,57 +14,50 @@ import pytest
 
 from megatoken.checkpoint.commit import list_steps
 from megatoken.cli.main import main
-from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import COMMAND, launch
 from tests.processes import HANG_SECONDS, children, read_variable, wait_until
 from tests.ranks import run_ranks, train_on_ranks
-from tests.tiny_run import TINY, newest_step, read_column, read_losses, train
+from tests.tiny_run import TINY, newest_step, read_column, read_losses, train, write_shards
 
 RATE = "optim.lr=1e-3"  # AdamW amplifies rounding at higher ones
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    text = folder / "text.txt"
-    text.write_text(
-        "".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(400))
-    )
-    prepare(str(text), folder / "shards", tokenizer="bytes", val_fraction=0.1)
-    return folder / "shards"
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shards(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
-    train(out, f"data.path={shards} machine.micro_batch=12", RATE)
+    train(out, data, RATE, "machine.micro_batch=12")
     return out
 
 
-def train_by_command(rank: int, shards: str, out: Path) -> None:
+def train_by_command(rank: int, data: str, out: Path) -> None:
     """Run `megatoken train --json` as a launcher's rank does."""
-    words = ["train", str(TINY), "--out", str(out), "--json", f"data.path={shards}", RATE]
+    words = ["train", str(TINY), "--out", str(out), "--json", data, RATE]
     with out.with_name(f"{rank}.json").open("w") as file, contextlib.redirect_stdout(file):
         assert main(words) == ExitCode.DONE
 
 
 @pytest.mark.fault(40)
-def test_the_curve_of_three_processes_is_that_of_one(shards: Path, alone: Path, tmp_path: Path):
+def test_the_curve_of_three_processes_is_that_of_one(data: str, alone: Path, tmp_path: Path):
     out = tmp_path / "run"
-    run_ranks(train_by_command, str(shards), out, nprocs=3)
+    run_ranks(train_by_command, data, out, nprocs=3)
     printed = [out.with_name(f"{rank}.json").read_text() for rank in range(3)]
     assert (json.loads(printed[0])["steps"], printed[1:]) == (12, ["", ""])
     for kind in ("train", "val"):
         assert read_losses(out, kind) == pytest.approx(read_losses(alone, kind), rel=1e-6)
-    counts = [read_column(folder, "target_tokens", "val") for folder in (alone, out)]
-    assert counts[0] == counts[1]
+    alone_count, count = (read_column(run, "target_tokens", "val") for run in (alone, out))
+    assert count == alone_count
     assert json.loads((out / "provenance.json").read_text())["processes"] == 3
 
 
-def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path):
+def test_a_run_resumes_with_other_parallel_dims(data: str, alone: Path, tmp_path: Path):
     out = tmp_path / "run"
-    settings = f"data.path={shards} {RATE} sample.every=4 sample.tokens=3"
+    settings = f"{data} {RATE} sample.every=4 sample.tokens=3"
     for nproc, layout, step in (
         (3, "machine.micro_batch=2 machine.sharding=zero3", 5),
         (2, "machine.micro_batch=3 machine.tensor_parallel=2", 9),
@@ -77,11 +70,11 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
-    shards: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It alone has the weights of a run that started from given ones and made no step."""
     one, two = tmp_path / "1", tmp_path / "2"
-    settings = f"data.path={shards} model.init={alone} budget.steps=1 save.every=0"
+    settings = f"{data} model.init={alone} budget.steps=1 save.every=0"
     with monkeypatch.context() as patch:
         patch.setattr("megatoken.train.train.parse_time", lambda _: 1e-9)  # the time is over
         assert train(two, settings).code == ExitCode.STOPPED
@@ -95,12 +88,11 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
 
 @pytest.mark.fault(6)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
-def test_a_killed_rank_ends_all(shards: Path, tmp_path: Path):
+def test_a_killed_rank_ends_all(data: str, tmp_path: Path):
     out = tmp_path / "run"
-    words = ["train", str(TINY), "--out", str(out), "--nproc", "2", "--restarts", "0"]
-    settings = f"data.path={shards} budget.steps=100000 machine.sharding=zero1 save.every=2"
-    command = [*COMMAND, *words, *settings.split(), "machine.micro_batch=2"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE)
+    options = f"--out {out} --nproc 2 --restarts 0 budget.steps=100000 machine.sharding=zero1"
+    words = ["train", str(TINY), data, *options.split(), "save.every=2", "machine.micro_batch=2"]
+    running = subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE)
     wait_until(lambda: len(list_steps(out / "checkpoints")) >= 2, running)  # the next is on its way
     ranks = {read_variable(child, "RANK"): child for child in children(running.pid)}
     os.kill(ranks["1"], signal.SIGKILL)
@@ -114,14 +106,14 @@ def test_a_killed_rank_ends_all(shards: Path, tmp_path: Path):
 def stop_rank_1(rank: int, out: Path, settings: str) -> None:
     def stop(row: dict[str, Any]) -> None:
         if rank == 1 and (row["kind"], row["step"]) == ("train", 3):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     assert train(out, settings, callbacks=[stop]).code == ExitCode.STOPPED
 
 
 @pytest.mark.fault(13)
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path: Path):
-    settings = f"data.path={shards} machine.micro_batch=2 machine.sharding=zero1 save.every=0"
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(data: str, tmp_path: Path):
+    settings = f"{data} machine.micro_batch=2 machine.sharding=zero1 save.every=0"
     run_ranks(stop_rank_1, tmp_path, settings, nprocs=2)
     assert 3 <= newest_step(tmp_path) == max(read_column(tmp_path, "loss")) < 12
 

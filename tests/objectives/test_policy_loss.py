@@ -85,10 +85,9 @@ def test_whitening_does_not_depend_on_the_split():
 
 
 def test_values_are_clipped_where_that_costs_more():
-    values = torch.tensor([[1.0, 1.0, -1.0]], requires_grad=True)
-    losses = clipped_value_loss(
-        values, torch.zeros(1, 3), torch.tensor([[2.0, 0.5, 0.0]]), clip=0.2
-    )
+    values, returns = torch.tensor([[1.0, 1.0, -1.0], [2.0, 0.5, 0.0]]).unsqueeze(1)
+    values.requires_grad_()
+    losses = clipped_value_loss(values, torch.zeros(1, 3), returns, clip=0.2)
     # 1 is within 0.2 of 0 as 0.2; against 2 that is the larger error, against 0.5 the value's own is.
     assert losses[0].tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5])
     losses.sum().backward()

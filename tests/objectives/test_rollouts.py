@@ -118,11 +118,9 @@ def mean_of_answers(values: torch.Tensor, batch: RolloutBatch) -> float:
 
 def test_clipping_acts_from_the_second_update_on(tmp_path: Path):
     """On values, too: what is clipped has the larger error of the two."""
-    run = open_run(tmp_path, "ppo", updates=3, value_clip=0.01)
-    step_config = tiny_step_config(
-        8, optim__lr=3e-2, optim__schedule="constant", budget__batch_tokens=128
-    )
-    batches, shares = open_batches(run), []
+    run, shares = open_run(tmp_path, "ppo", updates=3, value_clip=0.01), []
+    step_config = tiny_step_config(8, optim__lr=3e-2, optim__schedule="constant")
+    batches = open_batches(run)
     for _ in range(3):
         batch = batches.get(run.state.batch)
         log_probs, values = run.log_probs(batch), run.learner.scorer.values(run.state.model, batch)
@@ -150,10 +148,8 @@ def test_updates_share_the_rollout_of_the_weights_before_them(tmp_path: Path):
 
 def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
     run, drawn = open_run(tmp_path, updates=2), []
-    batches = open_batches(run)
-    batches._sample = lambda rollout: (
-        drawn.append(rollout) or Batch(torch.zeros(1, 1), torch.zeros(1, 1))
-    )
+    batches, empty = open_batches(run), Batch(torch.zeros(1, 1), torch.zeros(1, 1))
+    batches._sample = lambda rollout: drawn.append(rollout) or empty
     for skipped, steps in (([], range(4)), ([3], (3, 4)), ([3, 5], (4, 5, 6))):
         for step in steps:
             run.state.step, run.state.skipped_batches = step, skipped
@@ -164,14 +160,30 @@ def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
 def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     batches = open_batches(open_run(tmp_path))
     batch = batches.get(0)
-    answers = [row[row >= 0].tolist() for row in batch.targets_BT]
-    rewards = torch.tensor([count_low_ids(ids) for ids in answers]).double()
+    answers, rewards = score_answers(batch)
     expected = group_advantages(rewards.view(2, 4)).flatten()[:, None]
-    mask = batch.targets_BT >= 0
-    torch.testing.assert_close(batch.advantages_BT, (expected * mask).float(), rtol=0, atol=1e-6)
+    advantages = (expected * (batch.targets_BT >= 0)).float()
+    torch.testing.assert_close(batch.advantages_BT, advantages, rtol=0, atol=1e-6)
     assert batches.metrics["reward"] == pytest.approx(rewards.mean().item())
     assert batches.metrics["answer_tokens"] == sum(map(len, answers)) / 8
     assert batches.metrics["stopped"] == sum(ids[-1] in STOPS for ids in answers) / 8
+
+
+def score_answers(batch: RolloutBatch) -> tuple[list[list[int]], torch.Tensor]:
+    answers = [row[row >= 0].tolist() for row in batch.targets_BT]
+    return answers, torch.tensor([count_low_ids(ids) for ids in answers]).double()
+
+
+def test_ppo_returns_are_the_rewards(tmp_path: Path):
+    """With the values at 0 and lambda 1 every token's return is its answer's reward; advantages are whitened."""
+    batch = open_batches(open_run(tmp_path, "ppo", lam=1.0)).get(0)
+    mask = batch.targets_BT >= 0
+    returns = (score_answers(batch)[1][:, None] * mask).float()
+    torch.testing.assert_close(batch.returns_BT * mask, returns)
+    advantages = batch.advantages_BT[mask]
+    assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
+    assert advantages.std().item() == pytest.approx(1, abs=1e-4)
+    assert batch.values_BT.abs().max() == 0
 
 
 @pytest.mark.parametrize(("micro_batch", "temperature"), [(8, 1.0), (3, 0.6)])
@@ -183,11 +195,11 @@ def test_the_first_gradient_is_the_policy_gradient(
     batch, model = open_batches(run).get(0), run.state.model
     log_probs = (model.logits(batch.inputs_BT) / temperature).log_softmax(-1)
     answer_BT = log_probs.gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
-    (-(batch.advantages_BT * answer_BT).sum() / (batch.targets_BT >= 0).sum()).backward()
-    expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
-    model.zero_grad()
+    loss = -(batch.advantages_BT * answer_BT).sum() / (batch.targets_BT >= 0).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
     metrics = train_step(run.state, tiny_step_config(micro_batch), CPU, batch)
-    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
     assert metrics.values == {"clip_share": 0.0}
 
 
@@ -195,20 +207,19 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     """Loss, gradient and clipped share are those of all rows; one at least of each micro-batch is computed."""
     run, rows = open_run(tmp_path, batch=16, updates=2), list[int]()
     batch = open_batches(run).get(0)
-    batch.advantages_BT[:5] = 0
-    batch.advantages_BT[6:8] = 0
+    batch.advantages_BT[[0, 1, 2, 3, 4, 6, 7]] = 0
     generator = torch.Generator().manual_seed(0)
     batch.log_probs_BT.add_(torch.randn(batch.log_probs_BT.shape, generator=generator), alpha=0.3)
-    log_probs = run.log_probs(batch)
-    losses, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
+    losses, clipped = clipped_loss(
+        run.log_probs(batch), batch.log_probs_BT, batch.advantages_BT, clip=0.2
+    )
     forward = run.state.forward
     run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
     metrics = train_step(run.state, tiny_step_config(4), CPU, batch)
     assert rows == [1, 1, 4, 4]
     assert metrics.loss == pytest.approx(mean_of_answers(losses, batch), rel=1e-5)
-    share = mean_of_answers(clipped, batch)
-    assert metrics.values["clip_share"] == pytest.approx(share)
-    assert share > 0
+    assert metrics.values["clip_share"] == pytest.approx(mean_of_answers(clipped, batch))
+    assert clipped.any()
 
 
 @pytest.mark.parametrize(("name", "precision"), [("grpo", "bf16"), ("ppo", "fp32")])
@@ -219,21 +230,8 @@ def test_rewards_rise(tmp_path: Path, name: str, precision: str):
     for number in range(30):
         metrics = train_step(run.state, step_config, CPU, batches.get(number))
         rewards.append(batches.metrics["reward"])
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.5
     assert ("value_loss" in metrics.values) is (name == "ppo")
-
-
-def test_ppo_returns_are_the_rewards(tmp_path: Path):
-    """With the values at 0 and lambda 1 every token's return is its answer's reward; advantages are whitened."""
-    batch = open_batches(open_run(tmp_path, "ppo", lam=1.0)).get(0)
-    mask = batch.targets_BT >= 0
-    for returns, ids in zip(batch.returns_BT, batch.targets_BT, strict=True):
-        reward = count_low_ids(ids[ids >= 0].tolist())
-        assert returns[ids >= 0].tolist() == pytest.approx([reward] * int((ids >= 0).sum()))
-    advantages = batch.advantages_BT[mask]
-    assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
-    assert advantages.std().item() == pytest.approx(1, abs=1e-4)
-    assert batch.values_BT.abs().max() == 0
 
 
 def test_rollouts_without_a_difference_are_logged_once(

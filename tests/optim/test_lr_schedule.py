@@ -5,21 +5,14 @@ from typing import Any
 
 import pytest
 
-from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import parse_value
 from megatoken.config.schema import FIELDS, build_config
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
 
 
-def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
-    sizes: dict[str, Any] = {
-        "peak_lr": 1.0,
-        "min_lr_ratio": 0.1,
-        "warmup": 10,
-        "decay_length": None,
-        "total": 110,
-    }
+def schedule(decay: str, **changes: Any) -> LRSchedule:
+    sizes: dict[str, Any] = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "total": 110}
     sizes["decay_length"] = 20 if decay.startswith("wsd") else None
     return LRSchedule(decay=decay, **{**sizes, **changes})
 
@@ -31,6 +24,7 @@ def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
 def test_warmup_middle_and_end(decay: str, middle: float, end: float):
     rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 110, 500)]
     assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, end, end])
+    assert schedule(decay, warmup=0).lr(0) == 1.0
 
 
 def test_wsd_decays_only_at_the_end():
@@ -43,21 +37,9 @@ def test_multi_step_is_that_of_deepseek():
     length = build_config({"optim.schedule": "multi-step"}).optim.decay_length
     assert str(length) == "0.2dur"
     steps = schedule("multi-step", warmup=0, total=100, decay_length=20)
-    assert [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)] == [
-        1.0,
-        1.0,
-        0.316,
-        0.316,
-        0.1,
-        0.1,
-        0.1,
-    ]
-    assert steps.is_before_decay(80)
-    assert not steps.is_before_decay(81)
-
-
-def test_no_warmup():
-    assert schedule("linear", warmup=0).lr(0) == 1.0
+    rates = [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)]
+    assert rates == [1.0, 1.0, 0.316, 0.316, 0.1, 0.1, 0.1]
+    assert [steps.is_before_decay(s) for s in (80, 81)] == [True, False]
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
@@ -67,24 +49,16 @@ def test_a_decay_of_its_own_length_ends_before_the_run(decay: str):
     assert schedule(decay, decay_length=100).lr(37) == schedule(decay).lr(37)
 
 
-GPT3 = {
-    "optim.lr": 6e-4,
-    "optim.warmup": "375e6tok",
-    "optim.decay": "260e9tok",
-    "budget.tokens": 300 * 10**9,
-}
-
-
 def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth():
-    values = {**GPT3, "model.seq_len": 2048, "budget.batch_tokens": 524288}
-    values |= {
-        key: parse_value(FIELDS[key], str(values[key])) for key in ("optim.warmup", "optim.decay")
-    }
-    plain = build_step_config(build_config(values), epoch_tokens=10**12)
+    values = {"optim.lr": 6e-4, "budget.tokens": 300 * 10**9, "budget.batch_tokens": 524288}
+    values |= {"model.seq_len": 2048}
+    for key, text in (("optim.warmup", "375e6tok"), ("optim.decay", "260e9tok")):
+        values[key] = parse_value(FIELDS[key], text)
     ramp = {"budget.batch_start": 32768, "budget.batch_ramp": 4 * 10**9}
-    ramped = build_step_config(build_config(values | ramp), epoch_tokens=10**12)
-    assert plain.total_steps == 572205
-    assert ramped.total_steps > plain.total_steps
+    plain, ramped = (
+        build_step_config(build_config(values | more), epoch_tokens=10**12) for more in ({}, ramp)
+    )
+    assert ramped.total_steps > plain.total_steps == 572205
     for config in (plain, ramped):
         rates = []
         for billions in (0.1875, 0.376, 130.375, 260.4, 280, 299.9):

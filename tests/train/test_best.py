@@ -14,10 +14,6 @@ from megatoken.train import actions
 from megatoken.train.run import Run
 from tests.tiny_run import fingerprint, read_column, read_events, train
 
-SETTINGS = (
-    "model.n_layer=1 budget.steps=40 save.keep_best=true save.keep_last=1 save.every=6steps "
-    "evaluate.every=4steps evaluate.patience=3"
-)
 # The run ends at 28, three validations after the best one at 16.
 LOSSES = {0: 5.5, 4: 4.0, 8: 3.0, 12: 3.1, 16: 2.9, 20: 2.95, 24: 2.9, 28: 3.4, 32: 3.5}
 END = 28
@@ -25,7 +21,8 @@ END = 28
 
 @pytest.fixture(scope="module")
 def settings(data: str) -> str:
-    return f"{data} {SETTINGS}"
+    best = "save.keep_best=true save.keep_last=1 save.every=6steps evaluate.every=4steps"
+    return f"{data} model.n_layer=1 budget.steps=40 {best} evaluate.patience=3"
 
 
 @pytest.fixture
@@ -76,14 +73,13 @@ def test_a_run_that_is_stopped_repeatedly_ends_at_the_same_step(settings: str, t
 def test_losses_that_are_not_finite_are_never_best(
     settings: str, tmp_path: Path, losses: dict[int, float]
 ):
-    losses.update({0: float("nan"), 4: float("inf"), 8: float("nan")})
-    assert train(tmp_path / "run", settings).steps == 8
-    assert not (tmp_path / "run" / "best").exists()
+    losses |= {0: float("nan"), 4: float("inf"), 8: float("nan")}
+    assert train(tmp_path, settings).steps == 8
+    assert not (tmp_path / "best").exists()
 
 
 @pytest.mark.parametrize(("start", "steps"), [("true", [0, 2, 3]), ("false", [2, 3])])
 def test_a_sample_before_the_first_step(data: str, tmp_path: Path, start: str, steps: list[int]):
-    out = tmp_path / "run"
-    train(out, data, f"sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start={start}")
-    assert list(read_column(out, "text", "sample")) == steps
-    assert (out / "samples" / f"step-{steps[0]:08d}.txt").stat().st_size > 1
+    train(tmp_path, data, f"sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start={start}")
+    assert list(read_column(tmp_path, "text", "sample")) == steps
+    assert (tmp_path / "samples" / f"step-{steps[0]:08d}.txt").stat().st_size > 1

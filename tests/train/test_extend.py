@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,31 +16,11 @@ from megatoken.optim.lr_schedule import LRSchedule
 from tests import tiny_run
 from tests.tiny_run import TINY, newest_step, read_column, read_events
 
-SETTINGS = "optim.lr=1e-3 optim.warmup=2steps save.every=3 save.keep_last=1 save.keep_every=3"
-
 
 @pytest.fixture(scope="module")
 def settings(data: str) -> str:
-    return f"{data} {SETTINGS} evaluate.every=0"
-
-
-@pytest.fixture(scope="module")
-def finished(settings: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Finished runs of 8 steps by schedule; the rate of wsd falls in the last 4."""
-    runs = {name: tmp_path_factory.mktemp(name) / "run" for name in ("cosine", "wsd")}
-    tiny_run.train(runs["cosine"], settings, "optim.schedule=cosine budget.steps=8")
-    tiny_run.train(runs["wsd"], settings, WSD, "budget.tokens=1536")
-    return runs
-
-
-WSD = "optim.schedule=wsd optim.decay=4steps budget.steps=0"
-
-
-@pytest.fixture
-def run(finished: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return a copy of a finished run that a test may change."""
-    shutil.copytree(finished[getattr(request, "param", "cosine")], tmp_path / "run")
-    return tmp_path / "run"
+    saving = "save.every=3 save.keep_last=1 save.keep_every=3 evaluate.every=0"
+    return f"{data} optim.lr=1e-3 optim.warmup=2steps {saving}"
 
 
 def train(*words: object) -> int:
@@ -51,7 +30,7 @@ def train(*words: object) -> int:
 def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
     settings: str, tmp_path: Path
 ):
-    out = tmp_path / "run"
+    out, new = tmp_path / "run", tmp_path / "new"
     tiny_run.train(out, settings, stop=2)
     config = (out / "config.yaml").read_text()
     assert any(line.split()[-1] == f"{TINY}:4" for line in config.splitlines())
@@ -59,9 +38,16 @@ def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
     assert newest_step(out) == 12
     assert (out / "config.yaml").read_text() == config
     assert train(out) == 0
+    # A new run has nothing to extend.
+    assert train(TINY, "--out", new, *settings.split(), "--extend", "4steps") == ExitCode.CONFIG
+    assert not new.exists()
 
 
-def test_an_extended_cosine_rises_to_its_new_place(run: Path):
+def test_an_extended_cosine_rises_to_its_new_place(
+    settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    tiny_run.train(run, settings, "optim.schedule=cosine budget.steps=8")
     old = read_column(run, "lr")
     assert train(run, "--extend", "0.5dur") == 0
     schedule = LRSchedule(
@@ -77,18 +63,29 @@ def test_an_extended_cosine_rises_to_its_new_place(run: Path):
     assert ["steps:", "12", "#", "--extend", "0.5dur"] in [line.split() for line in lines]
     assert json.loads((run / "status.json").read_text())["total_steps"] == 12
     assert train(run) == 0  # finished
-    assert train(run, "--extend", "1steps") == 0
-    assert newest_step(run) == 13
+    # The same extension given again continues: killed before its first save, and stopped after one.
+    with monkeypatch.context() as patch:
+        patch.setattr("megatoken.train.train.tune", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(run, "--extend", "8steps")
+    assert (read_config(run).budget.steps, newest_step(run)) == (20, 12)
+    stopped = tiny_run.train(run, recipe=run, stop=14, extend=Duration(8))
+    assert (stopped.code, newest_step(run)) == (ExitCode.STOPPED, 14)
+    assert train(run, "--extend", "8steps") == 0
+    assert newest_step(run) == 20
 
 
-@pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path, settings: str, tmp_path: Path):
+def test_an_extended_wsd_goes_on_from_before_its_decay(settings: str, tmp_path: Path):
     """As if it had been longer from the start; what it had ended with is kept aside."""
-    tiny_run.train(tmp_path / "long", settings, WSD, "budget.tokens=2304")
+    run, other, long = (tmp_path / name for name in ("run", "other", "long"))
+    wsd = f"{settings} optim.schedule=wsd optim.decay=4steps budget.steps=0"
+    tiny_run.train(run, wsd, "budget.tokens=1536")
+    tiny_run.train(long, wsd, "budget.tokens=2304")
+    shutil.copytree(run, other)
     log = (run / "metrics.jsonl").read_bytes()
     assert train(run, "--extend", "768tok") == 0
     for key in ("lr", "loss"):
-        assert read_column(run, key) == read_column(tmp_path / "long", key)
+        assert read_column(run, key) == read_column(long, key)
     aside = run / "finished-step-00000008"
     assert read_config(run).budget.tokens == 12 * 192
     assert list_steps(run / "checkpoints") == [3, 6, 9, 12]
@@ -96,42 +93,19 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path, settings: str,
     assert (aside / "metrics.jsonl").read_bytes() == log
     assert main(["sample", str(aside), "to be", "--tokens", "2"]) == 0
     assert main(["verify", str(run)]) == 0
-
-
-@pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_without_a_checkpoint_before_the_decay_the_rate_rises(run: Path):
-    shutil.rmtree(run / "checkpoints" / "step-00000003")
-    assert train(run, "--extend", "4steps") == 0
-    (event,) = read_events(run, "schedule changed")
+    # Without a checkpoint before the decay the rate rises.
+    shutil.rmtree(other / "checkpoints" / "step-00000003")
+    assert train(other, "--extend", "4steps") == 0
+    (event,) = read_events(other, "schedule changed")
     expected = {"lr_before": 3.25e-4, "lr_after": 1e-3, "lr_end": 3.25e-4}
     assert {key: event[key] for key in expected} == pytest.approx(expected)
 
 
-def test_the_same_extension_given_again_continues(run: Path, monkeypatch: pytest.MonkeyPatch):
-    """Killed before its first save, and stopped after one."""
-    with monkeypatch.context() as patch:
-        patch.setattr("megatoken.train.train.tune", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(run, "--extend", "8steps")
-    assert (read_config(run).budget.steps, newest_step(run)) == (16, 8)
-    stopped = tiny_run.train(run, recipe=run, stop=10, extend=Duration(8))
-    assert (stopped.code, newest_step(run)) == (ExitCode.STOPPED, 10)
-    assert train(run, "--extend", "8steps") == 0
-    assert newest_step(run) == 16
-
-
-def test_a_new_run_is_not_extended(settings: str, tmp_path: Path):
-    out = tmp_path / "new"
-    assert train(TINY, "--out", out, *settings.split(), "--extend", "4steps") == ExitCode.CONFIG
-    assert not out.exists()
-
-
-def test_what_comes_before_a_decay():
-    wsd = LRSchedule(
-        decay="wsd", peak_lr=1.0, min_lr_ratio=0.1, warmup=10, decay_length=20, total=110
+def test_what_comes_before_a_decay_that_begins_while_the_batch_grows():
+    ramp = LRSchedule(
+        **{"decay": "wsd", "peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "decay_length": 40},
+        total=200,
+        ramp=BatchRamp(1, 2, 20),
     )
-    assert [wsd.is_before_decay(step) for step in (0, 90, 91, 110)] == [True, True, False, False]
-    assert wsd.lr(90) == 1.0 > wsd.lr(91)
-    ramp = replace(wsd, ramp=BatchRamp(1, 2, 20), decay_length=40, total=200)
     first = next(step for step in range(200) if not ramp.is_before_decay(step))
     assert ramp.lr(first - 1) == 1.0 > ramp.lr(first)

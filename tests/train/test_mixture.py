@@ -12,7 +12,7 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.mixture import load_mixture
 from megatoken.data.prepare import prepare
-from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
+from megatoken.errors import ConfigError, DataError, ExitCode
 from tests.tiny_run import TINY, read_losses, read_rows, train, write_shards
 
 LETTERS, DIGITS = b"to be or not to be, that is the question. ", b"0123456789876543210 "
@@ -34,21 +34,16 @@ def mixed(folder: Path) -> str:
     )
 
 
-def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Path):
+def test_batches_have_the_shares_of_their_sources(folder: Path):
     mixture = load_mixture(f"{folder}/letters:3,{folder}/digits:1", external_tokenizer="bytes")
     assert [part.share for part in mixture.parts] == [0.75, 0.25]
     sources = [(len(part.dataset.train), part.share) for part in mixture.parts]
-    fixed: dict[str, Any] = {"seq_len": 16, "batch_size": 12, "seed": 1, "sources": sources}
-    whole = DataLoader(mixture.train, **fixed)
-    ranks = [DataLoader(mixture.train, **fixed, dp_rank=rank, dp_size=3) for rank in range(3)]
-    for step in (0, 7, 1000):
-        rows = whole.rows(step)
-        assert np.array_equal(rows, np.concatenate([rank.rows(step) for rank in ranks]))
-        is_digits = [bytes(row.astype(np.uint8)).strip(b"0123456789 ") == b"" for row in rows]
-        assert sum(is_digits) == pytest.approx(3, abs=2)
-    rows = np.concatenate([whole.rows(step) for step in range(100)])
-    count = sum(bytes(row.astype(np.uint8)).strip(b"0123456789 ") == b"" for row in rows)
-    assert count == pytest.approx(300, abs=3)
+    loader = DataLoader(mixture.train, seq_len=16, batch_size=12, seed=1, sources=sources)
+    n_digits = 0
+    for step in range(100):
+        texts = [bytes(row.astype(np.uint8)) for row in loader.rows(step)]
+        n_digits += sum(not text.strip(b"0123456789 ") for text in texts)
+        assert n_digits == pytest.approx(3 * (step + 1), abs=3)
 
 
 def test_each_source_is_validated_and_the_mean_has_the_weights(
@@ -62,9 +57,8 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
         for key in ("loss", "bits_per_byte"):
             assert row[key] == pytest.approx(0.75 * letters[key] + 0.25 * digits[key])
         assert row["target_tokens"] == letters["target_tokens"] + digits["target_tokens"] == 512
-    with pytest.raises(MegatokenError) as refused:
+    with pytest.raises((ConfigError, DataError)):
         train(tmp_path / "run", f"data.path={folder}/letters:0.5,{folder}/digits:0.5")
-    assert refused.value.code in (ExitCode.CONFIG, ExitCode.DATA)
 
 
 def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path):
@@ -108,36 +102,30 @@ def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
 
 def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path):
     rng = np.random.default_rng(0)
-    shards = [
-        rng.integers(0, 256, size).astype(np.uint16)
-        for size in (100, 1000, 8 * 16 + 1, 700, 8 * 16 * 3)  # the first is less than a batch
-    ]
+    sizes = (100, 1000, 8 * 16 + 1, 700, 8 * 16 * 3)  # the first is less than a batch
+    shards = [rng.integers(0, 256, size).astype(np.uint16) for size in sizes]
     for number, ids in enumerate(shards):
         np.save(tmp_path / f"edufineweb_train_{number:06d}.npy", ids)
     tokens = load_dataset(tmp_path, external_tokenizer="bytes").train
-    sources = [(len(tokens), 1.0)]
-    loader = DataLoader(
-        tokens, seq_len=16, batch_size=8, seed=0, order="sequential", sources=sources
-    )
+    fixed: dict[str, Any] = {"seq_len": 16, "batch_size": 8, "seed": 0, "order": "sequential"}
+    loader = DataLoader(tokens, **fixed, sources=[(len(tokens), 1.0)])
+    rank = DataLoader(tokens, **fixed, dp_rank=1, dp_size=2)
     assert loader.n_windows == 8 * (7 + 1 + 5 + 2)
     for step, ids in enumerate(read_in_a_row(shards[1:], 8 * 16)):
         rows = loader.rows(step)
         assert np.array_equal(rows[:, :-1].reshape(-1), ids[:-1])
         assert np.array_equal(rows[:, 1:].reshape(-1), ids[1:])
-    rank = DataLoader(
-        tokens, seq_len=16, batch_size=8, seed=0, order="sequential", dp_rank=1, dp_size=2
-    )
-    assert np.array_equal(rank.rows(20), loader.rows(20)[4:])
+        assert np.array_equal(rank.rows(step), rows[4:])
 
 
 def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    command = ["train", str(TINY), "--overfit-batch", "--out", str(out)]
-    command += [f"data.path={folder}/letters", "budget.steps=60", "budget.batch_tokens=64"]
-    assert main(command) == ExitCode.DONE
+    out, data = tmp_path / "run", folder / "letters"
+    command = ["train", str(TINY), "--overfit-batch", "--out", str(out), f"data.path={data}"]
+    assert main([*command, "budget.steps=60", "budget.batch_tokens=64"]) == ExitCode.DONE
     assert resolve(str(out / "config.yaml")).config.data.order == "one-batch"
     assert read_losses(out)[-1] < read_losses(out, "val")[-1] - 0.3
-    tokens = load_dataset(folder / "letters", external_tokenizer="bytes").train
-    loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337, order="one-batch")
-    first = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337).rows(0)
+    tokens = load_dataset(data, external_tokenizer="bytes").train
+    fixed = {"seq_len": 16, "batch_size": 8, "seed": 1337}
+    first = DataLoader(tokens, **fixed).rows(0)
+    loader = DataLoader(tokens, **fixed, order="one-batch")
     assert all(np.array_equal(loader.rows(step), first) for step in (0, 1, 99))

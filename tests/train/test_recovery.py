@@ -169,8 +169,7 @@ def test_gradients_times_1000_are_found(sigma: float):
 
 def test_too_few_steps_have_no_limit():
     recent = RecentSteps()
-    for _ in range(MIN_STEPS - 1):
-        recent.values.append((3.0, 1.0))
+    recent.values += (MIN_STEPS - 1) * [(3.0, 1.0)]
     assert recent.limits() == (math.inf, math.inf)
     recent.values.append((0.0, 1.0))
     assert recent.limits() == pytest.approx((4.5, 3.0))
@@ -217,15 +216,15 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int):
 
 
 def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise():
-    def report(data: float, *compute: float) -> dict[str, tuple[float, ...]]:
-        return {"data": (data, data), "compute": compute}
+    def find(data: float, *compute: float) -> list[Any]:
+        """Report of the second of three ranks; the others are as usual."""
+        usual = {"data": (0.001, 0.001), "compute": (0.1, 0.1)}
+        return find_stragglers([usual, {"data": (data, data), "compute": compute}, usual])
 
-    usual = report(0.001, 0.1, 0.1)
-    assert find_stragglers([usual, usual, usual]) == []
-    assert find_stragglers([usual, report(0.001, 0.2, 0.14), usual]) == []
-    assert find_stragglers([usual, report(0.004, 0.1, 0.1)]) == []  # 3 ms
-    (slow,) = find_stragglers([usual, report(0.001, 0.16, 0.2), usual])
+    for report in ((0.001, 0.1, 0.1), (0.001, 0.2, 0.14), (0.004, 0.1, 0.1)):  # 3 ms
+        assert find(*report) == []
+    (slow,) = find(0.001, 0.16, 0.2)
     assert (slow.rank, slow.phase) == (1, "compute")
     assert (slow.ratio, slow.seconds, slow.others) == pytest.approx((2.0, 0.2, 0.1))
-    (slow,) = find_stragglers([report(0.05, 0.1, 0.1), usual])
-    assert (slow.rank, slow.phase) == (0, "data")
+    (slow,) = find(0.05, 0.1, 0.1)
+    assert (slow.rank, slow.phase) == (1, "data")

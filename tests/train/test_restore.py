@@ -5,25 +5,21 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
-from megatoken.console import Console
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import ParallelDims, build_dims
+from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, PeerError
-from megatoken.system.metrics_log import MetricsLogger, read_metrics
+from megatoken.train import train as pretrain
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.preemption import PreemptionHandler
-from megatoken.train.run import Progress, Run, RunData, RunLog, RunPlan
+from megatoken.train.run import Run
 from tests.ranks import run_ranks
-from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
-from tests.tiny_run import flip_bit, read_events, read_losses, train
+from tests.tiny_run import flip_bit, read_column, read_events, read_losses, train
 
 
 class TwoRanks(Comm):
@@ -45,38 +41,26 @@ class TwoRanks(Comm):
 
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
 def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
-    tmp_path: Path, sharding: str
+    data: str, tmp_path: Path, sharding: str, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "config.yaml").touch()
-    comm, state, unused = TwoRanks(DistEnv(world_size=2)), tiny_state(), SimpleNamespace()
-    state.comm, state.step = comm, 2
-    dataset: Any = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
-    data = RunData(dataset=dataset, model_config=TINY_GPT, tasks={}, loader=None, epoch_tokens=1)
-    with MetricsLogger.open(tmp_path) as log_file, PreemptionHandler() as stop:
-        plan: dict[str, Any] = {
-            **{"out": tmp_path, "console": Console(quiet=True), "device": CPU, "comm": comm},
-            **{"config": tiny_config(save__every=2), "data": data, "dims": ParallelDims()},
-            **{"step_config": tiny_step_config(), "log_file": log_file, "stop": stop},
-        }
-        progress = Progress()
-        log = RunLog(plan=RunPlan(**plan), state=state, progress=progress)
-        run = Run(
-            **plan,
-            **{"state": state, "progress": progress, "log": log, "is_compiled": False},
-            **{"batches": unused, "validation": None, "restore": lambda: None},
-        )
-        saver = CheckpointSaver(run)
+    comm, env = TwoRanks(DistEnv(world_size=2)), DistEnv(world_size=2, local_world_size=2)
+
+    def save_and_lose_rank_1(run: Run, _: CheckpointSaver) -> None:
+        run.state.comm, run.state.step = comm, 2
+        saver = CheckpointSaver(replace(run, comm=comm))
         saver.save()
         comm.is_lost = True
-        if sharding != "none":
-            dims = build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2))
-            state.sharded = replace(state.sharded, dims=dims)
+        dims = build_dims(sharding, 1, env) if sharding != "none" else run.state.sharded.dims
+        run.state.sharded = replace(run.state.sharded, dims=dims)
         saver.try_commit_alone()
-    assert list_steps(tmp_path / "checkpoints") == ([2] if sharding == "none" else [])
-    if sharding == "none":
-        assert verify(tmp_path / "checkpoints" / "step-00000002").meta["tokenizer"] == "t"
-        assert [row["kind"] for row in read_metrics(tmp_path)] == ["save"]
+        raise PeerError("rank 1 is lost")
+
+    monkeypatch.setattr(pretrain, "list_actions", save_and_lose_rank_1)
+    with pytest.raises(PeerError):
+        train(tmp_path, data)
+    steps = [2] if sharding == "none" else []
+    assert [*read_column(tmp_path, "step", "save")] == list_steps(tmp_path / "checkpoints") == steps
+    assert not steps or verify(tmp_path / "checkpoints" / "step-00000002").step == 2
 
 
 # Damaged checkpoints: node and step. The last case has none that is whole everywhere.

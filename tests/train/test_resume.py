@@ -102,19 +102,16 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, nam
     assert fingerprint(out) == fingerprint(folder / "whole" / name)
 
 
-def train_and_die(folder: Path, name: str, out: Path, step: int) -> None:
-    train(folder, name, out, callbacks=[partial(die_at, step)])
-
-
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
     """Killed behind the second save, before which the first is committed, and between two updates on a rollout."""
-    process = start_process(train_and_die, folder, name, tmp_path / "run", 5)
+    out = tmp_path / "run"
+    process = start_process(partial(train, callbacks=[partial(die_at, 5)]), folder, name, out)
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert newest_step(tmp_path / "run") < 5
-    assert train(folder, name, tmp_path / "run").code == ExitCode.DONE
-    assert fingerprint(tmp_path / "run") == fingerprint(folder / "whole" / name)
+    assert newest_step(out) < 5
+    assert train(folder, name, out).code == ExitCode.DONE
+    assert fingerprint(out) == fingerprint(folder / "whole" / name)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -145,7 +142,6 @@ def test_rollouts_are_logged(folder: Path, name: str):
     rows, held_out = (read_rows(folder / "whole" / name, kind) for kind in ("train", "val"))
     assert abs(rows[0]["kl"]) < 1e-6 < rows[-1]["kl"]  # the model is its reference
     assert 0 < rows[0]["stopped"] < 1
-    assert {"reward_std", "groups_without_difference", "answer_tokens", "clip_share"} <= {*rows[0]}
     assert "| reward 0." in format_step(rows[0], 6, 0, 0.0).split("| loss")[0]
     assert [row["step"] for row in held_out] == [0, 2, 4, 6]
     assert all(row["loss"] == -row["reward"] and row["prompts"] > 0 for row in held_out)
@@ -153,10 +149,10 @@ def test_rollouts_are_logged(folder: Path, name: str):
 
 def test_the_mask_changes_the_losses_and_the_compiler_does_not(folder: Path, tmp_path: Path):
     losses = read_losses(folder / "whole" / "mask")
-    train(folder, "mask", tmp_path / "unmasked", "data.document_mask=false")
-    assert (
-        min(abs(a - b) for a, b in zip(losses, read_losses(tmp_path / "unmasked"), strict=True))
-        > 1e-6
-    )
-    train(folder, "mask", tmp_path / "compiled", "machine.compile=blocks")
-    assert read_losses(tmp_path / "compiled") == pytest.approx(losses, rel=1e-5)
+    for name, setting in (
+        ("unmasked", "data.document_mask=false"),
+        ("compiled", "machine.compile=blocks"),
+    ):
+        train(folder, "mask", tmp_path / name, setting)
+        is_same = read_losses(tmp_path / name) == pytest.approx(losses, rel=1e-5)
+        assert is_same == (name == "compiled")

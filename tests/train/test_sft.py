@@ -17,7 +17,7 @@ from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import open_rows
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import make_batch
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare_chats import prepare_chats
@@ -156,16 +156,6 @@ def test_what_is_refused(base: Path, tmp_path: Path):
     ):
         with pytest.raises(MegatokenError):
             tune(base, tmp_path / "run", setting)
-
-
-def test_rows_of_one_conversation_have_no_mask():
-    tokenizer = add_control_tokens(load_tokenizer("bytes"))
-    ids, trained = find_template(tokenizer).encode(
-        [Message("user", "a"), Message("assistant", "b")]
-    )
-    batch = make_batch(np.array([ids], np.uint16), np.array([[2, *trained[1:]]], np.uint8))
-    assert batch.starts_BT is None
-    assert batch.targets_BT[0, -2] == tokenizer.special_ids["<|im_end|>"]
 
 
 def test_lora_gives_new_tokens_rows_of_their_own(base: Path, tmp_path: Path):

@@ -143,13 +143,11 @@ def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: 
 
 
 def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path):
-    def first_loss(seed: int, own: bool = True) -> list[float]:
-        out = tmp_path / f"{seed}-{own}"
-        model = GPT(config.model, vocab_size=257, seed=seed) if own else None
-        fit(config, out, model=model, callbacks=[stop_at(1)])
-        return read_losses(out)
-
-    assert first_loss(config.seed) == first_loss(config.seed, own=False) != first_loss(3)
+    models = {str(seed): GPT(config.model, vocab_size=257, seed=seed) for seed in (config.seed, 3)}
+    for name, model in {"none": None, **models}.items():
+        fit(config, tmp_path / name, model=model, callbacks=[stop_at(1)])
+    none, same, other = (read_losses(tmp_path / name) for name in ("none", *models))
+    assert none == same != other
 
 
 class OwnLoss(GPT):
@@ -219,7 +217,6 @@ def test_attention_without_masks_is_refused_before_the_first_step(
 
 def test_two_processes_started_from_python_train_as_one(config: Config, tmp_path: Path):
     short = change(config, "budget", steps=2)
-    alone = fit(short, tmp_path / "alone")
-    split = fit(short, tmp_path / "split", nproc=2)
+    alone, split = (fit(short, tmp_path / str(nproc), nproc=nproc) for nproc in (1, 2))
     assert (split.code, split.steps, split.tokens) == (ExitCode.DONE, 2, alone.tokens)
     assert split.loss == pytest.approx(alone.loss, rel=1e-6)
