@@ -23,6 +23,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatoken.system.device import Device
+    from tests.cli.browser import Browser
 
 if not torch.cuda.is_available():
     # Before Triton is loaded: run its kernels on the CPU, slowly.
@@ -122,3 +123,29 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run
+
+
+Call = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return a function that runs `megatoken LINE` and returns exit code, stdout and stderr."""
+    from megatoken.cli.main import main  # after TRITON_INTERPRET
+
+    def run(line: str) -> tuple[int, str, str]:
+        return main(shlex.split(line)), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """Return a page of Chromium; skip without it."""
+    from tests.cli.browser import Browser, find_browser
+
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on this machine")
+    with Browser(program) as opened:
+        yield opened

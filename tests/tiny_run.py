@@ -1,7 +1,8 @@
 """Train tiny runs in a second, and read what they wrote."""
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def write_shards(folder: Path, train: bytes = TEXT * 300, val: bytes = TEXT * 24
             ids = np.frombuffer(text, np.uint8).astype(np.uint16)
             np.save(folder / f"{split}_0.npy", ids)
     return f"data.path={folder}/*.npy"
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a row of JSON a line; create the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def tiny_run(*settings: str, recipe: object = TINY) -> ResolvedConfig:

@@ -7,14 +7,13 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
+
+from tests.processes import HANG_SECONDS, wait_until
 
 OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --remote-debugging-pipe"""
-STUCK_SECONDS = 120.0
 
 
 def find_browser() -> str | None:
@@ -35,13 +34,8 @@ class Browser:
         command = [program, *OPTIONS.split(), f"--user-data-dir={self._profile.name}"]
         # The browser reads from descriptor 3 and writes to 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
-        self._process = subprocess.Popen(
-            shell,
-            pass_fds=ends,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self._process = subprocess.Popen(shell, pass_fds=ends, **quiet)
         for end in (to_browser, from_browser, *ends):
             os.close(end)
         self._buffer, self._count, self._session = b"", 0, {}
@@ -60,12 +54,7 @@ class Browser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._write)
@@ -74,7 +63,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            if not select.select([self._read], [], [], STUCK_SECONDS)[0]:
+            if not select.select([self._read], [], [], HANG_SECONDS)[0]:
                 raise RuntimeError("the browser does not answer")
             if not (block := os.read(self._read, 1 << 16)):
                 raise RuntimeError("the browser has ended")
@@ -114,13 +103,8 @@ class Browser:
         """A key by its name in the DOM, such as Tab."""
         codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=codes[key],
-            )
+            names = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+            self.call("Input.dispatchKeyEvent", type=kind, **names)
 
     def write(self, text: str) -> None:
         """Text where the focus is."""
@@ -128,11 +112,7 @@ class Browser:
 
     def wait_for(self, script: str) -> None:
         """Until an expression on the page is true."""
-        deadline = time.monotonic() + STUCK_SECONDS
-        while not self.evaluate(script):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"never came true: {script}")
-            time.sleep(0.02)
+        wait_until(lambda: self.evaluate(script))
 
     def list_requests(self) -> list[str]:
         """Addresses that the page has asked for."""

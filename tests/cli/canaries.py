@@ -20,24 +20,27 @@ VARIABLES = {
     "HTTPS_PROXY": "http://user:canary12-proxy@127.0.0.1:9",
     "HF_ENDPOINT": "http://user:canary13-mirror@127.0.0.1:9",
 }
-# In words and files, known by their form alone.
-WRITTEN = {
-    "address": "https://user:canary14-pass@host/data",
-    "bucket": "s3://KEYID:canary15/sec/ret@bucket/data",
-    "token address": "https://canary16-token@host/x",
-    "signed": "https://host/x?X-Amz-Signature=canary17abcdef&y=1",
-    "hub": "hf_canary18abcdefghijklmnop",
-    "github": "ghp_canary19abcdefghijklmnop",
-    "key": "sk-canary20-abcdefghijklmnop",
+# Words that stand for secrets in the lines and files below; most are known by their form alone.
+SECRETS = {
+    "ADDRESS": "https://user:canary14-pass@host/data",
+    "BUCKET": "s3://KEYID:canary15/sec/ret@bucket/data",
+    "TOKEN": "https://canary16-token@host/x",
+    "SIGNED": "https://host/x?X-Amz-Signature=canary17abcdef&y=1",
+    "HUB": "hf_canary18abcdefghijklmnop",
+    "GITHUB": "ghp_canary19abcdefghijklmnop",
+    "SK": "sk-canary20-abcdefghijklmnop",
+    "ENV_HUB": VARIABLES["HF_TOKEN"],
+    "ENV_OPENAI": VARIABLES["OPENAI_API_KEY"],
+    "ENV_WANDB": VARIABLES["WANDB_API_KEY"],
 }
 CANARIES = [f"canary{number:02d}" for number in range(1, 21)]
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 128}
-data: {path: DATA}
+data: {path: data}
 budget: {steps: 2, batch_tokens: 256}
 machine: {device: cpu, precision: fp32, micro_batch: 2, threads: 1}
 evaluate: {every: 0, tokens: 64}
-sample: {every: 2steps, tokens: 2, prompt: "PROMPT"}
+sample: {every: 2steps, tokens: 2, prompt: "to HUB ENV_OPENAI TOKEN"}
 log: {plots: false}
 """
 COMPOSER = """\
@@ -47,22 +50,10 @@ max_seq_len: 64
 model: {name: gpt2, n_layer: 1, n_head: 2, n_embd: 16}
 optimizers: {adamw: {lr: 1e-3}}
 schedulers: {constant: {}}
-loggers: {wandb: {init_kwargs: {api_key: KEY}}}
+loggers: {wandb: {init_kwargs: {api_key: SK}}}
 train_dataset: {remote: BUCKET}
 load_path: BUCKET
 """
-
-
-def write_inputs(folder: Path) -> None:
-    """A text, and recipes that hold secrets."""
-    (folder / "in").mkdir()
-    (folder / "in" / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    prompt = f"to {WRITTEN['hub']} {VARIABLES['OPENAI_API_KEY']} {WRITTEN['token address']}"
-    (folder / "in" / "tiny.yaml").write_text(
-        RECIPE.replace("DATA", "data").replace("PROMPT", prompt)
-    )
-    composer = COMPOSER.replace("KEY", WRITTEN["key"]).replace("BUCKET", WRITTEN["bucket"])
-    (folder / "in" / "composer.yaml").write_text(composer)
 
 
 TRAIN = "train in/tiny.yaml --out run"
@@ -75,7 +66,7 @@ sample run "to GITHUB" --tokens 1 --json
 eval run --data in/text.txt --limit 32 --json
 export run --out export
 launch slurm in/tiny.yaml --nproc 1 --write job.sh "sample.prompt=ADDRESS SIGNED"
-launch k8s in/tiny.yaml --nproc 1 sample.prompt=KEY
+launch k8s in/tiny.yaml --nproc 1 sample.prompt=SK
 verify run
 """
 FAILING = f"""
@@ -85,35 +76,35 @@ train in/tiny.yaml --out new model.init=SIGNED
 train in/tiny.yaml --out BUCKET
 train --composer in/composer.yaml
 train --llmc "-e d12 -i BUCKET/t.bin -j BUCKET/val.bin"
-train --nanogpt "--wandb_log=KEY --dataset=TOKEN"
+train --nanogpt "--wandb_log=SK --dataset=TOKEN"
 {TRAIN} --hf-token canary18-on-the-line
 {TRAIN} --api_key=canary20-on-the-line
-{TRAIN} optim.lr=HUB
+{TRAIN} optim.lr=ENV_HUB
 prepare ADDRESS --out other
 sample TOKEN x
 export SIGNED --out other
-plot WANDB --debug
+plot ENV_WANDB --debug
 """
-SECRETS = {
-    "ADDRESS": WRITTEN["address"],
-    "SIGNED": WRITTEN["signed"],
-    "GITHUB": WRITTEN["github"],
-    "KEY": WRITTEN["key"],
-    "BUCKET": WRITTEN["bucket"],
-    "TOKEN": WRITTEN["token address"],
-    "HUB": VARIABLES["HF_TOKEN"],
-    "WANDB": VARIABLES["WANDB_API_KEY"],
-}
+
+
+def fill(text: str) -> str:
+    """Replace the words that stand for secrets."""
+    words = re.compile(rf"\b({'|'.join(SECRETS)})\b")
+    return words.sub(lambda match: SECRETS[match[0]], text)
+
+
+def write_inputs(folder: Path) -> None:
+    """A text, and recipes that hold secrets."""
+    folder.mkdir()
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    (folder / "tiny.yaml").write_text(fill(RECIPE))
+    (folder / "composer.yaml").write_text(fill(COMPOSER))
 
 
 def list_commands() -> list[list[str]]:
     """Return command lines with secrets, those that succeed first, in an order that works."""
-    secret = re.compile("|".join(SECRETS))
-    return [
-        [secret.sub(lambda match: SECRETS[match[0]], word) for word in shlex.split(line)]
-        for line in (SUCCEEDING + FAILING).split("\n")
-        if line
-    ]
+    lines = (SUCCEEDING + FAILING).split("\n")
+    return [[fill(word) for word in shlex.split(line)] for line in lines if line]
 
 
 def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:

@@ -1,13 +1,10 @@
 """`megatoken chat`: one answer on a pipe, a conversation in a terminal, models without a template."""
 
 import io
-import json
 import os
 import select
-import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +14,6 @@ from typing import Self
 import pytest
 import torch
 
-from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.errors import ExitCode
@@ -25,7 +21,9 @@ from megatoken.launch.local import COMMAND
 from megatoken.model.gpt import GPT
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
+from tests.conftest import Ask, Call
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+from tests.processes import HANG_SECONDS, PROC, wait_until
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
@@ -49,44 +47,35 @@ def folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def greedy(model: GPT, messages: list[Message], tokens: int) -> list[int]:
-    return generate_ids(
-        model,
-        TEMPLATE.encode(messages, reply=True)[0],
-        Sampling(max_new_tokens=tokens, temperature=0),
-    )[0]
-
-
-def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]):
+def test_one_answer_on_a_pipe(model: GPT, folder: str, ask: Ask, call: Call):
     line = f"chat {folder} -p Hi --system 'Be brief.' --tokens 6 --temperature 0"
-    words = shlex.split(line)
-    assert main(words) == ExitCode.DONE
-    printed = capsys.readouterr()
-    ids = greedy(model, [Message("system", "Be brief."), Message("user", "Hi")], 6)
-    assert printed.out == TEMPLATE.tokenizer.decode(ids) + "\n"
-    assert main([*words, "--json"]) == ExitCode.DONE
-    answer = json.loads(capsys.readouterr().out)
+    messages = [Message("system", "Be brief."), Message("user", "Hi")]
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    [ids] = generate_ids(model, TEMPLATE.encode(messages, reply=True)[0], sampling)
+    assert call(line)[:2] == (ExitCode.DONE, TEMPLATE.tokenizer.decode(ids) + "\n")
+    answer = ask(line)
     assert (answer["ids"], answer["finish_reason"], answer["model"]) == (ids, "length", folder)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["FOLDER"],  # stdin is empty
-        ["FOLDER", "-p", " "],
-        ["FOLDER", "-p", "x", "--system", ""],
-        ["FOLDER", "-p", "x" * 5000, "--tokens", "9"],
-        ["FOLDER", "-p", "x", "--chat-template-kwargs", "enable_thinking=false"],
-        ["PLAIN", "-p", "x"],  # no template
-    ],
-)
+WRONG = f"""
+FOLDER
+FOLDER -p ' '
+FOLDER -p x --system ''
+FOLDER -p {"x" * 5000} --tokens 9
+FOLDER -p x --chat-template-kwargs enable_thinking=false
+PLAIN -p x
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
 def test_wrong_input(
-    words: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: str, folder: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
+    """The first has an empty stdin, PLAIN has no template."""
     write_hf(tmp_path, draw_model(), byte_tokenizer(), "fp32")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    names = {"FOLDER": folder, "PLAIN": str(tmp_path)}
-    assert main(["chat", names[words[0]], *words[1:]]) == ExitCode.CONFIG
+    words = row.replace("FOLDER", folder).replace("PLAIN", str(tmp_path))
+    assert call(f"chat {words}")[0] == ExitCode.CONFIG
 
 
 class Terminal:
@@ -111,13 +100,11 @@ class Terminal:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
-    def read(self, until: str, seconds: float = 120) -> str:
+    def read(self, until: str) -> str:
         """What it prints, up to and with `until`."""
-        text, end = "", time.monotonic() + seconds
+        text = ""
         while until not in text:
-            assert select.select([self.fd], [], [], max(0, end - time.monotonic()))[0], (
-                f"{text!r} without {until!r}"
-            )
+            assert select.select([self.fd], [], [], HANG_SECONDS)[0], f"{text!r} without {until!r}"
             text += os.read(self.fd, 1).decode("latin1")
         return text
 
@@ -125,8 +112,9 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, by someone who has seen the prompt: between it and its wait for a key readline misses a signal."""
-        time.sleep(0.5)
+        """Press Ctrl-C when it waits for a key: between its prompt and that, readline misses it."""
+        stat = PROC / str(self.pid) / "stat"
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
         self.type("\x03")
 
 
@@ -142,7 +130,8 @@ def test_a_conversation_in_a_terminal(folder: str):
         assert "/clear" in terminal.read("> ")
         terminal.type("\x1b[200~one\ntwo\x1b[201~\n")  # pasted
         terminal.read("two")
-        terminal.interrupt()  # within 4,000 tokens
+        terminal.read("\xef")  # a byte that is no text: the answer has begun
+        terminal.type("\x03")  # within 4,000 tokens
         assert "> " not in terminal.read("^C")
         terminal.read("> ")  # the pasted lines were one message: no answer to the second one comes
         terminal.type("/clear\n")

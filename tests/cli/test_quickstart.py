@@ -3,20 +3,18 @@
 import asyncio
 import lzma
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import megatoken
-from megatoken.cli.main import main
 from megatoken.cli.quickstart import find_prompt
 from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
 from megatoken.data import sources
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
 
 SHORT = """budget.steps=2 model.n_layer=1 model.n_head=2 model.d_model=32 machine.micro_batch=2
     evaluate.tokens=512"""
@@ -33,7 +31,7 @@ def test_recipes_name_the_command_that_makes_their_dataset():
 
 
 def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask, call: Call
 ):
     monkeypatch.chdir(tmp_path)
     part = {"stdlib": Path(asyncio.__file__).parent}
@@ -41,19 +39,19 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     first = ask(f"quickstart {SHORT}")
     assert list(first) == ["prepare", "train", "eval", "compressors", "sample"]
     assert first["prepare"]["tokenizer"]["vocab_size"] == 4096
-    assert first["train"]["steps"] == 2
-    assert len(first["sample"]["text"]) == 3
-    held_out = first["prepare"]["val_tokens"]
-    assert first["eval"]["target_tokens"] == held_out - 1  # all of it, whatever evaluate.tokens
+    assert (first["train"]["steps"], len(first["sample"]["text"])) == (2, 3)
+    # All held-out tokens, whatever evaluate.tokens.
+    assert first["eval"]["target_tokens"] == first["prepare"]["val_tokens"] - 1
     assert 1.2 < first["compressors"]["xz -9"] < 2  # of Python sources
-    metrics = (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes()
+    metrics = Path("runs/quickstart/metrics.jsonl")
+    log = metrics.read_bytes()
 
     again = ask(f"quickstart {SHORT}")
     assert list(again) == ["train", "eval", "compressors", "sample"]
     assert again["sample"] == first["sample"]
-    assert (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes() == metrics
+    assert metrics.read_bytes() == log
     # Another run is in the folder.
-    assert main(["quickstart", *SHORT.split(), "budget.steps=3"]) == ExitCode.CONFIG
+    assert call(f"quickstart {SHORT} budget.steps=3")[0] == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -71,16 +69,17 @@ def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path
 
 
 def test_quickstart_on_own_text_is_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask, call: Call
 ):
     monkeypatch.chdir(tmp_path)
     lines = [f"Day {day}: we sailed {day * 7} miles, then {day % 5} more.\n" for day in range(3000)]
-    Path("ship log.txt").write_text("".join(lines))
-    line = f"quickstart --data 'ship log.txt' {SHORT}"
+    log = Path("ship log.txt")
+    log.write_text("".join(lines))
+    line = f"quickstart --data '{log}' {SHORT}"
     answers = ask(f"{line} --prompt 'Day a=1:'")
     assert answers["train"]["run"] == "runs/ship-log"
     assert resolve("runs/ship-log/config.yaml").config.sample.prompt == "Day a=1:"
-    text = "".join(lines).encode()
+    text = log.read_bytes()
     n_val = answers["eval"]["text_bytes"]
     n_train = answers["compressors"]["training_bytes"]
     assert 0 < len(text) - n_train - n_val < 20  # the first held-out token is no target
@@ -88,6 +87,6 @@ def test_quickstart_on_own_text_is_one_command(
     both, seen = (len(lzma.compress(part, preset=9)) for part in (train + val, train))
     assert answers["compressors"]["xz -9"] == pytest.approx(8 * (both - seen) / n_val)
     assert ask(line)["prepare"]["unchanged"]  # prompted by how the held-out text begins
-    Path("ship log.txt").write_text("other text")
-    assert main(shlex.split(line)) == ExitCode.DATA  # never trained on what is no longer the text
+    log.write_text("other text")
+    assert call(line)[0] == ExitCode.DATA  # never trained on what is no longer the text
     assert "prepare" not in ask(f"quickstart --data data/ship-log --out runs/ship-log {SHORT}")

@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatoken.cli import race_report
-from megatoken.cli.main import main
-from megatoken.cli.race import CALIBRATION_STEPS, CALIBRATIONS
+from megatoken.cli import race, race_report
+from megatoken.cli.race import CALIBRATION_STEPS
 from megatoken.cli.race_report import Curve, compare, describe, read_curve
 from megatoken.cli.runs import read_config
 from megatoken.errors import ExitCode
 from megatoken.estimate.paired_test import compute_p_value, two_sided
 from megatoken.launch.local import COMMAND
 from tests.cli.conftest import TEXT, prepare_text
-from tests.cli.test_sweep import wait_for
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
+from tests.processes import wait_until
 from tests.tiny_model import TINY_GPT
-from tests.tiny_run import read_losses, read_rows
+from tests.tiny_run import read_losses, read_rows, write_jsonl
 
 
 def test_p_values():
@@ -49,6 +48,10 @@ def test_the_crossing_lies_on_the_line_between_two_validations():
     assert make_curve([5.0, math.inf, 3.0]).find_crossing(4.0) == 200.0
 
 
+def spread(median: float, low: float, high: float) -> dict[str, float]:
+    return {"median": median, "low": low, "high": high, "repeats": 3}
+
+
 def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(race_report, "read_model", lambda folder: (TINY_GPT, {}))
 
@@ -58,62 +61,63 @@ def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch):
 
     first = make_row(1.0, [5.0, 4.0, 3.0], [5.0, 4.0, 3.5, 3.0], [5.0, 4.0, 3.0])
     row = make_row(3.0, [5.0, 3.0, 2.0], [5.0, 3.0, 2.1], [5.0, 1.0, 1.5])
+    late = make_row(3.0, [5.0, 3.0, 2.0], [5.0, 3.0, 2.1], [5.0, 4.0, 3.9])
     compare(row, first)
-    assert first["tokens"] == {"median": 200.0, "low": 200.0, "high": 300.0, "repeats": 3}
-    assert row["tokens"] == {"median": 100.0, "low": 50.0, "high": 100.0, "repeats": 3}
+    compare(late, first)
+    assert first["tokens"] == spread(200.0, low=200.0, high=300.0)
+    assert row["tokens"] == spread(100.0, low=50.0, high=100.0)
     assert row["flops"]["median"] == 100.0 * row["flops_per_token"]
-    assert row["tokens_ratio"] == {"median": 3.0, "low": 2.0, "high": 4.0, "repeats": 3}
-    seconds = {"median": 1.0, "low": 2 / 3, "high": 4 / 3, "repeats": 3}
-    assert row["seconds_ratio"] == pytest.approx(seconds)
+    assert row["tokens_ratio"] == spread(3.0, low=2.0, high=4.0)
+    assert row["seconds_ratio"] == pytest.approx(spread(1.0, low=2 / 3, high=4 / 3))
     assert row["tokens_p"] == compute_p_value([math.log(2), math.log(3), math.log(4)])
     assert row["loss_p"] == pytest.approx(compute_p_value([1.0, 0.9, 1.5]))
-    late = make_row(3.0, [5.0, 3.0, 2.0], [5.0, 3.0, 2.1], [5.0, 4.0, 3.9])
-    compare(late, first)
     assert (late["reached"], late["tokens_p"], late["tokens_ratio"]["repeats"]) == (2, None, 2)
 
 
 def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_path: Path):
-    rows: list[dict[str, Any]] = [{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}]
-    for step, seconds in enumerate((60.0, 2.0, 2.0, 2.0), start=1):
-        rows.append({"kind": "train", "step": step, "tokens": 10 * step, "seconds": seconds})
-    rows.insert(3, {"kind": "val", "step": 2, "tokens": 20, "loss": 4.0})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "status.json").write_text('{"state": "done"}')
-    curve = read_curve(tmp_path, "loss", pytest.fail)
-    assert (curve.seconds.tolist(), curve.losses.tolist()) == ([0.0, 4.0], [5.0, 4.0])
-    (tmp_path / "status.json").write_text('{"state": "failed", "exit_code": 6}')  # at step 4
-    curve = read_curve(tmp_path, "loss", pytest.fail)
-    assert curve.seconds.tolist() == [0.0, 4.0, 8.0]
-    assert curve.losses.tolist() == [5.0, 4.0, math.inf]
-    assert curve.find_crossing(4.5) == 10.0
+    steps = [
+        {"kind": "train", "step": step, "tokens": 10 * step, "seconds": seconds}
+        for step, seconds in enumerate((60.0, 2.0, 2.0, 2.0), start=1)
+    ]
+    start, middle = (
+        {"kind": "val", "step": step, "tokens": 10 * step, "loss": loss}
+        for step, loss in ((0, 5.0), (2, 4.0))
+    )
+    write_jsonl(tmp_path / "metrics.jsonl", [start, *steps[:2], middle, *steps[2:]])
+    for status, seconds, losses in (
+        ('{"state": "done"}', [0.0, 4.0], [5.0, 4.0]),
+        ('{"state": "failed", "exit_code": 6}', [0.0, 4.0, 8.0], [5.0, 4.0, math.inf]),  # at step 4
+    ):
+        (tmp_path / "status.json").write_text(status)
+        curve = read_curve(tmp_path, "loss", pytest.fail)
+        assert (curve.seconds.tolist(), curve.losses.tolist()) == (seconds, losses)
+        assert curve.find_crossing(4.5) == 10.0
 
 
 @pytest.mark.usefixtures("forked_runs")
 def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
-    recipe: str, tmp_path: Path, ask: Ask
+    recipe: str, tmp_path: Path, ask: Ask, call: Call
 ):
     out = tmp_path / "out"
     line = f"race {recipe} '{recipe} optim.lr=3e-2' --out {out} --tokens"
-    alone = ask(f"{line} 5120 --seeds 1")
-    assert [row["reached"] for row in alone["contenders"]] == [1, 1]
-    assert alone["contenders"][1]["tokens_p"] is None
+    alone = ask(f"{line} 5120 --seeds 1")["contenders"]
+    assert [row["reached"] for row in alone] == [1, 1]
+    assert alone[1]["tokens_p"] is None
     runs = sorted(out.glob("*/seed-1337"))
-    first, second = (read_losses(run) for run in runs)
+    first, second = map(read_losses, runs)
     assert first[0] == second[0]  # the same weights and batch
     assert first[-1] != second[-1]
     assert len(first) == 20
-    n_val = {row["target_tokens"] for run in runs for row in read_rows(run, "val")}
-    assert len(n_val) == 1
-    assert n_val.pop() > 0.05 * len(TEXT)  # a tenth of the documents, in full windows
-    logs = [run / "metrics.jsonl" for run in runs]
-    times = [log.stat().st_mtime_ns for log in logs]
+    (n_val,) = {row["target_tokens"] for run in runs for row in read_rows(run, "val")}
+    assert n_val > 0.05 * len(TEXT)  # a tenth of the documents, in full windows
+    times = [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
 
     both = ask(f"{line} 5120 --seeds 2")
-    assert times == [log.stat().st_mtime_ns for log in logs]
+    assert times == [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
     assert both["seeds"] == [1337, 1338]
     slow, fast = both["contenders"]
     assert slow["tokens"]["high"] == 5120.0  # its own last loss
-    assert slow["runs"][0] == alone["contenders"][0]["runs"][0]
+    assert slow["runs"][0] == alone[0]["runs"][0]
     assert fast["tokens_ratio"]["low"] > 1  # in 20 steps the higher rate learns more
     assert 0 <= fast["tokens_p"] <= 1
     assert fast["final_loss"]["high"] < slow["final_loss"]["low"]
@@ -122,21 +126,21 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
 
     low = ask(f"{line} 5120 --seeds 2 --target-loss 0.01")
     assert [row["reached"] for row in low["contenders"]] == [0, 0]
-    # The runs have 5,120.
-    assert main(shlex.split(f"{line} 10240")) == ExitCode.CONFIG
+    assert call(f"{line} 10240")[0] == ExitCode.CONFIG  # the runs have 5,120
 
 
 @pytest.mark.usefixtures("forked_runs")
 def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
-    recipe: str, tmp_path: Path, ask: Ask
+    recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(race, "CALIBRATIONS", 2)
     line = f"race {recipe} '{recipe} optim.lr=3e-2' --minutes 0.005 --seeds 1 --out {tmp_path}/out"
     answer = ask(line)
     runs = sorted(tmp_path.glob("out/*/seed-1337"))
     budgets = [read_config(run).budget.tokens for run in runs]
     for run, tokens in zip(runs, budgets, strict=True):
         paces = []
-        for number in range(CALIBRATIONS):
+        for number in range(2):
             steps = read_rows(run.with_name(f"calibration-{number}"), "train")
             assert len(steps) == CALIBRATION_STEPS
             paces.append(statistics.median(row["seconds"] for row in steps) / steps[0]["tokens"])
@@ -151,7 +155,7 @@ def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask):
     line = f"race {recipe} '{recipe} optim.lr=3e-3' --tokens 24576 --seeds 1 evaluate.every=8192tok"
     turns = f"{line} --turn 1s --out {tmp_path}/turns"
     process = subprocess.Popen([*COMMAND, *shlex.split(turns)], stdout=subprocess.DEVNULL)
-    wait_for(lambda: [*tmp_path.glob("turns/*/*/metrics.jsonl")] or process.poll() is not None)
+    wait_until(lambda: [*tmp_path.glob("turns/*/*/metrics.jsonl")], process)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == ExitCode.STOPPED
     losses = [
@@ -185,10 +189,10 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, row: str):
+def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, call: Call):
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
-    row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
-    code, *words = shlex.split(row)
-    assert main(["race", *words, "--out", f"{tmp_path}/out"]) == int(code)
-    assert not (tmp_path / "out").exists()
+    for row in REFUSED.strip().splitlines():
+        row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
+        code, words = row.split(maxsplit=1)
+        assert call(f"race {words} --out {tmp_path}/out")[0] == int(code)
+        assert not (tmp_path / "out").exists()

@@ -12,45 +12,56 @@ import threading
 import urllib.error
 import urllib.request
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatoken.cli.main import main
 from megatoken.cli.report import serve
 from megatoken.cli.report_page import MAX_POINTS, build_page, read_curves
 from megatoken.config.load import render, resolve
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.published import LADDER, SCORES
-from megatoken.system.metrics_log import read_metrics
-from tests.cli.browser import Browser, find_browser
+from tests.cli.browser import Browser
+from tests.conftest import Call
+from tests.processes import HANG_SECONDS
+from tests.tiny_run import write_jsonl
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
-def write_run(folder: Path, steps: int = 40, text: str = HOSTILE) -> Path:
-    folder.mkdir()
-    rows: list[dict[str, Any]] = []
-    for step in range(1, steps + 1):
-        place = {"step": step, "tokens": 512 * step, "elapsed_seconds": 0.5 * step}
-        speeds = {"lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1024.0, "mfu": 0.25}
-        rows.append({"kind": "train", **place, "loss": 4.0 + 1 / step, **speeds})
+def write_run(
+    folder: Path, steps: int = 40, text: str = HOSTILE, seconds: float = 0.5, **more: dict[str, Any]
+) -> Path:
+    """Write a run of 512 tokens and `seconds` a step. more: values of its train and val rows."""
+    speeds = {"lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1024.0, "mfu": 0.25}
+    rows: list[dict[str, Any]] = [
+        {"kind": "train", "loss": 4.0 + 1 / step, **speeds, **more.get("train", {})}
+        | {"step": step, "tokens": 512 * step, "elapsed_seconds": seconds * step}
+        for step in range(1, steps + 1)
+    ]
+    end = {name: rows[-1][name] for name in ("step", "tokens", "elapsed_seconds")}
     rows[2]["loss"] = "nan"
-    rows.append({"kind": "val", **place, "loss": 4.125, "bits_per_byte": 1.5})
     scores = {"acc": 0.26, "acc_norm": 0.3, "stderr": {"acc": 0.004, "acc_norm": 0.005}}
-    rows.append({"kind": "eval", **place, "task": "hellaswag", "acc_token_mean": None, **scores})
-    rows.append({"kind": "sample", **place, "text": [text]})
-    rows.append({"kind": "event", **place, "what": "warning", "message": text})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows += [
+        {"kind": "val", **end, "loss": 4.125, "bits_per_byte": 1.5, **more.get("val", {})},
+        {"kind": "eval", **end, "task": "hellaswag", "acc_token_mean": None, **scores},
+        {"kind": "sample", **end, "text": [text]},
+        {"kind": "event", **end, "what": "warning", "message": text},
+    ]
+    write_jsonl(folder / "metrics.jsonl", rows)
     status = {"state": "done", "step": steps, "total_steps": steps}
     (folder / "status.json").write_text(json.dumps(status))
-    (folder / "provenance.json").write_text(
-        '{"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}'
-    )
+    facts = '{"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}'
+    (folder / "provenance.json").write_text(facts)
     return folder
+
+
+def log(run: Path, **row: Any) -> None:
+    """Append a row to a run's log."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 class Elements(html.parser.HTMLParser):
@@ -76,26 +87,15 @@ def read_data(page: str) -> dict[str, Any]:
     return dict(json.loads(match[1]))
 
 
-def rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the rows of a run's log in place."""
-    rows = read_metrics(run)
-    for row in rows:
-        change(row)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def read_cells(*runs: Path, price: float | None = None) -> set[str]:
+    return {*Elements(build_page(runs, price, ladder=None)).cells}
 
 
 def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path):
-    run = write_run(tmp_path / "run")
-
-    def slow_down(row: dict[str, Any]) -> None:
-        """Half as fast, and as much time again for validation."""
-        row["elapsed_seconds"] *= 4
-        if row["kind"] == "train":
-            row |= {"tokens_per_second": 512.0, "mfu": 0.125}
-
-    rewrite(run, slow_down)
-    cells = Elements(build_page([run], price=None, ladder=None)).cells
-    assert {"12.5%", "1m20s x 2", "1.00e+13"} <= {*cells}
+    """Half as fast, and as much time again for validation."""
+    slow = {"tokens_per_second": 512.0, "mfu": 0.125}
+    run = write_run(tmp_path / "run", seconds=2.0, train=slow)
+    assert {"12.5%", "1m20s x 2", "1.00e+13"} <= read_cells(run)
 
 
 def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path):
@@ -108,13 +108,10 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert [value for name, value in attributes if name in ("src", "href")] == ["data:,"]
     assert "default-src 'none'" in page
     assert HOSTILE in elements.cells  # as text
-    assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {
-        *elements.cells
-    }
-    assert {"30.00 ± 0.50", "31.14", "31.00", "50.89", "3.2924"} <= {
-        *elements.cells
-    }  # with the published scores
-    assert "1.235e+12" in elements.cells  # without digits that nobody measured
+    numbers = {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"}
+    published = {"30.00 ± 0.50", "31.14", "31.00", "50.89", "3.2924"}
+    rounded = {"1.235e+12"}  # without digits that nobody measured
+    assert numbers | published | rounded <= {*elements.cells}
     (run,) = read_data(page)["runs"]
     assert run["name"] == "a<b>"
     assert run["train"]["loss"][:3] == [5.0, 4.5, None]
@@ -122,50 +119,37 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
 
 
 def test_rewards_have_curves_and_a_column(tmp_path: Path):
-    run = write_run(tmp_path / "grpo", steps=4)
-
-    def reward(row: dict[str, Any]) -> None:
-        if row["kind"] == "train":
-            row |= {"reward": 0.25 * row["step"], "stopped": 0.5, "kl": 0.01}
-        if row["kind"] == "val":
-            row |= {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0}
-
-    rewrite(run, reward)
+    rewards = {"reward": 0.25, "stopped": 0.5, "kl": 0.01}
+    held_out = {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0}
+    run = write_run(tmp_path / "grpo", steps=4, train=rewards, val=held_out)
     resolved = resolve("quickstart", ["objective.name=sft"])
     (run / "config.yaml").write_text(render(resolved.config, resolved.origins))
-    page = build_page([run, write_run(tmp_path / "base")], price=None, ladder=None)
-    tuned, base = read_data(page)["runs"]
-    assert tuned["train"]["reward"] == [0.25, 0.5, 0.75, 1.0]
-    assert (tuned["train"]["stopped"], tuned["train"]["kl"]) == ([0.5] * 4, [0.01] * 4)
+    base = write_run(tmp_path / "base")
+    tuned, plain = read_data(build_page([run, base], price=None, ladder=None))["runs"]
+    assert {name: tuned["train"][name] for name in rewards} == {
+        name: [value] * 4 for name, value in rewards.items()
+    }
     assert (tuned["val"]["reward"], tuned["val"]["stopped"]) == ([0.75], [1.0])
     assert "answer_tokens" not in tuned["train"]
-    assert "reward" not in base["train"]
-    assert {"objective", "sft", "reward", "1.000, held out 0.750 ± 0.013"} <= {
-        *Elements(page).cells
-    }
-    assert (
-        "objective" not in Elements(build_page([tmp_path / "base"], price=None, ladder=None)).cells
-    )
+    assert "reward" not in plain["train"]
+    row = {"objective", "sft", "reward", "0.250, held out 0.750 ± 0.013"}
+    assert row <= read_cells(run, base)
+    assert "objective" not in read_cells(base)
 
 
 def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path):
     """By the price list where the device is in it; GPU-hours of two processes."""
-    run = write_run(tmp_path / "a", steps=40)
+    run = write_run(tmp_path / "a")
     facts = {"device": "NVIDIA H100 80GB HBM3", "processes": 2}
     (run / "provenance.json").write_text(json.dumps(facts))
-    rate = 512 / 360
-    rows = f"""\
-{{"kind": "event", "step": 0, "tokens": 0, "what": "planned", "message": "", "tokens_per_second": {rate}}}
-{{"kind": "train", "step": 40, "tokens": 20480, "elapsed_seconds": 18000.0, "loss": 4.0}}
-"""
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(rows)
-    page = build_page([run], price=None, ladder=None)
-    assert {"5h00m x 2, planned 4h00m", "$26.90, planned $21.52"} <= {*Elements(page).cells}
-    assert "RunPod" in page
-    page = build_page([run], price=1.0, ladder=None)
-    assert "$10.00, planned $8.00" in Elements(page).cells
-    assert "RunPod" not in page
+    log(
+        run, kind="event", step=0, tokens=0, what="planned", message="", tokens_per_second=512 / 360
+    )
+    log(run, kind="train", step=40, tokens=20480, elapsed_seconds=18000.0, loss=4.0)
+    assert {"5h00m x 2, planned 4h00m", "$26.90, planned $21.52"} <= read_cells(run)
+    assert "$10.00, planned $8.00" in read_cells(run, price=1.0)
+    for price in (None, 1.0):  # whose list it is
+        assert ("RunPod" in build_page([run], price, ladder=None)) == (price is None)
 
 
 def test_long_runs_are_means_with_their_lowest_and_highest():
@@ -176,9 +160,7 @@ def test_long_runs_are_means_with_their_lowest_and_highest():
     ]
     train = read_curves(rows)["train"]
     assert len(train["loss"]) == MAX_POINTS
-    assert set(train["loss"]) == {4.5}
-    assert set(train["low"]) == {0.0}
-    assert set(train["high"]) == {9.0}
+    assert [{*train[name]} for name in ("loss", "low", "high")] == [{4.5}, {0.0}, {9.0}]
     assert train["step"][:2] == [4.5, 14.5]
 
 
@@ -196,17 +178,17 @@ def test_published_rungs_are_pale_and_follow_the_own_ones(tmp_path: Path):
     assert "3,046,409 tokens/s, 8 x H100, published: A throughput journey" in elements.cells
 
 
-def test_bad_input_is_refused(tmp_path: Path):
-    run = str(write_run(tmp_path / "a"))
+def test_bad_input_is_refused(tmp_path: Path, call: Call):
+    run = write_run(tmp_path / "a")
     (tmp_path / "no.json").write_text("{}")
-    for words, code in (
-        ([f"{tmp_path}/none"], ExitCode.DATA),
-        ([run, "--ladder", f"{tmp_path}/no.json"], ExitCode.CONFIG),
-        ([run, "--serve", "--port", "99999"], ExitCode.CONFIG),
-        ([run, "--out", str(tmp_path)], ExitCode.STORAGE),
-        ([run, "--out", "/dev/full/x.html"], ExitCode.STORAGE),
-    ):
-        assert main(["report", *words]) == code
+    codes = {
+        f"{tmp_path}/none": ExitCode.DATA,
+        f"{run} --ladder {tmp_path}/no.json": ExitCode.CONFIG,
+        f"{run} --serve --port 99999": ExitCode.CONFIG,
+        f"{run} --out {tmp_path}": ExitCode.STORAGE,
+        f"{run} --out /dev/full/x.html": ExitCode.STORAGE,
+    }
+    assert {words: call(f"report {words}")[0] for words in codes} == codes
 
 
 def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:
@@ -217,10 +199,9 @@ def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:
         def print(self, text: str = "", style: str = "") -> None:
             lines.put(text)
 
-    address = {"host": host, "port": 0, "api_key": None}
-    options = Namespace(runs=[folder], price=None, ladder=None, **address)
+    options = Namespace(runs=[folder], price=None, ladder=None, host=host, port=0, api_key=None)
     threading.Thread(target=serve, args=(options, Listener()), daemon=True).start()
-    return lines.get(timeout=60).split()[0]
+    return lines.get(timeout=HANG_SECONDS).split()[0]
 
 
 def fetch(address: str, host: str = "") -> str:
@@ -242,27 +223,22 @@ def test_the_server_follows_the_runs_in_a_folder(tmp_path: Path):
     data = read_data(fetch(address))
     assert data["live"]
     assert len(data["runs"][0]["train"]["loss"]) == 40
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 41, "tokens": 41, "loss": 3.5}\n')
-    sample = {"kind": "sample", "step": 41, "tokens": 41, "text": ["later"]}
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(sample) + "\n")
+    log(run, kind="train", step=41, tokens=41, loss=3.5)
+    log(run, kind="sample", step=41, tokens=41, text=["later"])
     page = fetch(f"{address}?hide=/")
-    data = read_data(page)
-    assert [shown["name"] for shown in data["runs"]] == ["a"]
-    assert data["runs"][0]["train"]["loss"][-1] == 3.5
+    (shown,) = read_data(page)["runs"]
+    assert (shown["name"], shown["train"]["loss"][-1]) == ("a", 3.5)
     assert {"memory", "later"} <= {*Elements(page).cells}
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "metrics.jsonl").touch()  # a run before its first step
+    write_jsonl(tmp_path / "b/metrics.jsonl", [])  # a run before its first step
     data = read_data(fetch(f"{address}?hide=a"))
     assert (data["names"], data["runs"][0]["train"]) == (["a", "b"], {})
     shutil.rmtree(run)
     assert read_data(fetch(address))["names"] == ["b"]
     assert refused(f"{address}../../etc/passwd") == 403
     for host in ("evil.example:80", "evil.example", "[::2]:80", "localhost.evil:80"):
-        assert refused(address, host=host) == 403
+        assert refused(address, host) == 403
     for host in ("localhost", "localhost:80", "[::1]", "[::1]:80", "127.0.0.1"):
-        assert fetch(address, host=host)
+        assert fetch(address, host)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -291,15 +267,6 @@ def test_a_folder_of_many_runs_shows_the_newest_first(tmp_path: Path):
     assert [run["name"] for run in data["runs"]] == data["names"][2:]
 
 
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    with Browser(program) as opened:
-        yield opened
-
-
 def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser):
     page = tmp_path / "report.html"
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
@@ -308,18 +275,15 @@ def test_a_browser_shows_the_page(tmp_path: Path, browser: Browser):
     browser.open(page)
     assert browser.list_requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-    labels = browser.evaluate(
-        "[...document.querySelectorAll('[role=img]')].map(each => each.ariaLabel)"
-    )
+    charts = "[...document.querySelectorAll('[role=img]')].map(each => each.ariaLabel)"
+    labels = browser.evaluate(charts)
     assert len(labels) == 6
     assert "a: 5 to 4.025" in labels[0]
     assert "a: 25% to 25%" in labels[4]
-    heads = "[...document.querySelectorAll('figcaption')].map(each => each.textContent)"
-    assert browser.evaluate(heads)[0] == "loss (nats per token) training validation"
+    heads = browser.evaluate("document.querySelector('figcaption').textContent")
+    assert heads == "loss (nats per token) training validation"
     browser.evaluate("document.querySelector('#legend input').click()")
-    assert (
-        browser.evaluate("document.querySelector('[role=img]').ariaLabel").count("validation") == 1
-    )
+    assert browser.evaluate(charts)[0].count("validation") == 1
 
 
 def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, browser: Browser):
@@ -327,15 +291,12 @@ def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, bro
     browser.open(serve_runs(run))
     samples = "[...document.querySelectorAll('details')].map(each => [each.innerText.split('\\n').pop(), each.open])"
     assert browser.evaluate(samples) == [["early", True]]
-    browser.evaluate(
-        "document.querySelector('summary').click(), document.querySelector('summary').click()"
-    )
-    sample = {"kind": "sample", "step": 40, "tokens": 20480, "elapsed_seconds": 30.0}
-    for number, text in enumerate(("later", "last")):
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({**sample, "step": 41 + number, "text": [text]}) + "\n")
+    click = "document.querySelector('summary').click()"
+    browser.evaluate(f"{click}, {click}")
+    for number, text in enumerate(("later", "last"), start=1):
+        log(run, kind="sample", step=40 + number, tokens=20480, elapsed_seconds=30.0, text=[text])
         browser.evaluate("void refresh()")
-        browser.wait_for(f"document.querySelectorAll('details').length === {number + 2}")
+        browser.wait_for(f"document.querySelectorAll('details').length === {1 + number}")
     # What the reader has opened stays open, what was open as the last one does not.
     assert [is_open for _, is_open in browser.evaluate(samples)] == [True, False, True]
     assert "last" in browser.evaluate("document.querySelector('details:last-of-type').innerText")

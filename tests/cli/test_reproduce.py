@@ -2,20 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatoken.cli import reproduce
-from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.dataset import load_dataset
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode
 from megatoken.published import LADDER, MODELS, RUNS, SCORES, SOURCES
 from megatoken.system.gpus import GPUS
+from tests.conftest import Call
 from tests.convert.models import draw_model
+from tests.tiny_run import write_jsonl
 
-TINY = ["model.n_layer=1", "model.n_head=2", "model.d_model=16", "machine.micro_batch=4"]
+TINY = "model.n_layer=1 model.n_head=2 model.d_model=16 machine.micro_batch=4"
 
 
 @pytest.fixture
@@ -25,9 +28,9 @@ def text(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return real_data / "tinyshakespeare.txt"
 
 
-def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
-    code = main(["reproduce", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+def replay(call: Call, words: str) -> tuple[int, dict[str, Any]]:
+    code, out, _ = call(f"reproduce {words} --json")
+    return code, json.loads(out.splitlines()[-1])
 
 
 def test_published_facts_are_complete():
@@ -45,33 +48,22 @@ def test_every_run_has_a_valid_config(name: str):
     assert config.data.order != "shuffled"
 
 
-def test_a_published_run_is_reproduced(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The first steps of GPT-2 124M; the other runs and steps are records/reproduce-*.json."""
-    picture = tmp_path / "overlay.png"
-    code, answer = replay(
-        capsys,
-        *("notebook-fifty", "budget.steps=8", "--data", str(text), "--out", str(tmp_path / "run")),
-        *("--plot", str(picture)),
-    )
-    assert code == ExitCode.DONE
-    assert answer["published"] == RUNS["notebook-fifty"].losses[:8]
-    assert len(answer["losses"]) == 8
-    assert abs(answer["largest_difference"]) < RUNS["notebook-fifty"].tolerance
-    assert answer["losses"][-1] < answer["losses"][0] - 1.5
-    assert picture.stat().st_size > 10_000
+# The other runs and steps are records/reproduce-*.json.
+SETTINGS = {"": ExitCode.DONE, TINY: ExitCode.NUMERICS}
 
 
-def test_a_loss_beyond_the_tolerance_is_an_exit_code(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["--data", str(text), "--out", str(tmp_path / "run")]
-    code, answer = replay(capsys, "notebook-fifty", *TINY, *words)
-    published = RUNS["notebook-fifty"].losses
-    worst = max((a - b for a, b in zip(answer["losses"], published, strict=True)), key=abs)
-    assert (code, answer["reproduced"]) == (ExitCode.NUMERICS, False)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_first_steps_of_a_published_run(settings: str, text: Path, tmp_path: Path, call: Call):
+    """GPT-2 124M is within the tolerance; a tiny model, which does not learn as fast, is not."""
+    picture, published = tmp_path / "overlay.png", RUNS["notebook-fifty"]
+    words = f"budget.steps=4 {settings} --data {text} --out {tmp_path}/run --plot {picture}"
+    code, answer = replay(call, f"notebook-fifty {words}")
+    assert (code, answer["reproduced"]) == (SETTINGS[settings], not settings)
+    assert answer["published"] == published.losses[:4]
+    worst = max(np.subtract(answer["losses"], answer["published"]), key=abs)
     assert answer["largest_difference"] == pytest.approx(worst)
+    assert (abs(worst) < published.tolerance) == answer["reproduced"]
+    assert picture.stat().st_size > 10_000
 
 
 def test_documents_are_separated_as_in_llmc(text: Path, tmp_path: Path):
@@ -83,21 +75,18 @@ def test_documents_are_separated_as_in_llmc(text: Path, tmp_path: Path):
 
 
 def test_scores_are_compared_in_their_columns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call
 ):
-    weights = str(tmp_path / "weights")
-    Path(weights).mkdir()
-    write_hf(Path(weights), draw_model(), load_tokenizer("bytes"), "fp32")
+    write_hf(tmp_path, draw_model(), load_tokenizer("bytes"), "fp32")
     rows = [
         {"activity_label": "A", "ctx": f"{n} of", "endings": ["a", "b", "cc", "d"], "label": n % 4}
         for n in range(20)
     ]
-    examples = tmp_path / "hellaswag.jsonl"
-    examples.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setitem(MODELS, "hellaswag-124m", {"name": "GPT-2 124M", "weights": weights})
-    code, answer = replay(capsys, "hellaswag-124m", "--data", str(examples))
-    ours = answer["scores"]
+    examples = write_jsonl(tmp_path / "hellaswag.jsonl", rows)
+    model = {"name": "GPT-2 124M", "weights": str(tmp_path)}
+    monkeypatch.setitem(MODELS, "hellaswag-124m", model)
+    code, answer = replay(call, f"hellaswag-124m --data {examples}")
     published = {"acc": 0.2892, "acc_norm": 0.3114, "acc_token_mean": 0.2955}
-    worst = max(abs(ours[kind] - value) for kind, value in published.items())
+    worst = max(abs(answer["scores"][kind] - value) for kind, value in published.items())
     assert answer["largest_difference"] == pytest.approx(worst)
     assert (code, answer["reproduced"]) == (ExitCode.NUMERICS, False)

@@ -16,6 +16,7 @@ from megatoken.errors import DataError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.redact import RedactedStream, redact
 from tests.cli.canaries import VARIABLES, find_canaries, list_commands, write_inputs
+from tests.conftest import Ask, Call
 
 
 @pytest.mark.fault(53)
@@ -29,7 +30,7 @@ def test_no_secret_is_in_any_output_or_file(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
+    write_inputs(tmp_path / "in")
     outputs, codes = [], []
     for command in list_commands():
         monkeypatch.setattr(sys, "argv", ["megatoken", *command])
@@ -38,10 +39,10 @@ def test_no_secret_is_in_any_output_or_file(
     assert find_canaries(outputs, tmp_path) == []
     failed = {number: outputs[number] for number, code in enumerate(codes) if code != ExitCode.DONE}
     assert list(failed) == list(range(9, len(codes))), failed
-    facts = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    facts = json.loads(Path("run/provenance.json").read_text())
     assert "evaluate.tasks_data=https://host/x?X-Amz-Signature=***&y=1" in facts["command"]
-    assert "***" in (tmp_path / "run" / "config.yaml").read_text()
-    assert "***" in (tmp_path / "job.sh").read_text()
+    for file in ("run/config.yaml", "job.sh"):
+        assert "***" in Path(file).read_text()
 
 
 def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.MonkeyPatch):
@@ -71,42 +72,33 @@ def test_other_text_stays(text: str):
 
 
 def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MY_KEY", 'a"b\\c/d')
+    secret = 'a"b\\c/d'
+    monkeypatch.setenv("MY_KEY", secret)
     monkeypatch.setenv("OTHER_TOKEN", "yes")  # too short to be one
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
-    assert (
-        redact(json.dumps(['a"b\\c/d', 'x a"b\\c/d', "yes", "parallel"]))
-        == '["***", "x ***", "yes", "parallel"]'
-    )
-    assert str(DataError("no file", 'a"b\\c/d')) == "no file — ***"
+    text = json.dumps([secret, f"x {secret}", "yes", "parallel"])
+    assert redact(text) == '["***", "x ***", "yes", "parallel"]'
+    assert str(DataError("no file", secret)) == "no file — ***"
     stream = io.StringIO()
-    print('a"b\\c/d', file=RedactedStream(stream), flush=True)
-    RedactedStream(stream).writelines(['a"b\\c/d'])
+    print(secret, file=RedactedStream(stream), flush=True)
+    RedactedStream(stream).writelines([secret])
     assert stream.getvalue() == "***\n***"
 
 
 def test_text_of_a_model_and_json_are_exact(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    one_thread: None,
+    tmp_path: Path, ask: Ask, call: Call, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ):
     text = 'git clone ssh://git@host/x --token "abc" ?key="x" a_secret'
     monkeypatch.setenv("MY_KEY", "a_secret")
     tokenizer = load_tokenizer("bytes")
-    config = ModelConfig(
-        n_layer=1, n_head=1, d_model=64, seq_len=64, vocab_size=tokenizer.vocab_size
-    )
-    model = GPT(config, seed=0)
+    sizes = {"n_layer": 1, "n_head": 1, "d_model": 64, "seq_len": 64}
+    model = GPT(ModelConfig(**sizes, vocab_size=tokenizer.vocab_size), seed=0)
     with torch.no_grad():  # the next id depends on the position alone
-        torch.nn.init.zeros_(model.tokens.weight)
+        for parameter in (model.tokens.weight, *model.blocks.parameters()):
+            parameter.zero_()
         model.tokens.weight[tokenizer.encode(text).tolist(), range(len(text))] = 1e-2
         model.positions.weight.copy_(torch.eye(64))
-        for parameter in model.blocks.parameters():
-            parameter.zero_()
     write_hf(tmp_path, model, tokenizer, "fp32")
-    words = ["sample", str(tmp_path), ">", "--tokens", str(len(text)), "--temperature", "0"]
-    assert main(words) == ExitCode.DONE
-    assert capsys.readouterr().out == f">{text}\n"
-    assert main([*words, "--json"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["text"] == [text]
+    line = f"sample {tmp_path} '>' --tokens {len(text)} --temperature 0"
+    assert call(line)[:2] == (ExitCode.DONE, f">{text}\n")
+    assert ask(line)["text"] == [text]

@@ -1,37 +1,25 @@
 """A sweep tries the values in its ranges, keeps the best recipe, and continues after a stop."""
 
-import json
 import os
 import re
 import signal
-import time
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatoken.cli import child_runs
-from megatoken.cli.main import main
+from megatoken.cli.arguments import parse
 from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_space, report
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
+from tests.processes import wait_until
 from tests.ranks import start_process
-from tests.tiny_run import newest_step
+from tests.tiny_run import newest_step, write_jsonl
 
 optuna = pytest.importorskip("optuna")
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("waited 150 s")
 
 
 def test_ranges_are_distributions_of_settings():
@@ -65,59 +53,60 @@ def test_wrong_ranges_are_refused(word: str):
 
 @pytest.mark.usefixtures("forked_runs")
 def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
-    recipe: str, tmp_path: Path, ask: Ask
+    recipe: str, tmp_path: Path, ask: Ask, call: Call
 ):
-    out = tmp_path / "out"
     # The mirror is not used: it has room for one run.
-    line = f"sweep {recipe} --out {out} save.mirror={tmp_path}/copies"
+    line = f"sweep {recipe} --out {tmp_path}/out save.mirror={tmp_path}/copies"
     for trials in (1, 3):
         answer = ask(f"{line} optim.lr=log:1e-5..1e-1 --trials {trials}")
         assert [trial["state"] for trial in answer["trials"]] == ["complete"] * trials
-    losses = {float(trial["values"]["optim.lr"]): trial["loss"] for trial in answer["trials"]}
-    best = min(losses, key=lambda rate: losses[rate])
-    assert best > min(losses)  # in 20 steps the lowest rate learns least
+    losses = {trial["loss"]: float(trial["values"]["optim.lr"]) for trial in answer["trials"]}
+    best = losses[min(losses)]
+    assert best > min(losses.values())  # in 20 steps the lowest rate learns least
     assert answer["best"] == answer["trials"][0]
-    assert answer["best"]["loss"] == losses[best]
+    assert answer["best"]["loss"] == min(losses)
     assert load_config(answer["recipe"]).optim.lr == best
     assert not (tmp_path / "copies").exists()
-    assert (out / "sweep.png").stat().st_size > 10_000
-    assert main([*line.split(), "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG  # another search
+    assert (tmp_path / "out/sweep.png").stat().st_size > 10_000
+    assert call(f"{line} optim.lr=1e-5|3e-3")[0] == ExitCode.CONFIG  # another search
 
 
 @pytest.mark.parametrize("name", ["missing", "train"])
-def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path):
+def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path, call: Call):
     prepare_text(tmp_path / "train", TEXT, val_fraction=0.0)
     paths = f"data.path={Path(recipe).with_name('data')}|{tmp_path}/{name}"
     line = f"sweep {recipe} optim.lr=1e-3|2e-3 {paths} --out {tmp_path}/out"
-    assert main(line.split()) == ExitCode.DATA
+    assert call(line)[0] == ExitCode.DATA
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path):
+def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path, call: Call):
     words = "model.vocab_size=10 optim.lr=1e-3|2e-3 --jobs 2"
-    assert main(f"sweep {recipe} {words} --out {tmp_path}/out".split()) == ExitCode.DATA
+    assert call(f"sweep {recipe} {words} --out {tmp_path}/out")[0] == ExitCode.DATA
 
 
-def open_sweep(recipe: str, words: list[str], out: Path, trials: int) -> Sweep:
+CHOICES = ["optim.lr=4e-3|1e-3|2e-3"]
+
+
+def open_sweep(words: list[str], out: Path, trials: int) -> Sweep:
     out.mkdir(exist_ok=True)
-    space, fixed = parse_space(recipe, words)
-    options = Namespace(seed=0, jobs=1, out=out, recipe=recipe, trials=trials, overrides=words)
-    return Sweep(options, space, fixed, Console())
+    options = parse(["sweep", "quickstart", *words, f"--trials={trials}", f"--out={out}"])
+    return Sweep(options, *parse_space("quickstart", words), Console())
 
 
 def draw_trials(
-    recipe: str, words: list[str], out: Path, trials: int, kill_in: tuple[int, ...] = ()
+    words: list[str], out: Path, trials: int, kill_in: tuple[int, ...] = ()
 ) -> list[tuple[str, ...]]:
     """Return the values of a search's trials.
 
     kill_in: trials in which it is killed and restarted.
     """
-    search = open_sweep(recipe, words, out, trials)
+    search = open_sweep(words, out, trials)
     values: list[tuple[str, ...]] = []
     while trial := search.ask():
         if trial.number in kill_in:
-            search = open_sweep(recipe, words, out, trials)
+            search = open_sweep(words, out, trials)
             trial = search.ask()
         assert trial.number == len(values)
         values.append(tuple(format_values(trial.params).values()))
@@ -125,80 +114,80 @@ def draw_trials(
     return values
 
 
-def test_combinations_of_choices_are_tried_once(recipe: str, tmp_path: Path):
-    words = ["optim.lr=1e-3|2e-3|4e-3", "model.n_head=1|2"]
-    combinations = [(rate, heads) for rate in ("1e-3", "2e-3", "4e-3") for heads in "12"]
-    assert draw_trials(recipe, words, tmp_path / "once", 6) == combinations
-    assert draw_trials(recipe, words, tmp_path / "more", 20) == combinations
-    assert draw_trials(recipe, words, tmp_path / "killed", 6, (1, 3)) == combinations
-    first = draw_trials(recipe, words, tmp_path / "fewer", 5)  # drawn at random
-    rest = draw_trials(recipe, words, tmp_path / "again", 6)
+def test_combinations_of_choices_are_tried_once(tmp_path: Path):
+    words = [*CHOICES, "model.n_head=1|2"]
+    combinations = [(rate, heads) for rate in ("4e-3", "1e-3", "2e-3") for heads in "12"]
+    assert draw_trials(words, tmp_path / "once", 6) == combinations
+    assert draw_trials(words, tmp_path / "more", 20) == combinations
+    assert draw_trials(words, tmp_path / "killed", 6, (1, 3)) == combinations
+    first = draw_trials(words, tmp_path / "fewer", 5)  # drawn at random
+    rest = draw_trials(words, tmp_path / "again", 6)
     assert len(first) == 5
     assert {*first, *rest} == {*combinations}
 
 
-def test_choices_are_on_the_axis_in_their_order(recipe: str, tmp_path: Path):
-    words = ["optim.lr=4e-3|1e-3|2e-3"]
-    draw_trials(recipe, words, tmp_path, 2)
-    search = open_sweep(recipe, words, tmp_path, 2)
+def test_choices_are_on_the_axis_in_their_order(tmp_path: Path):
+    draw_trials(CHOICES, tmp_path, 2)
+    search = open_sweep(CHOICES, tmp_path, 2)
     picture = draw(search.study, search.space, tmp_path / "sweep.svg")
     assert re.findall(r"<!-- (\de-\d) -->", picture.read_text()) == ["4e-3", "1e-3", "2e-3"]
 
 
-def test_a_loss_of_zero_is_the_best(recipe: str, tmp_path: Path):
-    search = open_sweep(recipe, ["optim.lr=4e-3|1e-3|2e-3"], tmp_path, 3)
+def test_a_loss_of_zero_is_the_best(tmp_path: Path):
+    search = open_sweep(CHOICES, tmp_path, 3)
     for loss in (0.7, 0.0, None):
         state = optuna.trial.TrialState.PRUNED if loss is None else None
         search.study.tell(search.ask(), loss, state)
     assert [row["loss"] for row in report(search, Console())["trials"]] == [0.0, 0.7, None]
 
 
-def test_a_restarted_search_draws_the_same_values(recipe: str, tmp_path: Path):
+def test_a_restarted_search_draws_the_same_values(tmp_path: Path):
     words = ["optim.lr=log:1e-4..1e-1", "optim.beta1=0.8..0.9"]
-    values = draw_trials(recipe, words, tmp_path / "once", 5)
+    values = draw_trials(words, tmp_path / "once", 5)
     assert len(set(values)) == 5
-    assert draw_trials(recipe, words, tmp_path / "killed", 5, (0, 2, 3)) == values
+    assert draw_trials(words, tmp_path / "killed", 5, (0, 2, 3)) == values
 
 
 def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
     """A search does not depend on when logs are read: all losses are there at the first look."""
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
-    expected = [([3.0, 2.0, 1.0], False), ([3.5], True), ([2.0, 1.5, 1.25], False)]
-    for number, logged in enumerate(([3.0, 2.0, 1.0], [3.5, 1.5, 0.5], [2.0, 1.5, 1.25])):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+    for logged, counted in (
+        ([3.0, 2.0, 1.0], [3.0, 2.0, 1.0]),
+        ([3.5, 1.5, 0.5], [3.5]),
+        ([2.0, 1.5, 1.25], [2.0, 1.5, 1.25]),
+    ):
         rows = [
             {"kind": "val", "step": step, "tokens": step, "loss": loss}
             for step, loss in enumerate(logged, 1)
         ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "status.json").write_text('{"total_steps": 3}')
+        write_jsonl(tmp_path / "metrics.jsonl", rows)
+        (tmp_path / "status.json").write_text('{"total_steps": 3}')
         trial = study.ask()
-        losses = TrialLosses(trial, folder)
-        assert losses.update() == expected[number][1]
-        assert losses.losses == expected[number][0]
-        study.tell(trial, losses.losses[-1])
+        losses = TrialLosses(trial, tmp_path)
+        assert losses.update() == (counted != logged)
+        assert losses.losses == counted
+        study.tell(trial, counted[-1])
 
 
 def test_a_sweep_that_is_killed_resumes_its_run(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):
-    trial = tmp_path / "out" / "trial-000"
+    trial = tmp_path / "out/trial-000"
     line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
-    line += " budget.steps=300 save.every=20steps machine.threads=1"
+    line += " budget.steps=300 save.every=20steps"
     step = 0
     for number, work, code in (
         (signal.SIGTERM, run_forked, ExitCode.STOPPED),
         (signal.SIGKILL, run_command, -signal.SIGKILL),  # the trial dies with its parent
     ):
         process = start_process(work, line.split(), tmp_path / "log")
-        wait_for(lambda: newest_step(trial) > step or not process.is_alive())  # noqa: B023 (used at once)
+        wait_until(lambda: newest_step(trial) > step or not process.is_alive())  # noqa: B023 (used at once)
         os.kill(process.pid, number)
         process.join()
         assert process.exitcode == code
-        wait_for(lambda: "stopped" in (trial / "status.json").read_text())
+        wait_until(lambda: "stopped" in (trial / "status.json").read_text())
         step = newest_step(trial)
     monkeypatch.setattr(child_runs, "Child", ForkedChild)
-    answer = ask(line)
-    assert [(row["trial"], row["state"]) for row in answer["trials"]] == [("trial-000", "complete")]
-    assert f"step {step}" in (tmp_path / "out" / "trial-000.log").read_text()
+    (row,) = ask(line)["trials"]
+    assert (row["trial"], row["state"]) == ("trial-000", "complete")
+    assert f"step {step}" in (tmp_path / "out/trial-000.log").read_text()
