@@ -205,7 +205,18 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path):
         subprocess.run(command, cwd=tmp_path, check=True)
         assert not (tmp_path / "canary").exists()
 
-    for name in ["json", "torch", "numpy", "re", "xxhash", "tokenizers", "yaml", "argparse", "pickle", "signal"]:
+    for name in [
+        "json",
+        "torch",
+        "numpy",
+        "re",
+        "xxhash",
+        "tokenizers",
+        "yaml",
+        "argparse",
+        "pickle",
+        "signal",
+    ]:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\n")
     (tmp_path / "text.txt").write_text("words " * 100)
     prepare = (
@@ -245,7 +256,7 @@ def test_prepare_train_sample_verify(
     texts = [f"the cat{first['text'][0]}", f"a dog{second['text'][0]}"]
     assert call(f"{sample} 'the cat'")[1] == f"{texts[0]}\n"
     assert call(f"{sample} 'the cat' 'a dog'")[1] == f"\n{'-' * 40}\n".join(texts) + "\n"
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper((corpus / "00.txt").open("rb")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, error = call(f"sample {out} --tokens 4 -n 2")
     assert (code, text.startswith("document 0: the cat"), error.count("\n")) == (0, True, 1)
     codes = {
@@ -265,7 +276,9 @@ def test_prepare_train_sample_verify(
 
 
 def test_settings_and_options_mix_with_positional_words():
-    options = parse(["train", "optim.lr=1", "--out", "o", "quickstart", "save.every=2", "--init", "a.b=c"])
+    options = parse(
+        ["train", "optim.lr=1", "--out", "o", "quickstart", "save.every=2", "--init", "a.b=c"]
+    )
     assert (options.recipe, options.init) == ("quickstart", "a.b=c")
     assert options.overrides == ["optim.lr=1", "save.every=2"]
     options = parse(shlex.split("race a 'b c.d=e' f.g=h"))

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import threading
 from contextlib import closing
 from http.client import HTTPConnection
@@ -14,9 +13,10 @@ import pytest
 
 from megatoken.convert.hf.export import write_hf
 from megatoken.errors import ExitCode
-from megatoken.launch.local import COMMAND
+from tests.cli.conftest import run_command
 from tests.conftest import Ask, Call
 from tests.processes import HANG_SECONDS, wait_until
+from tests.ranks import start_process
 from tests.serving.served import build_model
 
 
@@ -28,12 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sigterm_finishes_a_running_answer(model: Path):
-    command = [*COMMAND, "serve", str(model), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_sigterm_finishes_a_running_answer(model: Path, tmp_path: Path):
+    log = tmp_path / "log"
+    log.touch()
+    process = start_process(run_command, ["serve", str(model), "--port", "0"], log)
     try:
-        assert process.stdout is not None
-        match = re.search(r"http://(127\.0\.0\.1:\d+)/", process.stdout.readline())
+        wait_until(lambda: "\n" in log.read_text() or not process.is_alive())
+        printed = log.read_text()
+        match = re.search(r"http://(127\.0\.0\.1:\d+)/", printed)
         assert match
         messages = [{"role": "user", "content": "secret"}]
         body = json.dumps({"model": "tiny", "messages": messages, "seed": 0, "stream": True})
@@ -42,13 +44,12 @@ def test_sigterm_finishes_a_running_answer(model: Path):
             connection.request("POST", "/v1/chat/completions", body, headers)
             with closing(connection.getresponse()) as response:
                 assert response.readline().startswith(b"data: {")
-                process.send_signal(signal.SIGTERM)
+                process.terminate()
                 assert response.read().endswith(b"data: [DONE]\n\n")
-        assert process.communicate(timeout=HANG_SECONDS) == ("", "")
-        assert process.returncode == 0
+        process.join()
+        assert (process.exitcode, log.read_text()) == (0, printed)
     finally:
         process.kill()
-        process.wait()
 
 
 def test_sigint_ends_it_with_a_json_object(model: Path, ask: Ask):

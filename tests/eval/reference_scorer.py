@@ -1,7 +1,5 @@
 """Small models, and a reference scorer that computes every choice by itself from full logits."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +18,8 @@ SINGLE = Comm(DistEnv())
 
 def make_model(vocab_size: int = 257, seq_len: int = 256, n_layer: int = 2, **fields: Any) -> GPT:
     """Return a model with weights so large that choices differ clearly."""
-    config = ModelConfig(
-        n_layer=n_layer,
-        n_head=2,
-        d_model=16,
-        d_ff=32,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        **fields,
-    )
-    model = GPT(config)
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer}
+    model = GPT(ModelConfig(n_head=2, d_model=16, d_ff=32, **sizes, **fields))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5.0 if parameter.dim() > 1 else 1.0)
@@ -39,11 +29,8 @@ def make_model(vocab_size: int = 257, seq_len: int = 256, n_layer: int = 2, **fi
 def harness_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Encode as lm-evaluation-harness: trailing spaces of the context move to the continuation."""
     context, continuation = prompt
-    spaces = len(context) - len(context.rstrip())
-    if spaces:
-        continuation, context = context[-spaces:] + continuation, context[:-spaces]
+    prefix = tokenizer.encode(context.rstrip()).tolist()
     ids = tokenizer.encode(context + continuation).tolist()
-    prefix = tokenizer.encode(context).tolist()
     return prefix, ids[len(prefix) :]
 
 
@@ -69,8 +56,3 @@ def predict(model: GPT, tokenizer: Tokenizer, example: Example) -> tuple[int, in
     per_character = sums / np.array(example.lengths)
     means = [float(log_p.mean()) for log_p in raw]
     return int(sums.argmax()), int(per_character.argmax()), int(np.argmax(means))
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

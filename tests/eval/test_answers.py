@@ -1,15 +1,14 @@
 """A chat model's own answers: scores, pass@k, stops and lengths."""
 
 import itertools
-import json
 import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatoken.cli.main import main
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import DataError, ExitCode
@@ -22,8 +21,9 @@ from megatoken.eval.answers import (
 )
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, save_run
+from tests.tiny_run import write_jsonl
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 MODEL = draw_model(
@@ -32,12 +32,10 @@ MODEL = draw_model(
 PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
 
 
-def answer(prompt: str, seed: int = 0, temperature: float = 0.0, tokens: int = 6) -> list[int]:
-    """Return new ids up to the stop token."""
+def answer(prompt: str, seed: int = 0, temperature: float = 0.0) -> list[int]:
+    """Return at most 6 new ids up to the stop token."""
     ids = TEMPLATE.encode([Message("user", prompt)], reply=True)[0]
-    new = generate_ids(
-        MODEL, ids, Sampling(max_new_tokens=tokens, temperature=temperature, seed=seed)
-    )[0]
+    [new] = generate_ids(MODEL, ids, Sampling(6, temperature=temperature, seed=seed))
     return list(itertools.takewhile(lambda id: id not in TEMPLATE.stop_ids, new))
 
 
@@ -47,37 +45,35 @@ def reward_length(prompt: str, answer: str, right: str) -> float:
 
 def answer_all(right: str, samples: int = 0, **values: object) -> dict[str, object]:
     questions = [Question([Message("user", prompt)], right, "here") for prompt in PROMPTS]
-    settings = AnswerSettings(
-        reward_length, samples=samples, sampling=Sampling(6, **values), per_example=True
-    )
+    sampling = Sampling(6, **values)
+    settings = AnswerSettings(reward_length, samples=samples, sampling=sampling, per_example=True)
     return evaluate_answers(MODEL, TEMPLATE, questions, settings)
 
 
 def test_greedy_answers():
-    texts = [TEMPLATE.tokenizer.decode(answer(prompt)) for prompt in PROMPTS]
+    answers = [answer(prompt) for prompt in PROMPTS]
+    texts = [TEMPLATE.tokenizer.decode(ids) for ids in answers]
     lengths = [len(text.encode()) for text in texts]
-    middle = str(sorted(lengths)[2])
-    result = answer_all(middle)
-    scores = [float(length > int(middle)) for length in lengths]
+    middle = sorted(lengths)[2]
+    result = answer_all(str(middle))
+    scores = [float(length > middle) for length in lengths]
     assert result["score"] == statistics.fmean(scores)
-    assert result["stderr"]["score"] == pytest.approx(
-        statistics.stdev(scores) / math.sqrt(6), abs=1e-12
-    )
+    error = statistics.stdev(scores) / math.sqrt(6)
+    assert result["stderr"]["score"] == pytest.approx(error, abs=1e-12)
     assert [row["answer"] for row in result["examples"]] == texts
     assert result["n"] == 6
-    ends = [len(answer(prompt)) < 6 for prompt in PROMPTS]
-    assert result["stops"] == statistics.fmean(ends)
-    assert result["tokens"] == statistics.fmean(
-        len(answer(p)) + end for p, end in zip(PROMPTS, ends, strict=True)
-    )
+    assert result["stops"] == statistics.fmean(len(ids) < 6 for ids in answers)
+    assert result["tokens"] == statistics.fmean(min(len(ids) + 1, 6) for ids in answers)
 
 
 def test_pass_at_k_counts_the_right_ones_of_the_sampled():
     result = answer_all("7", samples=5, temperature=1.5, seed=3)
     right = []
     for number, prompt in enumerate(PROMPTS):
-        ids = [answer(prompt, 3 + 5 * number + sample, 1.5) for sample in range(5)]
-        texts = [TEMPLATE.tokenizer.decode(new) for new in ids]
+        texts = [
+            TEMPLATE.tokenizer.decode(answer(prompt, 3 + 5 * number + sample, 1.5))
+            for sample in range(5)
+        ]
         right.append(sum(reward_length("", text, "7") for text in texts))
     assert [row["n_right"] for row in result["examples"]] == right
     assert 0 < sum(right) < 30
@@ -93,45 +89,43 @@ def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int):
 
 
 def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+
+    def read(*rows: dict[str, Any], limit: int = 0) -> list[Question]:
+        return read_questions(str(write_jsonl(path, rows)), limit)
+
     roles = ("system", "user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "sqarb", strict=True)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": messages}))
-    assert read_questions(str(path), 0) == [
-        Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
-    ]
-    path.write_text('{"prompt": "q", "answer": 4}\n{"prompt": "p", "answer": "5"}\n')
-    assert [question.right for question in read_questions(str(path), 0)] == ["4", "5"]
-    assert len(read_questions(str(path), 1)) == 1
-    exercises = list_exercises(held_out=True)
+    question = Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
+    assert read({"messages": messages}) == [question]
+    rows = [{"prompt": "q", "answer": 4}, {"prompt": "p", "answer": "5"}]
+    assert [question.right for question in read(*rows)] == ["4", "5"]
+    assert len(read(*rows, limit=1)) == 1
+    with pytest.raises(DataError):
+        read({"prompt": "q", "chosen": "a", "rejected": "b"})
     questions = read_questions("exercises-test", 0)
     assert [(question.messages[0].content, question.right) for question in questions] == [
-        (exercise.question, exercise.answer) for exercise in exercises
+        (exercise.question, exercise.answer) for exercise in list_exercises(held_out=True)
     ]
-    path.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
-    with pytest.raises(DataError):
-        read_questions(str(path), 0)
 
 
-def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path):
+def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path, call: Call):
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40))
-    )
-    words = f"prepare {path} --tokenizer bytes --context 64 --val-fraction 0.25 --out".split()
-    assert main([*words, f"{tmp_path}/data"]) == ExitCode.DONE
+    line = f"prepare {path} --tokenizer bytes --context 64 --val-fraction"
+    write_jsonl(path, ({"prompt": f"q{n}", "answer": f"a{n}"} for n in range(40)))
+    assert call(f"{line} 0.25 --out {tmp_path}/data")[0] == ExitCode.DONE
     questions = read_questions(f"{tmp_path}/data", 0)
     assert 2 < len(questions) < 20
     assert all(question.messages[0].content[1:] == question.right[1:] for question in questions)
-    path.write_text('{"prompt": "q", "completion": "a"}\n')
-    assert main([*words[:-3], "--out", f"{tmp_path}/chats"]) == ExitCode.DONE
+    write_jsonl(path, [{"prompt": "q", "completion": "a"}])
+    assert call(f"{line} 0 --out {tmp_path}/chats")[0] == ExitCode.DONE
     with pytest.raises(DataError):
         read_questions(f"{tmp_path}/chats", 0)
 
 
-def test_the_command(tmp_path: Path, ask: Ask):
+def test_the_command(tmp_path: Path, ask: Ask, call: Call):
     checkpoint = save_run(tmp_path, MODEL, TEMPLATE.tokenizer)
-    words = f"eval {checkpoint} --chat exercises-test --limit 4 --tokens 5"
-    result = ask(f"{words} --samples 2")["chat"]
+    line = f"eval {checkpoint} --chat exercises-test --limit 4 --tokens 5"
+    result = ask(f"{line} --samples 2")["chat"]
     assert (result["n"], result["samples"], result["reward"]) == (4, 2, "exact")
-    assert main([*words.split(), "--reward", "best"]) == ExitCode.CONFIG
+    assert call(f"{line} --reward best")[0] == ExitCode.CONFIG

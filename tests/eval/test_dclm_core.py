@@ -1,9 +1,9 @@
 """CORE predicts as plain forwards over nanochat's prompts do, example by example."""
 
+import itertools
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import pytest
 import torch
 import yaml
 
-from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.eval.dclm_core import encode_core_task, read_bundle
 from megatoken.eval.evaluate import evaluate, evaluate_tasks
 from megatoken.model.gpt import GPT
-from tests.eval.reference_scorer import CPU, SINGLE, make_model, write_jsonl
+from tests.conftest import Call
+from tests.eval.reference_scorer import CPU, SINGLE, make_model
+from tests.tiny_run import write_jsonl
 
 Row = dict[str, Any]
 CONTEXT = 90
@@ -58,7 +59,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_bundle(folder: Path) -> Path:
-    (folder / "eval_data" / "sub").mkdir(parents=True)
     tasks = []
     baselines = ["Eval Task,Task Category,Random baseline"]
     for name, kind, shots, delimiter, baseline, n in TASKS:
@@ -124,21 +124,17 @@ def is_right(
         alone = tokenizer.encode((lead + row["context"].strip() + delimiter).strip())
         _, greedy = losses_of(model, encoded[0][-CONTEXT:])
         return all(greedy[-(len(encoded[0]) - 1 - len(alone)) :])
-    shared = 0
     from_left = kind == "multiple_choice"
-    while shared < min(map(len, encoded)):
-        if len({ids[shared if from_left else -1 - shared] for ids in encoded}) > 1:
-            break
-        shared += 1
+    columns = zip(*(ids if from_left else ids[::-1] for ids in encoded), strict=False)
+    shared = len([*itertools.takewhile(lambda column: len({*column}) == 1, columns)])
     means = []
     for ids in encoded:
         count = len(ids) - shared if from_left else shared
         losses, _ = losses_of(model, ids[-CONTEXT:])
         means.append(sum(losses[-count:]) / count if count else math.nan)
     best = 0
-    for choice, mean in enumerate(means):
-        if mean < means[best]:
-            best = choice
+    for choice, mean in enumerate(means):  # nan is less than nothing
+        best = choice if mean < means[best] else best
     return best == row["gold"]
 
 
@@ -154,20 +150,20 @@ def list_right(metrics: Row) -> list[bool]:
     return [example[score] == example["gold"] for example in metrics["examples"]]
 
 
-@pytest.mark.parametrize("name", ["bytes", "bpe:290"])
-def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str):
+@pytest.mark.parametrize(("name", "limit"), [("bytes", 0), ("bpe:290", 0), ("bytes", 12)])
+def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str, limit: int):
     tokenizer = make_tokenizer(name)
     model = make_letter_model(tokenizer)
-    tasks = read_bundle(bundle)
+    tasks = read_bundle(bundle, limit)
     result = evaluate_tasks(model, tokenizer, tasks, CPU, SINGLE, per_example=True)
     assert list(result["tasks"]) == [task[0] for task in TASKS]
     centered = []
     for task in TASKS:
-        rows = read_rows(bundle, task[0])
+        rows = read_rows(bundle, task[0])[: limit or None]  # few-shot examples are among these
         expected = [is_right(model, tokenizer, task, rows, i) for i in range(len(rows))]
         metrics = result["tasks"][task[0]]
         assert list_right(metrics) == expected
-        assert 0 < sum(expected) < len(rows) or task[0] == "long_words"
+        assert limit or task[0] == "long_words" or 0 < sum(expected) < len(rows)
         accuracy, baseline = sum(expected) / len(rows), task[4] / 100
         centered.append((accuracy - baseline) / (1 - baseline))
         assert metrics["centered"] == pytest.approx(centered[-1])
@@ -178,56 +174,37 @@ def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str)
     assert result["core"] == pytest.approx(sum(centered) / len(TASKS))
 
 
-def test_few_shot_examples_are_drawn_from_the_first_examples(bundle: Path):
-    tokenizer = make_tokenizer("bytes")
-    model = make_letter_model(tokenizer)
-    result = evaluate_tasks(
-        model, tokenizer, read_bundle(bundle, 12), CPU, SINGLE, per_example=True
-    )
-    for task in TASKS:
-        rows = read_rows(bundle, task[0])[:12]
-        expected = [is_right(model, tokenizer, task, rows, i) for i in range(12)]
-        assert list_right(result["tasks"][task[0]]) == expected
-
-
-def test_table_ends_with_core(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_table_ends_with_core(bundle: Path, tmp_path: Path, call: Call):
     tokenizer = make_tokenizer("bytes")
     model = make_letter_model(tokenizer)
     write_hf(tmp_path, model, tokenizer, "fp32")
-    words = f"eval {tmp_path} --tasks core --data {bundle} --limit 7".split()
-    assert main(words) == 0
-    rows = [line.split()[2:] for line in capsys.readouterr().out.splitlines()[-7:]]
+    line = f"eval {tmp_path} --tasks core --data {bundle} --limit"
+    rows = [row.split()[2:] for row in call(f"{line} 7")[1].splitlines()[-7:]]
     assert [row[0] for row in rows] == [*(task[0] for task in TASKS), "core"]
     answer = evaluate(model, tokenizer, tasks="core", data=bundle, limit=7)
     assert float(rows[-1][-1].rstrip("%")) / 100 == pytest.approx(answer["core"], abs=1e-4)
-    assert main([*words[:-1], "5"]) == 2  # of 5 shots
+    assert call(f"{line} 5")[0] == ExitCode.CONFIG  # of 5 shots
 
 
-def remove_baseline(folder: Path) -> None:
-    (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nwords,0")
+DAMAGED = {
+    "eval_meta_data.csv": "Eval Task,Random baseline\nwords,0",
+    "eval_data/sub/words.jsonl": '{"query": "a"}\n',
+    "eval_data/sub/schema.jsonl": None,
+    "core.yaml": "icl_tasks: [}",
+}
 
 
-def remove_rows(folder: Path) -> None:
-    (folder / "eval_data/sub/words.jsonl").unlink()
-
-
-def break_row(folder: Path) -> None:
-    write_jsonl(folder / "eval_data/sub/words.jsonl", [{"query": "a"}])
-
-
-def break_yaml(folder: Path) -> None:
-    (folder / "core.yaml").write_text("icl_tasks: [}")
-
-
-@pytest.mark.parametrize("damage", [remove_baseline, remove_rows, break_row, break_yaml])
-def test_damaged_bundle(tmp_path: Path, damage: Callable[[Path], None]):
-    damage(write_bundle(tmp_path))
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_bundle(tmp_path: Path, name: str):
+    file = write_bundle(tmp_path) / name
+    file.unlink()
+    if content := DAMAGED[name]:
+        file.write_text(content)
     with pytest.raises(DataError):
         read_bundle(tmp_path)
 
 
 def test_core_without_its_bundle(tmp_path: Path):
-    with pytest.raises(ConfigError):
-        read_bundle(None)
-    with pytest.raises(DataError):
-        read_bundle(tmp_path)
+    for folder, error in (None, ConfigError), (tmp_path, DataError):
+        with pytest.raises(error):
+            read_bundle(folder)

@@ -11,7 +11,8 @@ import pytest
 from megatoken.cli.main import main
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.tokenizer import load_tokenizer
-from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model, write_jsonl
+from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model
+from tests.tiny_run import write_jsonl
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and its dependencies

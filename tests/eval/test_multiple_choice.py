@@ -20,15 +20,9 @@ from megatoken.eval.multiple_choice import (
 )
 from megatoken.eval.tasks import Example, find_tasks, read_examples
 from tests.convert.models import llama_tokenizer
-from tests.eval.reference_scorer import (
-    CPU,
-    SINGLE,
-    log_probabilities,
-    make_model,
-    predict,
-    write_jsonl,
-)
+from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model, predict
 from tests.eval.test_scorer import EXAMPLES
+from tests.tiny_run import write_jsonl
 
 BYTES = load_tokenizer("bytes")
 

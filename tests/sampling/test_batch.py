@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import BatchDecoder, Completion, Request, generate_batch
+from megatoken.sampling.batch import BatchDecoder, Completion, Request, Token, generate_batch
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import Device
 from tests.sampling.test_generate import MODELS, TINY_LLAMA, build
-from tests.tiny_model import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REQUESTS = [
@@ -51,26 +50,14 @@ def model(request: pytest.FixtureRequest) -> GPT:
     return build(MODELS[request.param])
 
 
-@pytest.mark.parametrize("rows", [3, 64])
-def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int):
+def test_each_sequence_is_what_it_is_alone(model: GPT):
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
-    shown: dict[int, list[int]] = {}
-    found = generate_batch(
-        model,
-        REQUESTS,
-        rows=rows,
-        on_token=lambda token: shown.setdefault(token.row, []).append(token.id),
-    )
-    assert found == alone
-    assert [shown.get(row, []) for row in range(len(REQUESTS))] == [each.ids for each in alone]
-
-
-def test_fp32_weights_decode_rows_of_different_lengths_in_bf16(model: GPT):
-    """As in training without a low-precision copy of the weights."""
-    requests = [replace(each, sampling=Sampling(5)) for each in REQUESTS[:3]]
-    completions = generate_batch(model, requests, rows=3, device=replace(CPU, precision="bf16"))
-    assert [len(each.ids) for each in completions] == [5, 5, 5]
+    for rows in (3, 64):
+        tokens: list[Token] = []
+        assert generate_batch(model, REQUESTS, rows=rows, on_token=tokens.append) == alone
+        for row, completion in enumerate(alone):
+            assert [token.id for token in tokens if token.row == row] == completion.ids
 
 
 @settings(deadline=None, max_examples=8)
@@ -106,44 +93,49 @@ def test_sequences_join_and_leave_at_any_time(
             step()
         assert decoder.step() == []
     for number, request in enumerate(requests):
-        alone = complete_alone(model, request)
-        expected = alone.ids + ([] if alone.stop_id is None else [alone.stop_id])
+        expected = with_stop(complete_alone(model, request))
         assert ids[number] == (expected[: len(ids[number])] if number == removed else expected)
+
+
+def with_stop(completion: Completion) -> list[int]:
+    """Return the ids with the stop id, if there is one."""
+    return completion.ids + ([] if completion.stop_id is None else [completion.stop_id])
 
 
 def test_log_probabilities_are_those_of_the_full_forward(model: GPT):
     requests = [replace(REQUESTS[i], logprobs=i != 1) for i in (2, 1, 0)]
     for request, completion in zip(requests, generate_batch(model, requests), strict=True):
-        ids = completion.ids + ([] if completion.stop_id is None else [completion.stop_id])
+        ids = with_stop(completion)
         with torch.no_grad():
             logits = model.logits(torch.tensor([[*request.prompt_ids, *ids]]))[0]
         logits = logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        expected = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
         expected = expected if request.logprobs else []
         assert completion.logprobs == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_in_the_device_s_precision(device: Device):
+@pytest.mark.parametrize("prepared", [True, False])
+def test_in_the_device_s_precision(prepared: bool, device: Device):
+    """Also in bf16 with fp32 weights, as in training without a low-precision copy of them."""
     model = build(replace(TINY_LLAMA, n_layer=1))
-    prepare_decoding(model, device)
+    if prepared:
+        prepare_decoding(model, device)
     requests = [
         replace(request, sampling=replace(request.sampling, max_new_tokens=6))
         for request in REQUESTS[:4]
     ]
-    assert generate_batch(model, requests, device=device) == [
-        complete_alone(model, each, device) for each in requests
-    ]
+    alone = [complete_alone(model, each, device) for each in requests]
+    assert generate_batch(model, requests, device=device) == alone
 
 
 def test_wrong_requests_are_refused_and_the_others_continue(model: GPT):
     assert generate_batch(model, []) == []
+    wrong = {(): ConfigError, (1, 50): DataError, (-1,): DataError}
     with BatchDecoder(model, rows=2) as decoder:
         decoder.add(0, Request([1, 2], Sampling(3)))
-        with pytest.raises(ConfigError):
-            decoder.add(1, Request([], Sampling(3)))
-        for ids in ([1, 50], [-1]):
-            with pytest.raises(DataError):
-                decoder.add(1, Request(ids, Sampling(3)))
+        for ids, error in wrong.items():
+            with pytest.raises(error):
+                decoder.add(1, Request([*ids], Sampling(3)))
         assert decoder.rows == [0]
         assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]
 

@@ -40,19 +40,21 @@ def test_sequences_within_the_bound_are_decoded_at_once():
 def test_second_turn_reuses_the_first(name: str):
     model = build(MODELS[name])
     prompt = [3, 1, 4, 1, 5]
-    greedy = Sampling(6, temperature=0)
     with BatchDecoder(model, rows=2, cache_tokens=200) as decoder:
-        decoder.add(0, Request(prompt, greedy))
-        first = finish(decoder)
-        assert [token.cached for token in first] == [0] * 6
-        turn = [*prompt, *(token.id for token in first), 7, 8]
-        # The last token of an answer was not fed to the model, nor is a prompt's last reused.
-        for ids, cached in ((turn, 10), (turn, 12), ([*turn[:8], 40], 8), (prompt, 4)):
-            request = Request(ids, greedy)
+
+        def decode(ids: list[int], cached: int) -> list[int]:
+            request = Request(ids, Sampling(6, temperature=0))
             decoder.add(1, request)
             tokens = finish(decoder)
             assert tokens[0].cached == cached
-            assert [token.id for token in tokens] == complete_alone(model, request).ids
+            new_ids = [token.id for token in tokens]
+            assert new_ids == complete_alone(model, request).ids
+            return new_ids
+
+        turn = [*prompt, *decode(prompt, 0), 7, 8]
+        # The last token of an answer was not fed to the model, nor is a prompt's last reused.
+        for ids, cached in ((turn, 10), (turn, 12), ([*turn[:8], 40], 8), (prompt, 4)):
+            decode(ids, cached)
 
 
 def test_cache_grows_with_the_tokens_and_is_freed():
@@ -63,9 +65,10 @@ def test_cache_grows_with_the_tokens_and_is_freed():
         for _ in range(590):
             decoder.step()
             assert decoder.cached_tokens <= 2 * (10 + 600)
-        rows = [decoder.add(key, Request([1], Sampling(2))) for key in range(1, 33)]
+        for key in range(1, 33):
+            decoder.add(key, Request([1], Sampling(2)))
         decoder.step()
-        assert decoder.cached_tokens <= 1.5 * (1 + len(rows)) * (600 + 256)
+        assert decoder.cached_tokens <= 1.5 * 33 * (600 + 256)
         finish(decoder)
         assert decoder.cached_tokens == 0
 

@@ -25,12 +25,8 @@ MORE = Message("user", "more")
 
 
 def make_conversation(template: ChatTemplate = TEMPLATE, **values: object) -> Conversation:
-    return Conversation(
-        MODEL,
-        template,
-        Sampling(**{"max_new_tokens": 8, "temperature": 0} | values),
-        messages=[SYSTEM],
-    )
+    sampling = Sampling(**{"max_new_tokens": 8, "temperature": 0} | values)
+    return Conversation(MODEL, template, sampling, messages=[SYSTEM])
 
 
 def test_an_answer_follows_from_all_messages():
@@ -43,7 +39,7 @@ def test_an_answer_follows_from_all_messages():
     assert conversation.messages == [SYSTEM, *turns]
     for answer, n in ((first, 2), (second, 4)):
         ids, _ = ENCODE(conversation.messages[:n])
-        expected = generate_ids(MODEL, ids, Sampling(max_new_tokens=8, temperature=0))[0]
+        [expected] = generate_ids(MODEL, ids, Sampling(max_new_tokens=8, temperature=0))
         text = TEMPLATE.tokenizer.decode(expected)
         assert answer == Answer(text, expected, len(ids), "length")
     conversation.clear()
@@ -53,20 +49,18 @@ def test_an_answer_follows_from_all_messages():
 
 def test_variables_reach_the_template():
     jinja = TEMPLATE.jinja + "{{ '<think></think>' if enable_thinking is false }}"
-    conversation = make_conversation(template=ChatTemplate("own", TEMPLATE.tokenizer, jinja))
-    plain = conversation.ask("hello", str)
-    conversation.clear()
-    conversation.variables = {"enable_thinking": False}
-    answer = conversation.ask("hello", str)
-    assert answer.prompt_tokens == plain.prompt_tokens + len("<think></think>")
+    plain, other = (
+        make_conversation(ChatTemplate("own", TEMPLATE.tokenizer, jinja)) for _ in range(2)
+    )
+    other.variables = {"enable_thinking": False}
+    n_more = other.ask("hello", str).prompt_tokens - plain.ask("hello", str).prompt_tokens
+    assert n_more == len("<think></think>")
 
 
 def test_a_stop_token_ends_an_answer():
-    stop = make_conversation().ask("hello", str).ids[2]
-    conversation = make_conversation()
-    conversation.template = copy(TEMPLATE)
-    conversation.template.stop_ids = (stop, TEMPLATE.tokenizer.eot)
-    answer = conversation.ask("hello", str)
+    template = copy(TEMPLATE)
+    template.stop_ids = (make_conversation().ask("hello", str).ids[2], TEMPLATE.tokenizer.eot)
+    answer = make_conversation(template).ask("hello", str)
     assert (len(answer.ids), answer.finish_reason) == (2, "stop")
 
 
@@ -77,7 +71,7 @@ def test_answers_draw_by_their_number():
     second = conversations[0].ask("more", str)
     ids, _ = ENCODE(conversations[0].messages[:-1])
     sampling = Sampling(max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids)
-    assert second.ids == generate_ids(MODEL, ids, sampling)[0]
+    assert [second.ids] == generate_ids(MODEL, ids, sampling)
 
 
 def test_full_turns_are_dropped_from_the_beginning():
@@ -106,11 +100,10 @@ def test_the_conversation_continues_beyond_the_context():
 def test_ctrl_c_ends_an_answer():
     full = make_conversation().ask("hello", str)
     conversation = make_conversation()
-    parts: list[str] = []
+    parts = iter(range(3))
 
     def press_ctrl_c(part: str) -> None:
-        parts.append(part)
-        if len(parts) == 3:
+        if next(parts) == 2:
             raise KeyboardInterrupt
 
     answer = conversation.ask("hello", press_ctrl_c)

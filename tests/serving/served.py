@@ -18,6 +18,7 @@ from megatoken.model.gpt import GPT
 from megatoken.serving.app import build_app, build_server, listen
 from megatoken.serving.engine import Engine
 from megatoken.serving.protocol import ServedModel
+from tests.processes import HANG_SECONDS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -44,6 +45,11 @@ def build_model(*, chat: bool = True) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
+def user(text: str) -> dict[str, str]:
+    """Return a user's message."""
+    return {"role": "user", "content": text}
+
+
 @dataclass(frozen=True)
 class Served:
     """A running server and a client of it."""
@@ -56,17 +62,24 @@ class Served:
         """Post a request for the served model."""
         return self.client.post(path, json={"model": "tiny"} | body)
 
-    def complete(self, prompt: Any, **body: Any) -> Any:
-        """Return the object of a completion."""
-        response = self.post(COMPLETIONS, prompt=prompt, **body)
+    def answer(self, path: str, **body: Any) -> Any:
+        """Return the object of an answer."""
+        response = self.post(path, **body)
         assert response.status_code == 200, response.text
         return response.json()
 
+    def complete(self, prompt: Any, **body: Any) -> Any:
+        """Return the object of a completion."""
+        return self.answer(COMPLETIONS, prompt=prompt, **body)
+
     def chat(self, text: str, **body: Any) -> Any:
         """Return the object of an answer to one message."""
-        response = self.post(CHAT, messages=[{"role": "user", "content": text}], **body)
-        assert response.status_code == 200, response.text
-        return response.json()
+        return self.answer(CHAT, messages=[user(text)], **body)
+
+    def choose(self, prompt: str, **body: Any) -> Any:
+        """Return the only choice of a completion."""
+        [choice] = self.complete(prompt, **body)["choices"]
+        return choice
 
     def stream(self, path: str, **body: Any) -> list[Any]:
         """Return the objects of a streamed answer."""
@@ -97,10 +110,9 @@ def serve(
         server = build_server(build_app(engine, served, hosts, api_key), engine)
         thread = Thread(target=server.run, args=([listener],))
         thread.start()
-        url = f"http://127.0.0.1:{port}"
-        limits = httpx2.Limits(max_keepalive_connections=0)
+        url, limits = f"http://127.0.0.1:{port}", httpx2.Limits(max_keepalive_connections=0)
         try:
-            with httpx2.Client(base_url=url, timeout=120, limits=limits) as client:
+            with httpx2.Client(base_url=url, timeout=HANG_SECONDS, limits=limits) as client:
                 yield Served(client, engine, port)
         finally:
             server.should_exit = True

@@ -7,21 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from megatoken.serving.app import PAGE, build_policy
-from tests.cli.browser import Browser, find_browser
+from tests.cli.browser import Browser
+from tests.processes import wait_until
 from tests.serving.served import Served, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ANSWERS = "[...document.querySelectorAll('.turn.model p')].map(p => p.textContent)"
 IDLE = "!document.getElementById('send').disabled"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    with Browser(program) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +75,13 @@ def test_an_answer_is_stopped_by_escape_and_its_row_is_free(browser: Browser, se
         open_page(browser, served)
         say(browser, "long")
         browser.wait_for(f"({ANSWERS})[0]?.length > 2")
-        assert (
-            browser.evaluate("document.querySelector('.turn.model').getAttribute('aria-busy')")
-            == "true"
-        )
+        busy = "document.querySelector('.turn.model').getAttribute('aria-busy') === 'true'"
+        assert browser.evaluate(busy)
         browser.press("Escape")
         browser.wait_for(IDLE)
     finally:
         hook.remove()
-    deadline = time.monotonic() + 100
-    while served.engine.counts != (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: served.engine.counts == (0, 0))
 
 
 def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served):
