@@ -29,14 +29,13 @@ from tests.eval.reference_scorer import CPU, SINGLE, harness_ids, log_probabilit
 BYTES = load_tokenizer("bytes")
 LLAMA = {"n_kv_head": 1, "norm": "rmsnorm", "pos_emb": "rotary", "mlp": "swiglu", "bias": False}
 EXAMPLES = [
-    Example(
-        (("to be or", " not to be"), ("to be or", " that"), ("to be or", " not to see")),
-        1,
-        (9, 4, 10),
-    ),
-    Example((("a context with spaces  ", " x"), ("a context with spaces  ", " yes")), 0, (1, 3)),
-    Example((("", " nothing before"), ("", " it")), 1, (14, 2)),
-    Example((("long " * 40, " end"), ("long " * 40, " of it all")), 1, (3, 9)),
+    Example(tuple((context, choice) for choice in choices.split("|")), gold, lengths)
+    for context, choices, gold, lengths in (
+        ("to be or", " not to be| that| not to see", 1, (9, 4, 10)),
+        ("a context with spaces  ", " x| yes", 0, (1, 3)),
+        ("", " nothing before| it", 1, (14, 2)),
+        ("long " * 40, " end| of it all", 1, (3, 9)),
+    )
 ]
 
 
@@ -47,14 +46,6 @@ def make_tree(*sequences: tuple[list[int], int]) -> Tree:
 def score(model: GPT, examples: list[Example], comm: Comm = SINGLE) -> list[list[float]]:
     trees = [example.tree for example in encode_examples(examples, BYTES, model.config.seq_len)]
     return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, comm)]
-
-
-def test_padding_attends_to_itself_only():
-    trees = [make_tree(([5, 8, 9, 0], 2), ([5, 6, 7, 0], 2)), make_tree(([1, 2], 1))]
-    ids, mask = stack_trees(trees, CPU.torch_device)
-    assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
-    assert mask.positions_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
-    assert mask.attn_mask[1, 0].int().tolist() == torch.eye(5).tolist()
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,13 +75,10 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int):
 def test_log_likelihoods_equal_those_of_single_sequences(seq_len: int, fields: dict[str, Any]):
     model = make_model(seq_len=seq_len, **fields)
     for example, scores in zip(EXAMPLES, score(model, EXAMPLES), strict=True):
-        for prompt, log_p in zip(example.prompts, scores, strict=True):
-            context, continuation = (
-                harness_ids(prompt, BYTES) if prompt[0] else ([BYTES.eot], [*prompt[1].encode()])
-            )
-            assert log_p == pytest.approx(
-                float(log_probabilities(model, context, continuation).sum()), rel=1e-5
-            )
+        for (context, choice), log_p in zip(example.prompts, scores, strict=True):
+            ids = harness_ids((context, choice), BYTES)
+            ids = ids if context else ([BYTES.eot], [*choice.encode()])
+            assert log_p == pytest.approx(float(log_probabilities(model, *ids).sum()), rel=1e-5)
 
 
 class RankOfMany(Comm):

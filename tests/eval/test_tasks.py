@@ -7,69 +7,51 @@ from typing import Any
 
 import pyarrow
 import pytest
+import yaml
 from pyarrow import parquet
 
 from megatoken.errors import ConfigError, DataError
 from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
 
-ROWS: dict[str, dict[str, Any]] = {
-    "hellaswag": {
-        "activity_label": "Roof shingle  removal",
-        "ctx_a": "A man [header] sits [title] on  a   roof.",
-        "ctx_b": "he Looks",
-        "ctx": "A man [header] sits [title] on  a   roof. he Looks",
-        "endings": [
-            " is using [substeps] wrap.",
-            "is ripping [title] tiles",
-            "é [x",
-            "starts  up ",
-        ],
-        "label": "3",
-    },
-    "arc_easy": {
-        "question": "Which gas?",
-        "choices": {"text": ["oxygen", "neon ", "iron"], "label": ["1", "2", "3"]},
-        "answerKey": "2",
-    },
-    "openbookqa": {
-        "question_stem": "The sun is responsible for",
-        "choices": {"text": ["puppies", "plants", "ice", "war"], "label": ["A", "B", "C", "D"]},
-        "answerKey": " B",
-    },
-    "piqa": {
-        "goal": "Open a jar",
-        "sol1": "Twist the lid.",
-        "sol2": "Twist the jar, lid off.",
-        "label": 0,
-    },
-    "winogrande": {
-        "sentence": "The trophy did not fit the case as _ was too big.",
-        "option1": "the trophy",
-        "option2": "the case",
-        "answer": "1",
-    },
-    "lambada": {"text": 'he said, "go home"  and went'},
-}
+ROWS: dict[str, dict[str, Any]] = yaml.safe_load("""
+hellaswag:
+  activity_label: "Roof shingle  removal"
+  ctx_a: "A man [header] sits [title] on  a   roof."
+  ctx_b: "he Looks"
+  ctx: "A man [header] sits [title] on  a   roof. he Looks"
+  endings: [" is using [substeps] wrap.", "is ripping [title] tiles", "é [x", "starts  up "]
+  label: "3"
+arc_easy:
+  question: "Which gas?"
+  choices: {text: ["oxygen", "neon ", "iron"], label: ["1", "2", "3"]}
+  answerKey: "2"
+openbookqa:
+  question_stem: "The sun is responsible for"
+  choices: {text: ["puppies", "plants", "ice", "war"], label: ["A", "B", "C", "D"]}
+  answerKey: " B"
+piqa: {goal: "Open a jar", sol1: "Twist the lid.", sol2: "Twist the jar, lid off.", label: 0}
+winogrande:
+  sentence: "The trophy did not fit the case as _ was too big."
+  option1: "the trophy"
+  option2: "the case"
+  answer: "1"
+lambada: {text: 'he said, "go home"  and went'}
+""")
 HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
 
 
 # Context, choices, the right one, and their lengths in characters.
 PROMPTS = {
-    "hellaswag": (
-        HELLASWAG,
-        " is using wrap.| is ripping. tiles| é [x| starts up",
-        3,
-        (14, 17, 4, 9),
-    ),
-    "arc_easy": ("Question: Which gas?\nAnswer:", " oxygen| neon | iron", 1, (6, 5, 4)),
-    "openbookqa": ("The sun is responsible for", " puppies| plants| ice| war", 1, (7, 6, 3, 3)),
+    "hellaswag": (HELLASWAG, " is using wrap.| is ripping. tiles| é [x| starts up", 3, "14 17 4 9"),
+    "arc_easy": ("Question: Which gas?\nAnswer:", " oxygen| neon | iron", 1, "6 5 4"),
+    "openbookqa": ("The sun is responsible for", " puppies| plants| ice| war", 1, "7 6 3 3"),
     "piqa": (
         "Question: Open a jar\nAnswer:",
         " Twist the lid.| Twist the jar, lid off.",
         0,
-        (14, 23),
+        "14 23",
     ),
-    "lambada": ('he said, "go home"  and', " went", 0, ()),
+    "lambada": ('he said, "go home"  and', " went", 0, ""),
 }
 
 
@@ -78,7 +60,7 @@ def test_prompts_equal_the_harness(task: str):
     context, choices, gold, lengths = PROMPTS[task]
     example = TASKS[task].parse(ROWS[task])
     assert example.prompts == tuple((context, choice) for choice in choices.split("|"))
-    assert (example.gold, example.lengths) == (gold, lengths)
+    assert (example.gold, example.lengths) == (gold, tuple(map(int, lengths.split())))
     endings = ROWS[task].get("endings", ())
     assert example.raw_prompts == tuple((ROWS[task]["ctx"], f" {ending}") for ending in endings)
 
@@ -96,21 +78,22 @@ def test_hellaswag_row_without_ctx_a_uses_ctx():
     assert example.raw_prompts[1] == ("A man sits.", " b")
 
 
-@pytest.mark.parametrize(
-    ("task", "change"),
-    [
-        ("hellaswag", {"label": "4"}),
-        ("hellaswag", {"label": ""}),
-        ("arc_easy", {"answerKey": "D"}),
-        ("piqa", {"label": -1}),
-        ("winogrande", {"sentence": "no gap"}),
-        ("winogrande", {"answer": "3"}),
-        ("lambada", {"text": "word"}),
-    ],
-)
-def test_malformed_row(task: str, change: dict[str, Any]):
+MALFORMED = """
+hellaswag {"label": "4"}
+hellaswag {"label": ""}
+arc_easy {"answerKey": "D"}
+piqa {"label": -1}
+winogrande {"sentence": "no gap"}
+winogrande {"answer": "3"}
+lambada {"text": "word"}
+"""
+
+
+@pytest.mark.parametrize("line", MALFORMED.strip().splitlines())
+def test_malformed_row(line: str):
+    task, change = line.split(maxsplit=1)
     with pytest.raises(ValueError):
-        TASKS[task].parse(ROWS[task] | change)
+        TASKS[task].parse(ROWS[task] | json.loads(change))
 
 
 def test_find_tasks():
@@ -125,8 +108,7 @@ PIQA_ROWS = [{"goal": f"goal {n}", "sol1": "a", "sol2": "b", "label": n % 2} for
 PIQA = find_tasks("piqa")
 
 
-def write_rows(folder: Path, name: str) -> Path:
-    path = folder / name
+def write_rows(path: Path) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(PIQA_ROWS), path)
     else:
@@ -136,31 +118,34 @@ def write_rows(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str):
-    path = write_rows(tmp_path, f"piqa{suffix}")
+    path = write_rows(tmp_path / f"piqa{suffix}")
     examples = read_examples(PIQA, path)["piqa"]
-    assert [example.prompts[0][0] for example in examples] == [
-        f"Question: goal {n}\nAnswer:" for n in range(5)
+    assert [(example.prompts[0][0], example.gold) for example in examples] == [
+        (f"Question: goal {n}\nAnswer:", n % 2) for n in range(5)
     ]
-    assert [example.gold for example in examples] == [0, 1, 0, 1, 0]
     assert read_examples(PIQA, path, 2)["piqa"] == examples[:2]
     assert read_examples(PIQA, tmp_path)["piqa"] == examples
 
 
+ROW = json.dumps(PIQA_ROWS[0])
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "where"),
+    ("content", "where"),
     [
-        ("a.jsonl", '{"goal": "x"}\n', "a.jsonl:1"),
-        ("a.jsonl", json.dumps(PIQA_ROWS[0]) + "\n\n{oops\n", "a.jsonl:3"),
-        ("a.jsonl", json.dumps(PIQA_ROWS[0]) + "\n[1]\n", "a.jsonl:2"),
-        ("a.jsonl", "", "a.jsonl"),
-        ("a.parquet", "PAR1", "a.parquet"),
-        ("a.csv", "goal,sol1", "a.csv:1"),
+        ('{"goal": "x"}\n', "a.jsonl:1"),
+        (f"{ROW}\n\n{{oops\n", "a.jsonl:3"),
+        (f"{ROW}\n[1]\n", "a.jsonl:2"),
+        ("", "a.jsonl"),
+        ("PAR1", "a.parquet"),
+        ("goal,sol1", "a.csv:1"),
     ],
 )
-def test_malformed_file(tmp_path: Path, name: str, content: str, where: str):
-    (tmp_path / name).write_text(content)
+def test_malformed_file(tmp_path: Path, content: str, where: str):
+    path = tmp_path / where.partition(":")[0]
+    path.write_text(content)
     with pytest.raises(DataError, match=where):
-        read_examples(PIQA, tmp_path / name)
+        read_examples(PIQA, path)
 
 
 def test_missing_file(tmp_path: Path):
@@ -171,7 +156,7 @@ def test_missing_file(tmp_path: Path):
 
 def test_one_file_cannot_be_two_tasks(tmp_path: Path):
     with pytest.raises(ConfigError):
-        read_examples(find_tasks("piqa,lambada"), write_rows(tmp_path, "piqa.jsonl"))
+        read_examples(find_tasks("piqa,lambada"), write_rows(tmp_path / "piqa.jsonl"))
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch):

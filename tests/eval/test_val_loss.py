@@ -1,6 +1,5 @@
 """Validation loss per token and per byte of text, and perplexity."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatoken.eval.val_loss import loss_metrics, to_batch, validation_loss
 from megatoken.model.gpt import set_attention, set_block_kernels
 from megatoken.native.selection import find_library
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
-from tests.tiny_run import read_rows, train
+from tests.tiny_run import read_rows, train, write_jsonl
 
 BYTES = load_tokenizer("bytes")
 TEXT = "Größe, 大きさ, taille. " * 8
@@ -36,12 +35,13 @@ def test_mean_over_all_targets_and_bits_per_byte():
     result = validation_loss(model, rows, CPU, chunk=8, comm=SINGLE, count_bytes=BYTES.count_bytes)
     inputs = torch.from_numpy(np.concatenate(rows).astype(np.int64))
     with torch.no_grad():
-        loss = F.cross_entropy(model.logits(inputs[:, :-1]).flatten(0, 1), inputs[:, 1:].flatten())
-    assert result["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert result["target_tokens"] == 96
-    assert result["text_bytes"] == 95  # the end-of-text token has no text
-    assert result["perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(float(loss) * 96 / 95 / math.log(2), rel=1e-6)
+        logits = model.logits(inputs[:, :-1]).flatten(0, 1)
+    loss = float(F.cross_entropy(logits, inputs[:, 1:].flatten()))
+    assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    # The end-of-text token has no text.
+    assert (result["target_tokens"], result["text_bytes"]) == (96, 95)
+    assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(loss * 96 / 95 / math.log(2), rel=1e-6)
     assert model.training
 
 
@@ -52,13 +52,12 @@ def test_the_precision_does_not_depend_on_masks():
     set_block_kernels(model, "native")
     device = replace(CPU, precision="bf16")
     batch = to_batch(np.arange(34).reshape(2, 17))
-    losses = [
-        validation_loss(model, [rows], device, chunk=8, comm=SINGLE, count_bytes=BYTES.count_bytes)[
-            "loss"
-        ]
+    options = {"chunk": 8, "comm": SINGLE, "count_bytes": BYTES.count_bytes}
+    plain, masked = (
+        validation_loss(model, [rows], device, **options)["loss"]
         for rows in (batch, replace(batch, starts_BT=torch.zeros(2, 16, dtype=torch.int64)))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    )
+    assert plain == pytest.approx(masked, rel=1e-6)
 
 
 def test_extreme_values():
@@ -66,70 +65,52 @@ def test_extreme_values():
     assert math.isnan(loss_metrics(1.0, 1, 0)["bits_per_byte"])
 
 
-@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
-def test_bytes_of_byte_level_ids_sum_to_the_text(spec: str):
-    tokenizer = load_tokenizer(spec, lambda: iter([TEXT]))
-    ids = np.array([[tokenizer.eot, *tokenizer.encode(TEXT), tokenizer.eot]], np.int64)
-    assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == len(TEXT.encode())
-
-
 def build_tokenizer(kind: str) -> Tokenizer:
     """Return a tokenizer of bytes and a few words that changes text in its own way."""
-    space = "\u2581"
-    words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
-    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    inner = tokenizers.Tokenizer(
-        models.BPE(
-            {token: id for id, token in enumerate(tokens)},
-            [],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    first = {"prefix": [normalizers.Prepend(space)], "NFKC": [normalizers.NFKC()]}.get(kind, [])
-    inner.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", space)])
-    strip = [decoders.Strip(" ", 1, 0)] if kind == "prefix" else []
-    inner.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip]
-    )
-    if kind == "added space":
-        inner = tokenizers.Tokenizer.from_str(
-            load_tokenizer("bpe:300", lambda: iter([TEXT])).to_json()
-        )
+    if kind in ("bpe:300", "added space"):
+        tokenizer = load_tokenizer("bpe:300", lambda: iter([TEXT]))
+        if kind == "bpe:300":
+            return tokenizer
+        inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    else:
+        space = "\u2581"
+        words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
+        tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+        ids = {token: id for id, token in enumerate(tokens)}
+        inner = tokenizers.Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+        changes = {"prefix": [normalizers.Prepend(space)], "NFKC": [normalizers.NFKC()]}
+        replace_space = normalizers.Replace(" ", space)
+        inner.normalizer = normalizers.Sequence([*changes.get(kind, []), replace_space])
+        strip = [decoders.Strip(" ", 1, 0)] if kind == "prefix" else []
+        inner.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip]
+        )
     inner.add_special_tokens(["<unk>", "</s>"])
     return Tokenizer(inner, kind, inner.token_to_id("</s>"))
 
 
-@pytest.mark.parametrize("kind", ["no U+2581", "prefix", "NFKC", "added space"])
+@pytest.mark.parametrize("kind", ["no U+2581", "prefix", "NFKC", "added space", "bpe:300"])
 def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     tokenizer = build_tokenizer(kind)
     model = make_model(seq_len=16, n_layer=1, vocab_size=tokenizer.vocab_size)
     texts = ["a", "an the \ufb01n \u5927 \u2014  the", "then a \n", "\u304d a"]
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "text.jsonl").write_text(rows)
-    result = evaluate(model, tokenizer, data=tmp_path / "text.jsonl")
-    assert result["text_bytes"] == sum(len(text.encode()) for text in texts)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    result = evaluate(model, tokenizer, data=text)
+    assert result["text_bytes"] == sum(len(text.encode()) for text in texts) - (kind == "bpe:300")
     nats = result["loss"] * result["target_tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
     tokenizer.save(tmp_path / "tokenizer")
-    prepare(
-        f"{tmp_path}/text.jsonl",
-        tmp_path / "shards",
-        tokenizer=f"{tmp_path}/tokenizer",
-        val_fraction=0,
-    )
+    shards = tmp_path / "shards"
+    prepare(str(text), shards, tokenizer=f"{tmp_path}/tokenizer", val_fraction=0)
     for limit in (0, 32):
-        answers = [
-            evaluate(model, tokenizer, data=tmp_path / name, limit=limit)
-            for name in ("text.jsonl", "shards")
-        ]
-        for answer in answers:
-            del answer["data"], answer["split"]
-        assert answers[0] == answers[1]
-    first = {"no U+2581": 1, "prefix": 0}  # bytes of the first token, which is no target
+        of_text, of_shards = (
+            evaluate(model, tokenizer, data=data, limit=limit) for data in (text, shards)
+        )
+        assert of_text | {"data": shards, "split": "train"} == of_shards | {"data": shards}
+    first = {"no U+2581": 1, "prefix": 0, "bpe:300": 0}  # bytes of the first token, no target
     if kind in first:  # the others change the text
-        tokens = load_dataset(tmp_path / "shards").train
+        tokens = load_dataset(shards).train
         ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
         assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == result["text_bytes"] - first[kind]
 
