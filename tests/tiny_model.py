@@ -80,6 +80,17 @@ def tiny_batch(seed: int = 0) -> Batch:
     return Batch(*tiny_rows(seed))
 
 
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Draw normal values."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the error's norm as a share of the exact values', which is 0 only if both are."""
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
 def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:
     """Two rows whose first three tokens are alike have the same logits as branches of one tree."""
     T = ids.shape[1]

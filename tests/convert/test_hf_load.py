@@ -4,22 +4,22 @@ import json
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
-from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.load import WEIGHTS, load_hf
 from megatoken.convert.load_pretrained import find_tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 24, "vocab_size": 130}
@@ -28,9 +28,7 @@ SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 24, "vocab_size
 def reference_model(seed: int = 0, **sizes: int) -> Any:
     """Return a GPT2LMHeadModel with random weights, biases and norms."""
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers")
-        reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.dim() == 1:
@@ -39,9 +37,7 @@ def reference_model(seed: int = 0, **sizes: int) -> Any:
 
 
 def save(reference: Any, folder: Path, **options: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers")
-        reference.save_pretrained(folder, **options)
+    reference.save_pretrained(folder, **options)
     return folder
 
 
@@ -62,19 +58,6 @@ def logits_of(model: GPT) -> torch.Tensor:
         return model.logits(torch.arange(20)[None])
 
 
-def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]):
-    reference, folder = small
-    model, _ = load_hf(str(folder))
-    assert model.config == ModelConfig(
-        n_layer=2, n_head=2, d_model=16, d_ff=64, vocab_size=130, seq_len=24
-    )
-    assert model.tokens.weight.shape == (256, 16)
-    assert not model.tokens.weight[130:].any()
-    with torch.no_grad():
-        logits = reference(torch.arange(20)[None]).logits
-    torch.testing.assert_close(logits_of(model), logits, rtol=1e-5, atol=1e-6)
-
-
 def test_the_index_selects_weights(small: tuple[Any, Path], tmp_path: Path):
     folder = save(reference_model(seed=1, **SMALL), tmp_path)
     (folder / WEIGHTS).rename(tmp_path / "stale")
@@ -88,8 +71,7 @@ def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_pa
     shards = save(small[0], tmp_path / "shards", max_shard_size="5KB")
     sorted(shards.glob("*.safetensors"))[1].unlink()
     (folder / WEIGHTS).unlink()
-    (tmp_path / "empty").mkdir()
-    for path in (shards, folder, tmp_path / "empty"):
+    for path in (shards, folder, tmp_path):
         with pytest.raises(CheckpointError):
             load_hf(str(path))
 
@@ -105,9 +87,7 @@ def test_hub_names_are_found_in_the_local_cache(
     shutil.copytree(small[1], home / "snapshots" / commit)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
-    model, snapshot = load_hf("somebody/tiny-gpt2")
-    assert snapshot == home / "snapshots" / commit
-    assert model.config.n_layer == 2
+    assert load_hf("somebody/tiny-gpt2")[1] == home / "snapshots" / commit
     with pytest.raises(CheckpointError):
         load_hf("somebody/absent")
 
@@ -154,17 +134,22 @@ def test_older_layouts_load_and_tensors_that_do_not_fit_are_refused(folder: Path
     assert torch.equal(load_hf(name)[0].positions.weight, rounded)
 
 
+UNSUPPORTED = """
+- model_type: opt
+- activation_function: relu
+- scale_attn_by_inverse_layer_idx: true
+- layer_norm_epsilon: 0
+- tie_word_embeddings: false
+- n_head: 3
+- n_layer: 3
+- n_layer: 10_000_000
+"""
+
+
 def test_unsupported_configs_are_refused(folder: Path):
     path = folder / "config.json"
     written = json.loads(path.read_text())
-    for values in (
-        {"model_type": "opt"},
-        {"activation_function": "relu"},
-        {"scale_attn_by_inverse_layer_idx": True},
-        {"layer_norm_epsilon": 0},
-        {"tie_word_embeddings": False},
-        *({"n_head": 3}, {"n_layer": 3}, {"n_layer": 10**7}),
-    ):
+    for values in yaml.safe_load(UNSUPPORTED):
         path.write_text(json.dumps(written | values))
         with pytest.raises(CheckpointError):
             load_hf(str(folder))

@@ -11,7 +11,12 @@ from megatoken.convert.load_pretrained import read_model_config
 from megatoken.errors import ExitCode
 from tests.conftest import Ask
 from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_run
-from tests.convert.test_recipes_nanogpt import model_args, to_nanogpt
+from tests.convert.test_recipes_nanogpt import save_nanogpt
+
+RECIPE = """
+model: {n_layer: 1, n_head: 2, d_model: 32, seq_len: 24, vocab_size: 257}
+budget: {steps: 1, batch_tokens: 240}
+"""
 
 
 def list_tensors(name: str | Path, ask: Ask) -> dict[str, tuple[list[int], str]]:
@@ -33,8 +38,7 @@ def test_files_of_other_programs(tmp_path: Path, ask: Ask):
     assert list(tensors)[:3] == ["tokens.weight", "positions.weight", "blocks.0.norm1.weight"]
     assert tensors["tokens.weight"] == ([BYTES, 32], "float32")
     assert tensors.keys() == dict(model.named_parameters()).keys()
-    content = {"model": to_nanogpt(model), "model_args": model_args(model)}
-    torch.save(content, tmp_path / "ckpt.pt")
+    save_nanogpt(tmp_path / "ckpt.pt", model)
     tensors = list_tensors(tmp_path / "ckpt.pt", ask)
     assert tensors["transformer.h.0.mlp.c_fc.weight"] == ([128, 32], "float32")
 
@@ -43,9 +47,7 @@ def test_sizes_are_read_without_weights(tmp_path: Path):
     (tmp_path / "hf").mkdir()
     write_hf(tmp_path / "hf", draw_model(), byte_tokenizer(), "fp32")
     (tmp_path / "hf" / "model.safetensors").unlink()
-    weights = max(
-        save_run(tmp_path / "run", draw_model()).iterdir(), key=lambda p: p.stat().st_size
-    )
+    weights = save_run(tmp_path / "run", draw_model()) / "model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     for name in ("hf", "run"):
         assert read_model_config(tmp_path / name) == TINY_GPT
@@ -58,8 +60,7 @@ def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask):
     for name in (tmp_path, checkpoint):
         assert list_tensors(name, ask) == expected
     assert list_tensors("gpt2-124m", ask)["tokens.weight"] == ([50304, 768], "float32")
-    recipe = "model: {n_layer: 1, n_head: 2, d_model: 32, seq_len: 24, vocab_size: 257}\n"
-    (tmp_path / "own.yaml").write_text(recipe + "budget: {steps: 1, batch_tokens: 240}\n")
+    (tmp_path / "own.yaml").write_text(RECIPE)
     assert list_tensors(tmp_path / "own.yaml", ask) == {
         name: value for name, value in expected.items() if not name.startswith("blocks.1.")
     }

@@ -12,8 +12,10 @@ from megatoken.convert.recipes.translation import load_table
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.train.state import build_step_config
 from tests.conftest import Ask
-from tests.convert.models import UNCHOSEN, draw_model, read_fields, save_llmc
+from tests.convert.models import draw_model, save_llmc, translated_values
 from tests.data.small_dataset import write_external
+from tests.tables import read_table
+from tests.tiny_run import MACHINE
 
 REFERENCE = (  # the 124M run on FineWeb
     "-i dev/data/fineweb10B/fineweb_train_*.bin -j dev/data/fineweb10B/fineweb_val_*.bin "
@@ -57,32 +59,31 @@ sample.top_k 0
 def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     resolved = translate_llmc(REFERENCE, processes=8).resolve([])
-    values = {key: str(value) for key, value in flatten(resolved.config).items()}
-    assert {
-        key: value for key, value in values.items() if resolved.origins[key].startswith("llm.c")
-    } == read_fields(REFERENCE_FIELDS)
+    assert translated_values(resolved) == read_table(REFERENCE_FIELDS)
     assert resolved.name == "llmc-d12"
     assert resolved.origins["optim.warmup"] == "llm.c -u 700"
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"
 
 
-@pytest.mark.parametrize(
-    ("decay", "rates"),
-    [
-        # min + 0.5 (1 + cos(pi r)) (lr - min), with r = (step - warm-up) / (steps - warm-up)
-        ("cosine", [2e-4, 2e-3, 1.1e-3]),
-        ("linear", [2e-4, 2e-3, 1.1e-3]),
-        ("constant", [2e-3, 2e-3, 2e-3]),  # llm.c's has no warm-up
-        ("wsd", [2e-4, 2e-3, 2e-3]),
-    ],
-)
-def test_learning_rates_equal_llmc(decay: str, rates: list[float]):
+# At steps 0, 10, 60 and 93, with r = (step - warm-up) / (steps - warm-up):
+# min + 0.5 (1 + cos(pi r)) (lr - min); wsd, from step 88 on: min + (1 - sqrt(r)) (lr - min).
+RATES = """
+cosine 2e-4 2e-3 1.1e-3 3.2533218e-4
+linear 2e-4 2e-3 1.1e-3 5.06e-4
+constant 2e-3 2e-3 2e-3 2e-3
+wsd 2e-4 2e-3 2e-3 1.1418837e-3
+"""
+
+
+@pytest.mark.parametrize("row", RATES.strip().splitlines())
+def test_learning_rates_equal_llmc(row: str):
+    """llm.c's constant rate has no warm-up."""
+    decay, *rates = row.split()
     words = f"-e d6 -t 64 -b 4 -d 256 -x 110 -l 0.002 -u 10 -q 0.1 -k {decay}"
     run = translate_llmc(words).resolve([]).config
     schedule = build_step_config(run, epoch_tokens=10**6).schedule
-    assert [schedule.lr(step) for step in (0, 10, 60)] == pytest.approx(rates)
-    if decay == "wsd":  # from step 88 on: min + (1 - sqrt(r)) (lr - min)
-        assert schedule.lr(88 + 22 // 4) == pytest.approx(2e-4 + (1 - (5 / 22) ** 0.5) * 1.8e-3)
+    found = [schedule.lr(step) for step in (0, 10, 60, 93)]
+    assert found == pytest.approx([*map(float, rates)])
 
 
 COMMANDS = """
@@ -145,8 +146,7 @@ def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):
     name = save_llmc(tmp_path / "first", draw_model())
     flags = f"-i {tmp_path}/data/b_train_*.bin -j {tmp_path}/data/b_val_*.bin -e {name}"
     flags += f" -o {tmp_path}/run -b 4 -t 24 -d 192 -x 3 -u 1 -l 0.001 -v 2 -m 2 -s 0 -z 1"
-    settings = f"data.tokenizer={name.parent} {' '.join(UNCHOSEN)}"
-    summary = ask(f"train --llmc '{flags}' {settings}")
+    summary = ask(f"train --llmc '{flags}' data.tokenizer={name.parent} {MACHINE}")
     assert (summary["run"], summary["steps"], summary["tokens"]) == (f"{tmp_path}/run", 3, 576)
     back = tmp_path / "back"
     assert main(f"export {tmp_path / 'run'} --to llmc --out {back}".split()) == ExitCode.DONE

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import write_hf
@@ -31,44 +32,55 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>", "<|begin|>", "</s>", "<eos>"]
-EOT, START, END, EOM, BEGIN, TAG, EOS = range(256, 263)
-TURN = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-TOOLS = "{{ bos_token }}{{ tools | length }}" + TURN
-EXTRA = "additional_chat_templates/tool_use.jinja"
-LIST = [{"name": "default", "template": TURN}, {"name": "tool_use", "template": TOOLS}]
-NAMED = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>"}
+EOT, TAG, EOS = 256, 261, 262
 VOCABULARY = byte_vocabulary() | {name: 256 + at for at, name in enumerate(NAMES)}
-BASE = ["<|endoftext|>", "<|eom|>", "<|begin|>"]
-# Files of a folder; "special": the special tokens if not all NAMES are, () for a vocab.json.
+# Files of a folder; "special": the special tokens if not all NAMES are, none for a vocab.json.
 CONFIGS = ("config.json", "generation_config.json")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "text": {"tokenizer_config.json": {**NAMED, "chat_template": TURN}},
-    "list": {"tokenizer_config.json": {**NAMED, "chat_template": LIST}},
-    "jinja": {"chat_template.jinja": TURN, "tokenizer_config.json": {"eos_token": "<|im_end|>"}},
-    "named": {"chat_template.jinja": TURN, EXTRA: TOOLS, "tokenizer_config.json": NAMED},
-    "three ends": {
-        "chat_template.jinja": TURN,
-        "tokenizer_config.json": NAMED,
-        "config.json": {"eos_token_id": [END, EOT, EOM]},
-    },
-    "ends of two files": {
-        "chat_template.jinja": TURN,
-        "config.json": {"eos_token_id": EOT, "bos_token_id": BEGIN},
-        "generation_config.json": {"eos_token_id": [EOM, END]},
-    },
-    "config": {"special": ["<eos>"], "tokenizer_config.json": {"eos_token": "<eos>"}},
-    "map": {
-        "special": ["<eos>", "<|begin|>"],
-        "special_tokens_map.json": {"eos_token": {"content": "<eos>"}, "bos_token": "<|begin|>"},
-    },
-    "adds bos": {"special": BASE, "tokenizer_config.json": {**NAMED, "add_bos_token": True}},
-    "no template": {"special": BASE, "tokenizer_config.json": {**NAMED, "pad_token": "<|eom|>"}},
-    "vocabulary": {
-        "special": (),
-        "tokenizer_config.json": {**NAMED, "eos_token": "</s>", "tokenizer_class": "GPT2Tokenizer"},
-        "config.json": {"eos_token_id": TAG, "bos_token_id": BEGIN},
-    },
-}
+LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+no template:
+  special: &base [<|endoftext|>, <|eom|>, <|begin|>]
+  tokenizer_config.json: {<<: &named {eos_token: <|endoftext|>, bos_token: <|begin|>}, pad_token: <|eom|>}
+adds bos:
+  special: *base
+  tokenizer_config.json: {<<: *named, add_bos_token: true}
+text:
+  tokenizer_config.json:
+    <<: *named
+    chat_template: &turn "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+list:
+  tokenizer_config.json:
+    <<: *named
+    chat_template:
+    - {name: default, template: *turn}
+    - name: tool_use
+      template: &tools "{{ bos_token }}{{ tools | length }}\\
+        {% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+jinja:
+  chat_template.jinja: *turn
+  tokenizer_config.json: {eos_token: <|im_end|>}
+named:
+  chat_template.jinja: *turn
+  additional_chat_templates/tool_use.jinja: *tools
+  tokenizer_config.json: *named
+three ends:
+  chat_template.jinja: *turn
+  tokenizer_config.json: *named
+  config.json: {eos_token_id: [258, 256, 259]}
+ends of two files:
+  chat_template.jinja: *turn
+  config.json: {eos_token_id: 256, bos_token_id: 260}
+  generation_config.json: {eos_token_id: [259, 258]}
+config:
+  special: [<eos>]
+  tokenizer_config.json: {eos_token: <eos>}
+map:
+  special: [<eos>, <|begin|>]
+  special_tokens_map.json: {eos_token: {content: <eos>}, bos_token: <|begin|>}
+vocabulary:
+  special: []
+  tokenizer_config.json: {<<: *named, eos_token: </s>, tokenizer_class: GPT2Tokenizer}
+  config.json: {eos_token_id: 261, bos_token_id: 260}
+""")
 
 
 def write_files(folder: Path, layout: dict[str, Any]) -> None:

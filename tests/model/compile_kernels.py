@@ -82,14 +82,8 @@ def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            f"--gpu-name={target[1]}",
-            file.name,
-            "-o",
-            "/dev/null",
-        ]
+        options = f"-v --gpu-name={target[1]} {file.name} -o /dev/null"
+        command = [get_ptxas(arch).path, *options.split()]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = re.search(r"Used (\d+) registers", output)
     spills = re.search(r"(\d+) bytes spill stores", output)

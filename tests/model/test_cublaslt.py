@@ -10,7 +10,7 @@ from torch import Tensor
 from megatoken.model.gpt import GPT, set_activation_checkpointing, set_block_kernels
 from megatoken.model.kernels import cublaslt
 from tests.nullgpu.counters import is_loaded
-from tests.tiny_model import TINY_GPT
+from tests.tiny_model import TINY_GPT, draw, relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or is_loaded(), reason="needs an NVIDIA GPU"
@@ -18,19 +18,14 @@ pytestmark = pytest.mark.skipif(
 LIMIT = 8e-3  # relative L2 error; bf16 has 8 significant bits
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return (values / shape[-1] ** 0.5).to("cuda", torch.bfloat16)
-
-
-def error(ours: Tensor, exact: Tensor) -> float:
-    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+def draw_scaled(*shape: int, seed: int) -> Tensor:
+    return (draw(*shape, seed=seed) / shape[-1] ** 0.5).to("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "width", "out"), [(24, 16, 40), (3001, 160, 640)])
 def test_values_and_gradients(rows: int, width: int, out: int):
-    inputs = [draw(rows, width, seed=0), draw(out, width, seed=1), draw(out, seed=2)]
-    dy = draw(rows, out, seed=3)
+    shapes = (rows, width), (out, width), (out,), (rows, out)
+    *inputs, dy = (draw_scaled(*shape, seed=seed) for seed, shape in enumerate(shapes))
     results = []
     for dtype, linear in ((torch.bfloat16, cublaslt.linear_gelu), (torch.float64, F.linear)):
         given = [x.to(dtype).requires_grad_() for x in inputs]
@@ -39,7 +34,7 @@ def test_values_and_gradients(rows: int, width: int, out: int):
         results.append([y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))])
     for ours, exact in zip(*results, strict=True):
         assert ours.dtype == torch.bfloat16
-        assert error(ours, exact) < LIMIT
+        assert relative_error(ours, exact) < LIMIT
 
 
 @pytest.mark.parametrize("mode", ["none", "gelu"])
@@ -49,4 +44,4 @@ def test_a_model_has_the_same_hidden_states(mode: Any):
     expected = model(ids).detach()
     set_block_kernels(model, "cublaslt")
     set_activation_checkpointing(model, mode)
-    assert error(model(ids).detach(), expected) < LIMIT
+    assert relative_error(model(ids), expected) < LIMIT

@@ -33,30 +33,19 @@ def test_the_share_that_is_kept_and_its_scale(p: float):
 
 def test_masks_of_neighbours_are_not_correlated():
     own = kept(keys())
-    others = [
-        kept(keys(seed=2)),
-        kept(keys(step=1)),
-        kept(keys(), site=1),
-        kept(fold_in(keys(), 1)),
-    ]
-    others += [own.roll(1, dim) for dim in range(4)] + [
-        own.roll((1, 1), (1, 2)),
-        own.roll((1, -1), (2, 3)),
-    ]
-    for other in others:
-        agreeing = (own == other).double().mean()  # of fair coins one half
-        assert float((agreeing - 0.5).abs()) < 4 * 0.5 / math.sqrt(own.numel())
+    others = [kept(each) for each in (keys(seed=2), keys(step=1), fold_in(keys(), 1))]
+    others += [kept(keys(), site=1), own.roll((1, 1), (1, 2)), own.roll((1, -1), (2, 3))]
+    others += [own.roll(1, dim) for dim in range(4)]
     # Rows and columns at random would repeat themselves in fours where the last round were linear.
     fours = own[..., ::2, ::2] ^ own[..., 1::2, ::2] ^ own[..., ::2, 1::2] ^ own[..., 1::2, 1::2]
-    assert float((fours.double().mean() - 0.5).abs()) < 4 * 0.5 / math.sqrt(fours.numel())
+    for coins in (*(own ^ other for other in others), fours):
+        assert float((coins.double().mean() - 0.5).abs()) < 4 * 0.5 / math.sqrt(coins.numel())
 
 
 def test_a_mask_is_the_same_in_any_slice():
     whole = kept(keys())
-    assert torch.equal(
-        torch.cat([kept(keys(first=n, count=4), shape=(4, *SHAPE[1:])) for n in (0, 4, 8, 12)]),
-        whole,
-    )
+    parts = [kept(keys(first=n, count=4), shape=(4, *SHAPE[1:])) for n in (0, 4, 8, 12)]
+    assert torch.equal(torch.cat(parts), whole)
     slices = []
     for rank in range(3):
         part = Dropout(0.5, 0)

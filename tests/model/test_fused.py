@@ -5,10 +5,10 @@ On a machine without a GPU it runs in Triton's interpreter, which tests/conftest
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatoken.model.kernels import LOSS
 from megatoken.model.kernels import cross_entropy as softmax
+from tests.tiny_model import draw
 
 pytestmark = pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,10 +17,6 @@ BOUNDS = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
-
-
-def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
@@ -43,7 +39,7 @@ def test_loss(
     targets[rows // 2] = -1 if rows > 1 else 0
     results = []
     for name in ("torch", "triton"):
-        logits = 3 * random(rows, padded, dtype=dtype)
+        logits = 3 * draw(rows, padded, dtype=dtype).to(DEVICE)
         loss = LOSS[name](logits, targets, vocabulary, softcap, overwrite=True)
         results.append([loss, logits.float()])
     for fused, plain in zip(results[1], results[0], strict=True):
@@ -54,7 +50,7 @@ def test_loss(
 
 
 def test_loss_without_overwrite_leaves_the_logits():
-    logits = random(4, 40)
+    logits = draw(4, 40).to(DEVICE)
     before = logits.clone()
     LOSS["triton"](logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), 33, overwrite=False)
     assert torch.equal(logits, before)

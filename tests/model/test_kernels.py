@@ -2,6 +2,7 @@
 training, sampling and scoring alike, or refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,19 @@ from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.selection import find_library
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits
+from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, draw
 
 ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))
-
-
-def random(*sizes: int, seed: int = 0) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+SIZES = """
+1 1 1 1 8
+2 3 3 64 8
+1 2 2 65 16
+2 1 1 300 8
+1 2 2 129 4
+2 4 2 65 8
+1 6 1 9 8
+"""
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def causal(
@@ -38,75 +45,49 @@ def causal(
 
 
 @pytest.mark.parametrize("name", ["flash", "blocked"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 1, 1, 8),
-        (2, 3, 3, 64, 8),
-        (1, 2, 2, 65, 16),
-        (2, 1, 1, 300, 8),
-        (1, 2, 2, 129, 4),
-        (2, 4, 2, 65, 8),
-        (1, 6, 1, 9, 8),
-    ],
-)
+@pytest.mark.parametrize("sizes", SIZES.strip().splitlines())
 @pytest.mark.parametrize("window", [0, 1, 50, 70, 128, 500])
-def test_attention_equals_the_formula(
-    name: str, sizes: tuple[int, int, int, int, int], window: int
-):
-    B, H, K, T, D = sizes
-    found, expected = [], []
-    for results, each in ((found, name), (expected, "explicit")):
-        packed = random(
-            B, T, H + 2 * K, D
-        ).requires_grad_()  # the model passes views of one packed product
+def test_attention_equals_the_formula(name: str, sizes: str, window: int):
+    B, H, K, T, D = map(int, sizes.split())
+    results = []
+    for each in (name, "explicit"):
+        # The model passes views of one packed product.
+        packed = draw(B, T, H + 2 * K, D).requires_grad_()
         q, k, v = packed.transpose(1, 2).split((H, K, K), dim=1)
         y = causal(each, q, k, v, window=window)
-        y.backward(random(B, T, H, D, seed=1).transpose(1, 2))
-        assert packed.grad is not None
-        results += [y.detach(), packed.grad]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+        y.backward(draw(B, T, H, D, seed=1).transpose(1, 2))
+        results.append((y.detach(), packed.grad))
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("T", "S"), [(1, 7), (3, 7), (7, 7)])
 def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, S: int):
-    q, k, v = random(2, 4, T, 8), *random(2, 2, kv_heads, S, 8, seed=1)
-    mask = random(2, 1, T, S, seed=2) > 0
+    q, k, v = draw(2, 4, T, 8), *draw(2, 2, kv_heads, S, 8, seed=1)
+    mask = draw(2, 1, T, S, seed=2) > 0
     mask[..., -1] = True  # every query sees something
     for each in (mask, mask[:1], None):
-        flash, explicit = (
-            fn(q, k, v, mask=each, causal=False, dropout=None)
-            for fn in (flash_attention, explicit_attention)
-        )
-        torch.testing.assert_close(flash, explicit, rtol=2e-5, atol=2e-6)
+        options: dict[str, Any] = {"mask": each, "causal": False, "dropout": None}
+        expected = explicit_attention(q, k, v, **options)
+        torch.testing.assert_close(flash_attention(q, k, v, **options), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_is_applied_to_the_weights(name: str):
-    q, k, v = random(3, 1, 2, 32, 8)
+    q, k, v = draw(3, 1, 2, 32, 8)
 
     def drop_odd_keys(weights_BHTS: Tensor) -> Tensor:
         return 2 * weights_BHTS * (torch.arange(32) % 2 == 0)
 
-    expected = drop_odd_keys(
-        (q @ k.mT / 8**0.5).masked_fill(~torch.ones(32, 32).tril().bool(), -torch.inf).softmax(-1)
-    )
-    torch.testing.assert_close(
-        causal(name, q, k, v, drop_odd_keys), expected @ v, rtol=1e-5, atol=1e-6
-    )
+    scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(32, 32).triu(1) > 0, -torch.inf)
+    expected = drop_odd_keys(scores.softmax(-1)) @ v
+    torch.testing.assert_close(causal(name, q, k, v, drop_odd_keys), expected, **CLOSE)
 
 
 def alibi(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: Dropout,
-) -> Tensor:
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor,
+    *, mask: Tensor | None, causal: bool, dropout: Dropout,
+) -> Tensor:  # fmt: skip
     """Attention with linear biases (Press et al. 2022), a slope per head, by distance in the sequence."""
     (H, T), S = q_BHTD.shape[1:3], k_BKSD.shape[2]
     if causal:
@@ -122,17 +103,14 @@ def alibi(
     return (weights if dropout is None else dropout(weights)) @ repeat_kv(v_BKSD, H)
 
 
-@pytest.fixture
-def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION, "custom", flash_attention)
-
-
-@pytest.mark.usefixtures("_registry_restored")
 @pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
     "fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)]
 )
-def test_a_custom_attention_computes_training_sampling_and_scoring(family: ModelConfig, fn: object):
+def test_a_custom_attention_computes_training_sampling_and_scoring(
+    family: ModelConfig, fn: object, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ATTENTION, "custom", flash_attention)  # restored in the end
     model = GPT(replace(family, n_head=4)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,12 +124,11 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
         assert float((expected - plain).abs().max()) > 0.1
 
         cache = KeyValueCache(
-            model.config, rows=2, capacity=12, dtype=torch.float32, device=torch.device("cpu")
+            model.config, rows=2, capacity=12, dtype=torch.float32, device=ids.device
         )
         pieces = [model(piece, cache) for piece in ids.split([4, 1, 5, 2], dim=1)]
-        torch.testing.assert_close(
-            model.lm_head(torch.cat(pieces, 1)), expected, rtol=1e-4, atol=1e-4
-        )
+        found = model.lm_head(torch.cat(pieces, 1))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
         ids[1, :3] = ids[0, :3]
         assert_tree_logits(model, ids)

@@ -1,66 +1,63 @@
 """Cross-entropy in chunks: the same numbers as whole, and as torch's own."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatoken.model.loss import cross_entropy, token_log_probs
+from tests.tiny_model import draw, relative_error
 
 
 def make(
     rows: int, time: int, width: int, vocab: int, padded: int, seed: int
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw hidden states, the weight of the output layer and targets."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, time, width, generator=generator)
-    weight = torch.randn(padded, width, generator=generator)
     targets = torch.randint(0, vocab, (rows, time), generator=generator)
-    return hidden, weight, targets
+    return draw(rows, time, width, seed=seed), draw(padded, width, seed=seed + 1), targets
+
+
+def differentiate(
+    loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, scale: float = 1.0
+) -> list[Tensor]:
+    """Return a loss of hidden states and weights, and its gradients times a scale."""
+    inputs = [each.clone().requires_grad_() for each in (hidden, weight)]
+    total = loss(*inputs)
+    return [total.detach(), *torch.autograd.grad(total * scale, inputs)]
 
 
 def run(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab: int,
-    chunk: int,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total, count = cross_entropy(
-        hidden, weight, targets, vocab_size=vocab, chunk=chunk, softcap=softcap
-    )
-    (total * scale).backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return total.detach(), hidden.grad, weight.grad, int(count)
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0, **options: Any
+) -> list[Tensor]:
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        total, count = cross_entropy(hidden, weight, targets, **options)
+        assert count == (targets >= 0).sum()
+        return total
+
+    return differentiate(loss, hidden, weight, scale)
+
+
+def compute_logits(hidden: Tensor, weight: Tensor, vocab: int, softcap: float) -> Tensor:
+    logits = (hidden @ weight.T)[..., :vocab]
+    return (logits / softcap).tanh() * softcap if softcap else logits
 
 
 def reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab: int,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float
+) -> list[Tensor]:
     """torch's cross-entropy over the real vocabulary, in fp64."""
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = (hidden @ weight.T)[..., :vocab].flatten(0, 1)
-    if softcap:
-        logits = (logits / softcap).tanh() * softcap
-    total = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-1)
-    total.backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return total.detach(), hidden.grad, weight.grad, int((targets >= 0).sum())
 
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = compute_logits(hidden, weight, vocab_size, softcap).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-1)
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-12))
+    return differentiate(loss, hidden.double(), weight.double())
 
 
 @settings(deadline=None, max_examples=30)
@@ -86,17 +83,17 @@ def test_every_chunking_gives_torchs_values_and_gradients(
 ):
     hidden, weight, targets = make(rows, time, 8, vocab, vocab + padding, seed=rows * time + vocab)
     hidden, targets[:, ignored] = hidden * size, -1
-    found = run(hidden, weight, targets, vocab=vocab, chunk=chunk, scale=0.25, softcap=softcap)
-    expected = reference(hidden, weight, targets, vocab=vocab, softcap=softcap)
-    assert found[3] == expected[3]
-    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5, abs=1e-5)
+    options = {"vocab_size": vocab, "softcap": softcap}
+    total, *gradients = run(hidden, weight, targets, scale=0.25, chunk=chunk, **options)
+    expected_total, *expected = reference(hidden, weight, targets, **options)
+    assert float(total) == pytest.approx(float(expected_total), rel=1e-5, abs=1e-5)
     # Absolute: a nearly certain row leaves a gradient of rounding, the difference of a probability and 1.
-    for gradient, expected_grad in zip(found[1:3], expected[1:3], strict=True):
+    for found, wanted in zip(gradients, expected, strict=True):
         if size > 1:  # scores that would overflow, and gradients of their rounding
-            assert gradient.isfinite().all()
+            assert found.isfinite().all()
             continue
-        torch.testing.assert_close(gradient.double(), expected_grad * 0.25, rtol=1e-5, atol=1e-5)
-    assert torch.count_nonzero(found[2][vocab:]) == 0
+        torch.testing.assert_close(found.double(), wanted * 0.25, rtol=1e-5, atol=1e-5)
+    assert torch.count_nonzero(gradients[1][vocab:]) == 0
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -107,23 +104,21 @@ def test_half_precision_stays_near_fp32(
 ):
     """Products in half precision, logits and softmax in fp32: a few units of the dtype's last place (2^-9, 2^-12)."""
     hidden, weight, targets = make(2, 9, 16, 30, 32, seed=4)
-    hidden, weight = (
-        hidden.to(dtype).float(),
-        weight.to(dtype).float(),
-    )  # the inputs themselves are exact
+    # The inputs themselves are exact.
+    hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
+    # A loss scale: 2^-20 of the sum would underflow fp16, were it not in the logits' gradient.
+    scale = 2.0**-20 * 2.0**16
+    options = {"vocab_size": 30, "softcap": softcap}
     try:
         with torch.autocast("cpu", dtype):
-            # A loss scale: 2^-20 of the sum would underflow fp16, were it not in the logits' gradient.
-            scale = 2.0**-20 * 2.0**16
-            options = {"vocab": 30, "softcap": softcap}
-            found = run(hidden, weight, targets, chunk=chunk, scale=scale, **options)
+            found = run(hidden, weight, targets, scale, chunk=chunk, **options)
     except RuntimeError as error:
         pytest.skip(f"this build of torch does not multiply {dtype} on a CPU: {error}")
     expected = reference(hidden, weight, targets, **options)
-    assert found[1].dtype == found[2].dtype == torch.float32
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=tolerance)
-    assert relative(found[1], expected[1] * scale) < tolerance
-    assert relative(found[2], expected[2] * scale) < tolerance
+    for gradient, wanted in zip(found[1:], expected[1:], strict=True):
+        assert gradient.dtype == torch.float32
+        assert relative_error(gradient, wanted * scale) < tolerance
 
 
 @pytest.mark.parametrize("chunk", [0, 3, 64])
@@ -132,24 +127,22 @@ def test_log_probabilities_of_targets(chunk: int, softcap: float):
     """Against torch's log-softmax of all logits in fp64, and their gradients for a loss that weighs every token."""
     hidden, weight, targets = make(3, 5, 8, 11, 16, seed=1)
     targets[0, :3] = targets[2, 4] = -1
-    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
-    found, expected = [], []
-    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
-        h, w = (
-            hidden.to(dtype, copy=True).requires_grad_(),
-            weight.to(dtype, copy=True).requires_grad_(),
-        )
-        if dtype == torch.float32:
-            options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7, "chunk": chunk}
-            log_probs = token_log_probs(h, w, targets, **options)
-        else:
-            logits = (h @ w.T)[..., :11]
-            logits = softcap * (logits / softcap).tanh() if softcap else logits
-            log_probs = (
-                (logits / 0.7).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-            )
-            log_probs = log_probs * (targets >= 0)
-        (log_probs * weights).sum().backward()
-        results += [log_probs, h.grad, w.grad]
+    weights = draw(3, 5, seed=3)
+    options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7, "chunk": chunk}
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_probs = token_log_probs(hidden, weight, targets, **options)
+        found.append(log_probs.detach())
+        return (log_probs * weights).sum()
+
+    def torchs(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = compute_logits(hidden, weight, 11, softcap) / 0.7
+        log_probs = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        expected.append((log_probs * (targets >= 0)).detach())
+        return (log_probs * (targets >= 0) * weights).sum()
+
+    found, expected = list[Tensor](), list[Tensor]()
+    found += differentiate(ours, hidden, weight)
+    expected += differentiate(torchs, hidden.double(), weight.double())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)

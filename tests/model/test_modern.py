@@ -42,58 +42,13 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
     assert config == TINY_MODERN  # the same network
     model = GPT(config, seed=0)
     zero = {name for name, p in model.named_parameters() if p.dim() == 2 and not p.any()}
-    layers = [f"blocks.{layer}." for layer in range(2)]
-    assert zero == {
-        "head.weight",
-        "blocks.1.attention.value_gate.weight",
-        *(f"{layer}attention.out.weight" for layer in layers),
-        *(f"{layer}mlp.down.weight" for layer in layers),
-    }
+    parts = ("0.attention.out", "0.mlp.down", "1.attention.out", "1.mlp.down")
+    parts += ("1.attention.value_gate",)
+    assert zero == {"head.weight", *(f"blocks.{part}.weight" for part in parts)}
     assert learn(model, IDS, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
-    assert [
-        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
-    ] == []
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
     report = train_step(tiny_state(model_config=config), tiny_step_config(), CPU, tiny_batch())
     assert report.loss == pytest.approx(math.log(97), rel=1e-6)
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def test_hidden_states_are_those_of_the_formulas():
-    """The whole forward written down once more, with learned positions and a key for every query."""
-    config = replace(TINY_MODERN, n_layer=3, n_kv_head=0, pos_emb="learned", n_head=4)
-    model = scramble(GPT(config, seed=3))
-    w = model.state_dict()
-    x = rms(w["tokens.weight"][IDS] + w["positions.weight"], w["embedding_norm.weight"])
-    gates = w["smear_scale"] * torch.sigmoid(x @ w["smear_gate"])[..., None]
-    x = e = middle = torch.cat([x[:, :1], x[:, 1:] + gates[:, 1:] * x[:, :-1]], dim=1)
-    for layer in range(config.n_layer):
-        b = f"blocks.{layer}."
-        x = w["residual_scales"][layer] * x + w["embedding_scales"][layer] * e
-        h = rms(x, w[f"{b}norm1.weight"])
-        q, k, v = (
-            part.view(4, 16, 4, 8) for part in (h @ w[f"{b}attention.qkv.weight"].T).split(32, -1)
-        )
-        q, k = rms(q, w[f"{b}attention.q_norm.weight"]), rms(k, w[f"{b}attention.k_norm.weight"])
-        if layer != 1:
-            gates = 2 * torch.sigmoid(h @ w[f"{b}attention.value_gate.weight"].T)
-            v = v + gates[..., None] * w[f"{b}attention.value_tokens.weight"][IDS].view(4, 16, 4, 8)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        distance = torch.arange(16)[:, None] - torch.arange(16)
-        seen = (distance >= 0) & (distance < (5 if layer < 2 else 16))
-        y = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-        y = y.transpose(1, 2).reshape(4, 16, 32)
-        x = x + y @ w[f"{b}attention.out.weight"].T
-        h = rms(x, w[f"{b}norm2.weight"]) @ w[f"{b}mlp.up.weight"].T
-        x = x + h.clamp(min=0).pow(2) @ w[f"{b}mlp.down.weight"].T
-        middle = x if layer == 1 else middle
-    x = x - w["backout_scale"] * middle
-    logits = 5 * torch.tanh(rms(x, w["norm.weight"]) @ w["head.weight"][:97].T / 5)
-    found = model.logits(IDS)
-    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
-    assert 4 < float(found.detach().abs().max()) <= 5
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -143,8 +98,6 @@ def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str):
 
 def test_value_embeddings_of_layers():
     for n_layer, expected in ((1, [0]), (2, [1]), (5, [0, 2, 4])):
-        assert (
-            list(ModelConfig(n_layer=n_layer, value_embeddings=True).value_embedding_layers)
-            == expected
-        )
+        config = ModelConfig(n_layer=n_layer, value_embeddings=True)
+        assert list(config.value_embedding_layers) == expected
     assert list(ModelConfig().value_embedding_layers) == []

@@ -20,6 +20,7 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.system.device import open_device
 from tests.nullgpu.counters import is_loaded
+from tests.tiny_model import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch versions that we do not pin
 needs_gpu = pytest.mark.skipif(
@@ -55,11 +56,10 @@ def test_bounds_and_starts_give_the_same_mask():
 
 
 def test_documents_use_the_mask_where_flash_attention_is_missing():
-    q, k, v = torch.randn(3, B, 2, T, 8, generator=torch.Generator().manual_seed(0))
+    q, k, v = draw(3, B, 2, T, 8)
     bounds = find_bounds(STARTS)
-    want = explicit_attention(
-        q, k, v, mask=document_mask(bounds, B, T, 16), causal=False, dropout=None
-    )
+    mask = document_mask(bounds, B, T, 16)
+    want = explicit_attention(q, k, v, mask=mask, causal=False, dropout=None)
     zero: Dropout = torch.zeros_like
     for fn in (flash_attention, explicit_attention):
         y = attend_documents(fn, q, k, v, bounds=bounds, dropout=None, window=16)
@@ -67,15 +67,11 @@ def test_documents_use_the_mask_where_flash_attention_is_missing():
         assert attend_documents(fn, q, k, v, bounds=bounds, dropout=zero).count_nonzero() == 0
 
 
-def draw(n_heads: int, seed: int, dtype: torch.dtype) -> Tensor:
+def draw_heads(n_heads: int, seed: int, dtype: torch.dtype) -> Tensor:
     """Draw (B, H, T, D), with the strides of the model's packed projection."""
     generator = torch.Generator("cuda").manual_seed(seed)
     packed = torch.randn(B, T, n_heads + 1, 64, generator=generator, device="cuda", dtype=dtype)
     return packed[:, :, :n_heads].transpose(1, 2)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp(min=1.0))
 
 
 @needs_gpu
@@ -90,7 +86,7 @@ def test_it_equals_the_formula(dtype: torch.dtype, kv_heads: int, window: int, *
     mask = causal_mask(T, window, CPU)
     if documents:
         mask = (STARTS[:, :, None] == STARTS[:, None, :])[:, None] & mask
-    inputs = [draw(heads, seed, dtype) for seed, heads in enumerate((6, kv_heads, kv_heads))]
+    inputs = [draw_heads(heads, seed, dtype) for seed, heads in enumerate((6, kv_heads, kv_heads))]
     assert supports_varlen(inputs[0])
     results = []
     for compute_dtype in (dtype, torch.float64):
@@ -103,7 +99,8 @@ def test_it_equals_the_formula(dtype: torch.dtype, kv_heads: int, window: int, *
             )
         else:
             y = flash_attention(q, k, v, mask=None, causal=True, dropout=None, window=window)
-        grads = torch.autograd.grad(y, (q, k, v), draw(6, 3, dtype).to(compute_dtype))
+        dy = draw_heads(6, 3, dtype).to(compute_dtype)
+        grads = torch.autograd.grad(y, (q, k, v), dy)
         results.append([y.detach(), *grads])
     for got, want in zip(*results, strict=True):
-        assert relative_error(got, want) < 1e-2
+        assert float((got - want).norm() / want.norm().clamp(min=1.0)) < 1e-2
