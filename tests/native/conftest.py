@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 from megatoken.native import attention, block, int8, ops, products
@@ -58,6 +59,13 @@ def native_library() -> Callable[[str], Library]:
         return library
 
     return load
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Compute in fp32 and in bf16."""
+    dtype: torch.dtype = request.param
+    return dtype
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

@@ -3,40 +3,33 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatoken.native import int8
 from tests.native.twins import assert_same_on_threads
+from tests.tiny_model import draw
 
 pytestmark = pytest.mark.usefixtures("library")
 # Rows, width, outputs.
-SIZES = [
-    (1, 1, 1),
-    (1, 768, 70),
-    (2, 33, 5),
-    (3, 64, 33),
-    (4, 97, 2),
-    (7, 31, 16),
-    (1, 5000, 3),
-    (20, 48, 9),
-]
+SIZES = """
+1 1 1
+1 768 70
+2 33 5
+3 64 33
+4 97 2
+7 31 16
+1 5000 3
+20 48 9
+"""
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype):
-    for rows, width, outputs in SIZES:
-        x, bias = draw(rows, width).to(dtype), draw(outputs, seed=2).to(dtype)
+    for sizes in SIZES.strip().splitlines():
+        rows, width, outputs = map(int, sizes.split())
+        x, bias = draw(rows, width, dtype=dtype), draw(outputs, seed=2, dtype=dtype)
         weight = int8.round_to_int8(draw(outputs, width, seed=1))
         got = int8.linear(x, weight, bias)
-        exact = F.linear(
-            x.double(),
-            weight.to(dtype if rows > int8.MOST_ROWS else torch.float64).double(),
-            bias.double(),
-        )
+        rounded = weight.to(dtype if rows > int8.MOST_ROWS else torch.float64).double()
+        exact = F.linear(x.double(), rounded, bias.double())
         assert got.dtype == dtype
         # x is rounded to 2^-13 of its largest value: an error of each product, of either sign.
         bound = x.double().abs().amax(1)[:, None] * weight.to(torch.float64).norm(dim=1) * 2.0**-12
@@ -46,9 +39,8 @@ def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype):
 
 def test_largest_values_do_not_overflow():
     for width in (768, 4096, 9000):
-        got = int8.linear(
-            torch.full((1, width), -3.0), int8.round_to_int8(torch.full((2, width), 0.5)), None
-        )
+        weight = int8.round_to_int8(torch.full((2, width), 0.5))
+        got = int8.linear(torch.full((1, width), -3.0), weight, None)
         torch.testing.assert_close(got, torch.full((1, 2), -1.5 * width), rtol=1e-3, atol=0)
 
 

@@ -1,7 +1,5 @@
 """The compiled Muon beside torch's operations, for every instruction set at hand."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,13 +15,28 @@ SHAPES = [(96, 32), (32, 97), (8, 33000)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015}
 
 
-@dataclass
 class Training:
     """Weights with their optimizer and, if it is native and computes in bf16, their copies."""
 
-    model: nn.Module
-    optimizer: Muon
-    copies: dict[Tensor, Tensor]
+    def __init__(self, library: Library | None, dtype: torch.dtype, options: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES)
+        self.model = nn.Sequential(*layers, nn.LayerNorm(70))
+        rows = list_hidden_matrices(self.model) | {"0.weight": [64, 16, 16]}
+        values = {"weight_decay": 0.1, "cautious_decay": options, "equal_rows": options}
+        optim = OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, **values)
+        optimizer = build_optimizer(self.model, optim, matrices=WholeMatrices(rows, dtype))
+        assert isinstance(optimizer, Muon)
+        self.copies: dict[Tensor, Tensor] = {}
+        if library:
+            if dtype == torch.bfloat16:
+                self.copies = {
+                    param: param.detach().bfloat16() for param in self.model.parameters()
+                }
+            optimizer.use_native(library, self.copies)
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+        self.optimizer = optimizer
 
     def parameters(self) -> list[Tensor]:
         return [param.detach() for param in self.model.parameters()]
@@ -37,32 +50,12 @@ class Training:
             trained.grad = None if (step, index) == (1, 0) else gradient.to(trained.dtype)
 
 
-def begin(library: Library | None, dtype: torch.dtype, *, options: bool = False) -> Training:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES))
-    model.append(nn.LayerNorm(70))
-    rows = list_hidden_matrices(model) | {"0.weight": [64, 16, 16]}
-    values = {"weight_decay": 0.1, "cautious_decay": options, "equal_rows": options}
-    optim = OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, **values)
-    optimizer = build_optimizer(model, optim, matrices=WholeMatrices(rows, dtype))
-    assert isinstance(optimizer, Muon)
-    copies: dict[Tensor, Tensor] = {}
-    if library:
-        if dtype == torch.bfloat16:
-            copies = {param: param.detach().bfloat16() for param in model.parameters()}
-        optimizer.use_native(library, copies)
-    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
-    return Training(model, optimizer, copies)
-
-
 @pytest.mark.parametrize("options", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_are_those_of_torchs_operations(
     library: Library, dtype: torch.dtype, options: bool
 ):
-    ours = begin(library, dtype, options=options)
-    torchs = begin(None, torch.float32, options=options)
+    ours = Training(library, dtype, options)
+    torchs = Training(None, torch.float32, options)
     start = [param.clone() for param in torchs.parameters()]
     for step in range(3):
         for each in (ours, torchs):
@@ -80,7 +73,7 @@ def test_weights_are_those_of_torchs_operations(
 
 
 def test_a_bad_step_changes_nothing(library: Library):
-    training = begin(library, torch.bfloat16)
+    training = Training(library, torch.bfloat16)
     training.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     state = training.optimizer.state
     kept = [*training.parameters(), *training.copies.values()]

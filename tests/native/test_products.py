@@ -1,6 +1,7 @@
 """The compiled matrix products beside fp64, for every instruction set at hand; AMX is emulated where there is none."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,28 +11,31 @@ from torch import Tensor
 from megatoken.native import products
 from megatoken.native.library import Library
 from tests.native.twins import assert_same, assert_same_on_threads
+from tests.tiny_model import draw
 
 DTYPES = [torch.float32, torch.bfloat16]
-LARGEST = {
-    torch.float32: 2e-5,
-    torch.bfloat16: 0.04,
-}  # errors of sums that cancel, relative to typical ones
+# Errors of sums that cancel, relative to typical ones.
+LARGEST = {torch.float32: 2e-5, torch.bfloat16: 0.04}
 TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.004}
 SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
 
 
-def draw(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
+def draw_part(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
     """A matrix that is a part of a larger one, by rows or by columns, from any element on."""
     top, left, spare = rng.randrange(3), rng.randrange(3), rng.randrange(9)
     transposed = rng.random() < 0.5
     height, width = (cols, rows) if transposed else (rows, cols)
-    whole = torch.randn(
-        top + height,
-        left + width + spare,
-        generator=torch.Generator().manual_seed(rng.randrange(99999)),
-    )
-    part = whole.to(dtype)[top:, left : left + width]
+    whole = draw(top + height, left + width + spare, dtype=dtype, seed=rng.randrange(99999))
+    part = whole[top:, left : left + width]
     return part.t() if transposed else part
+
+
+def draw_factors(
+    sizes: tuple[int, int, int], dtype: torch.dtype, rng: random.Random
+) -> tuple[Tensor, Tensor]:
+    """The factors of a product, from its M, N and K."""
+    M, N, K = sizes
+    return draw_part(M, K, dtype, rng), draw_part(K, N, dtype, rng)
 
 
 def assert_product(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.0) -> None:
@@ -44,13 +48,12 @@ def assert_product(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.
     assert ((got.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype):
     rng = random.Random(0)
     for case in range(40):
         M, N, K = (rng.choice(SIZES) for _ in range(3))
-        a, b = draw(M, K, dtype, rng), draw(K, N, dtype, rng)
-        bias = torch.randn(N, generator=torch.Generator().manual_seed(case)).to(dtype)
+        a, b = draw_factors((M, N, K), dtype, rng)
+        bias = draw(N, seed=case, dtype=dtype)
         assert_product(products.matmul(a, b), a, b)
         out, sums = torch.empty(M, N + 3)[:, 1:-2], torch.empty(M)
         assert products.matmul(a, b, out, bias_N=bias, row_sums_M=sums) is out
@@ -61,53 +64,43 @@ def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype):
         assert_product(out, a, b, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_beyond_the_result_is_written(library: Library, dtype: torch.dtype):
     rng = random.Random(1)
     for M, N, K in [(1, 1, 1), (3, 33, 7), (13, 31, 64), (33, 70, 130)]:
         whole = torch.full((M + 2, N + 2), 7.0, dtype=dtype)
-        products.matmul(draw(M, K, dtype, rng), draw(K, N, dtype, rng), whole[1:-1, 1:-1])
+        products.matmul(*draw_factors((M, N, K), dtype, rng), whole[1:-1, 1:-1])
         whole[1:-1, 1:-1] = 7
         assert (whole == 7).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums_in_chunks(library: Library, dtype: torch.dtype):
     rng = random.Random(2)
     for M, N, K in [(70, 50, 6500), (30, 61, 3073)]:
-        a, b, sums = draw(M, K, dtype, rng), draw(K, N, dtype, rng), torch.empty(M)
+        a, b = draw_factors((M, N, K), dtype, rng)
+        sums = torch.empty(M)
         assert_product(products.matmul(a, b, torch.empty(M, N), row_sums_M=sums), a, b)
         torch.testing.assert_close(sums.double(), a.double().sum(1), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.usefixtures("fastest")
 def test_long_sums_of_a_large_result_in_strips():
-    a, b = (
-        torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        for seed in (1, 2)
-    )
+    a, b = (draw(2100, 3100, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     got = products.matmul(a, b.t(), torch.empty(2100, 2100))
     torch.testing.assert_close(got, a.float() @ b.float().t(), rtol=1e-4, atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: bool):
     rng = random.Random(4)
     for N, width, hidden in [(1, 16, 40), (3, 37, 65), (70, 64, 96), (129, 130, 33)]:
-        x = draw(N, width, dtype, rng).unsqueeze(0)
-        weight, bias = draw(hidden, width, dtype, rng) / 8, torch.linspace(-1, 1, hidden).to(dtype)
-        assert_same(
-            products.linear,
-            F.linear,
-            [x, weight, bias if biased else None],
-            largest=LARGEST,
-            typical=TYPICAL,
-        )
+        x = draw_part(N, width, dtype, rng).unsqueeze(0)
+        weight = draw_part(hidden, width, dtype, rng) / 8
+        bias = torch.linspace(-1, 1, hidden).to(dtype) if biased else None
+        inputs = [x, weight, bias]
+        assert_same(products.linear, F.linear, inputs, largest=LARGEST, typical=TYPICAL)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_reaches_its_row_and_column_only(
     library: Library, dtype: torch.dtype, value: float
 ):
@@ -120,14 +113,16 @@ def test_what_is_not_finite_reaches_its_row_and_column_only(
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_with_any_number_of_threads(dtype: torch.dtype):
     rng = random.Random(5)
-    for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]:
-        a, b = draw(M, K, dtype, rng), draw(K, N, dtype, rng)
+    factors = [
+        draw_factors(sizes, dtype, rng) for sizes in ((2, 99, 64), (130, 257, 96), (301, 45, 3500))
+    ]
 
-        def multiply(a: Tensor = a, b: Tensor = b) -> list[Tensor]:
+    def multiply() -> Iterator[Tensor]:
+        for a, b in factors:
             sums = torch.empty(len(a))
-            return [products.matmul(a, b, row_sums_M=sums), sums]
+            yield products.matmul(a, b, row_sums_M=sums)
+            yield sums
 
-        assert_same_on_threads(multiply)
+    assert_same_on_threads(lambda: list(multiply()))

@@ -14,9 +14,11 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.native import products
 from megatoken.native.library import Library
 from megatoken.system.threads import set_thread_count, thread_count
-from tests.native import test_muon
 from tests.native.test_block import GPT2, LLAMA, Call, compute
+from tests.native.test_muon import Training
 from tests.native.twins import assert_same_on_threads
+from tests.processes import HANG_SECONDS
+from tests.tiny_model import draw
 
 
 def run_block(config: ModelConfig) -> list[Tensor]:
@@ -25,7 +27,7 @@ def run_block(config: ModelConfig) -> list[Tensor]:
 
 
 def run_muon() -> list[Tensor]:
-    training = test_muon.begin(products.loaded_library(), torch.bfloat16)
+    training = Training(products.loaded_library(), torch.bfloat16)
     training.set_gradients(0)
     norm = training.optimizer.grad_norm()
     training.optimizer.step()
@@ -64,7 +66,7 @@ def test_two_threads_of_the_program_at_the_same_time():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_computes():
     """It has none of the threads."""
-    a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    a = draw(64, 64)
     expected = products.matmul(a, a)
 
     def work() -> None:
@@ -76,7 +78,7 @@ def test_a_forked_process_computes():
 
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    child.join(60)
+    child.join(HANG_SECONDS)
     code = child.exitcode
     child.kill()
     assert code == 0

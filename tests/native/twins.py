@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatoken.system.threads import set_thread_count, thread_count
+from tests.tiny_model import draw, relative_error
 
 
 def assert_same(
@@ -20,27 +21,21 @@ def assert_same(
 
     largest: a value's error, relative to its size and the tensor's root mean square; typical: that of the errors.
     """
-    given = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    y, expected = call(*given), twin(*exact)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-    y.backward(dy)
-    expected.backward(dy.double())
-    pairs = [(y.detach(), expected.detach())]
-    pairs += [
-        (x.grad, e.grad)
-        for x, e in zip(given, exact, strict=True)
-        if x is not None and e is not None
-    ]
-    for got, wanted in pairs:
-        assert got is not None
-        assert wanted is not None
-        assert got.dtype == y.dtype
-        error, size = (got.double() - wanted).abs(), wanted.square().mean().sqrt()
+    dtype = next(x.dtype for x in inputs if x is not None)
+    results = []
+    for fn, each in ((call, dtype), (twin, torch.float64)):
+        given = [None if x is None else x.detach().to(each).requires_grad_() for x in inputs]
+        y = fn(*given)
+        dy = draw(*y.shape, seed=9, dtype=dtype).to(each)
+        gradients = torch.autograd.grad(y, [x for x in given if x is not None], dy)
+        results.append([y.detach(), *gradients])
+    for got, wanted in zip(*results, strict=True):
+        assert got.dtype == dtype
+        error, size = (got - wanted).abs(), wanted.square().mean().sqrt()
         relative = error / (wanted.abs() + size + 1e-3)
-        assert relative.max() < largest[y.dtype], (tuple(got.shape), float(relative.max()))
+        assert relative.max() < largest[dtype], (tuple(got.shape), float(relative.max()))
         if typical is not None:
-            assert error.square().mean().sqrt() < typical[y.dtype] * size
+            assert relative_error(got, wanted) < typical[dtype]
 
 
 def assert_same_on_threads(call: Callable[[], Sequence[Tensor]]) -> None:
