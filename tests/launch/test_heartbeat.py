@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from megatoken.errors import ExitCode
 from megatoken.launch import heartbeat
 from megatoken.launch.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
+from megatoken.system.environment import HEARTBEAT
 from tests.processes import HANG_SECONDS, find_processes, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -118,13 +121,32 @@ def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path):
     assert (process.returncode, errors) == (ExitCode.STOPPED, "")
 
 
+@pytest.fixture
+def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
+    """Beat as rank 0."""
+    monkeypatch.setenv(HEARTBEAT, str(Watchdog(tmp_path, [0], 1).files[0]))
+    beats = Heartbeat()
+    yield beats
+    faulthandler.unregister(signal.SIGQUIT)
+    beats._stacks.close()
+
+
+def test_a_heartbeat_that_cannot_be_written_ends_nothing(beats: Heartbeat, tmp_path: Path):
+    with open("/dev/full", "r+b", buffering=0) as full:
+        own, beats._file = beats._file, full.fileno()
+        beats.beat("step", 1)
+        beats._file = own
+        beats.beat("step", 2)
+    assert Watchdog(tmp_path, [0], 1).read(0)[1:] == (2, "step")
+
+
 @pytest.mark.fault(48)
-def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_limits_follow_what_was_measured(
+    beats: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, [0], 1)
-    monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(watchdog.files[0]))
-    beats = Heartbeat()
 
     def limit_after(phase: str, step: int, seconds: float) -> float:
         beats.beat(phase, step)
@@ -136,18 +158,13 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert not watchdog.all_silent([0])  # nothing noted yet
     # Compilation in the first steps, then short ones; a long one raises the limit; the first
     # evaluation has none.
-    times = [("step", 0, 90.0), ("step", 1, 0.1), ("step", 2, 0.1), ("step", 3, 0.1)]
-    assert [limit_after(*each) for each in times] == [
-        float("inf"),
-        float("inf"),
-        float("inf"),
-        450.0,
-    ]
+    limits = [limit_after("step", step, 0.1 if step else 90.0) for step in range(4)]
+    assert limits == [inf, inf, inf, 450.0]
     for step in range(4, 80):
         limit_after("step", step, 0.1)
     assert limit_after("step", 80, 3.0) == 8.0
     assert limit_after("step", 81, 0.1) == 15.0
-    assert limit_after("validate", 81, 100.0) == float("inf")
+    assert limit_after("validate", 81, 100.0) == inf
     assert limit_after("step", 82, 0.1) == 15.0
     assert limit_after("validate", 83, 1.0) == 500.0
     assert limit_after("save", 83, 1.0) == 300.0
@@ -174,17 +191,12 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         silent = watchdog.all_silent([0])
     assert silent
     beats.beat("step", 86)
-    assert (
-        watchdog.describe(0) == " in phase 'step' after step 86"
-    )  # of a rank that died after the last look
+    # Of a rank that died after the last look.
+    assert watchdog.describe(0) == " in phase 'step' after step 86"
     assert not watchdog.all_silent([0])
-    faulthandler.unregister(signal.SIGQUIT)
-    beats._stacks.close()
 
 
 TORCH = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_reduce\n'
-
-
 HANGS = "rank 1 hangs, silent for 0 s in phase 'step' after step 7"
 WAIT = "all ranks of this machine wait, perhaps for another machine; rank 2 is, "
 
@@ -224,9 +236,7 @@ def test_a_collective_that_others_do_not_join_is_named(
 
 
 def test_a_wait_is_told_from_work():
-    torch = TORCH
-    waits = 'Thread 0x1 (most recent call first):\n  File "threading.py", line 3 in run\n\n'
-    waits += f'Current thread 0x2 (most recent call first):\n{torch}  File "pretrain.py", line 2 in train\n'
-    assert waits_in_collective(waits)
-    works = '  File "gpt.py", line 2 in forward\n' * 3
-    assert not waits_in_collective(f"Current thread 0x2 (most recent call first):\n{works}{torch}")
+    other = 'Thread 0x1 (most recent call first):\n  File "threading.py", line 3 in run\n\n'
+    head, work = "Current thread 0x2 (most recent call first):\n", '  File "a.py", line 2 in b\n'
+    assert waits_in_collective(f"{other}{head}{TORCH}{work}")
+    assert not waits_in_collective(f"{head}{work * 3}{TORCH}")

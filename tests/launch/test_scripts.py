@@ -1,6 +1,7 @@
 """Launch scripts are valid shell or YAML, and contain the command unchanged."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -18,17 +20,20 @@ from megatoken.errors import ExitCode
 from megatoken.launch.scripts import ENGINES, Job, name_job, write_script
 from tests.conftest import Ask
 
-SHELLCHECK = shutil.which("shellcheck") or shutil.which(
-    "shellcheck", path=Path(sys.executable).parent
-)
-JOB = Job(
-    name="a-run",
-    train_args=["gpt2-124m", 'sample.prompt=it\'s "so"'],
-    nodes=2,
-    nproc=4,
-    gpus="A100",
-    time="1:00:00",
-)
+PATH = f"{os.environ['PATH']}:{Path(sys.executable).parent}"
+SHELLCHECK = shutil.which("shellcheck", path=PATH)
+ARGUMENTS = ["gpt2-124m", 'sample.prompt=it\'s "so"']
+JOB = Job(name="a-run", train_args=ARGUMENTS, nodes=2, nproc=4, gpus="A100", time="1:00:00")
+
+
+def run(folder: Path, text: str, *words: str, **programs: str) -> "CompletedProcess[str]":
+    """Run a script with arguments, where programs have these texts."""
+    (folder / "script.sh").write_text(text)
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    command, environment = ["bash", "script.sh", *words], {"PATH": f"{folder}:/usr/bin:/bin"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
@@ -42,29 +47,20 @@ def test_shellcheck_finds_nothing(engine: str, tmp_path: Path):
         text = task_of()["run"]
     script = tmp_path / "script.sh"
     script.write_text(text)
-    done = subprocess.run(
-        [str(SHELLCHECK), "--shell=bash", str(script)], capture_output=True, text=True
-    )
+    command = [str(SHELLCHECK), "--shell=bash", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_arguments_arrive_unchanged(tmp_path: Path):
     """Run torchrun's script with a python that shows its arguments."""
-    script, fake = tmp_path / "script.sh", tmp_path / "python"
-    script.write_text(write_script("torchrun", JOB))
-    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\nexit 75\n')
-    fake.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(script), "head-0"],
-        capture_output=True,
-        text=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )
+    script = write_script("torchrun", JOB)
+    done = run(tmp_path, script, "head-0", python='printf "%s\\n" "$@"\nexit 75')
     assert done.returncode == ExitCode.STOPPED
     arguments = done.stdout.splitlines()
-    assert arguments[-5:] == ["train", "--nproc", "4", "gpt2-124m", 'sample.prompt=it\'s "so"']
+    assert arguments[-5:] == ["train", "--nproc", "4", *ARGUMENTS]
     assert arguments[arguments.index("--rdzv-endpoint") + 1] == "head-0:29500"
-    assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 1  # no address
+    assert run(tmp_path, script).returncode == 1  # no address
 
 
 def pod_of(**changes: object) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -90,8 +86,10 @@ def test_yaml_has_the_numbers_of_the_job():
     failing, disrupted = spec["podFailurePolicy"]["rules"]
     assert (failing["action"], failing["onExitCodes"]["values"]) == ("FailJob", [2, 3, 4, 5, 6])
     assert disrupted["action"] == "Ignore"
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert container["resources"]["requests"] == {"cpu": 12, "memory": "16Gi"}
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": 4},
+        "requests": {"cpu": 12, "memory": "16Gi"},
+    }
     assert "--master-addr a-run-0.a-run" in container["command"][2]
     assert container["envFrom"] == [{"secretRef": {"name": "megatoken", "optional": True}}]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -147,31 +145,18 @@ OF_A_SITE = {
 def test_slurm_options_of_a_site(tmp_path: Path):
     """Values in quotes that sbatch reads as a shell does; setup lines run before srun, one that fails ends the job."""
     setup = ["unset_is_fine=$NOT_SET", "export PATH=$PWD/env:$PATH", "type megatoken"]
-    script = tmp_path / "job.sh"
-    script.write_text(write_script("slurm", replace(JOB, **OF_A_SITE, setup=setup)))  # type: ignore[arg-type]
-    lines = [
-        line.removeprefix("#SBATCH ")
-        for line in script.read_text().splitlines()
-        if line.startswith("#SBATCH ")
-    ]
+    script = write_script("slurm", replace(JOB, **OF_A_SITE, setup=setup))  # type: ignore[arg-type]
+    lines = re.findall("^#SBATCH (.*)$", script, re.M)
     *_, partition, account, qos, comment, exclusive = (shlex.split(line) for line in lines)
     assert (partition, qos, exclusive) == (["--partition=gpu"], ["--qos=high"], ["--exclusive"])
     assert (account, comment) == ([f"--account={HOSTILE}"], [f"--comment={HOSTILE}"])
     (tmp_path / "env").mkdir()
-    for path, text in (("srun", 'shift; exec "$@"'), ("env/megatoken", 'printf "%s\\n" "$@"')):
-        (tmp_path / path).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tmp_path / path).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(
-        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    programs = {"srun": 'shift; exec "$@"', "env/megatoken": 'printf "%s\\n" "$@"'}
+    done = run(tmp_path, script, **programs)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith('--nproc\n4\ngpt2-124m\nsample.prompt=it\'s "so"\n')
+    assert done.stdout.splitlines()[-4:] == ["--nproc", "4", *ARGUMENTS]
     assert not (tmp_path / "owned").exists()
-    script.write_text(write_script("slurm", replace(JOB, setup=["false"])))
-    done = subprocess.run(
-        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    done = run(tmp_path, write_script("slurm", replace(JOB, setup=["false"])), **programs)
     assert (done.returncode, done.stdout) == (1, "")
 
 
@@ -225,37 +210,22 @@ def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path):
     _, job = yaml.safe_load_all(write_script("k8s", JOB))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     line = f"kubectl set image --local -f {tmp_path}/job.yaml train=other -o json"
-    command = line.split()
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert list_fields(job) <= list_fields(json.loads(done.stdout))
+    output = subprocess.check_output(line.split(), text=True)
+    assert list_fields(job) <= list_fields(json.loads(output))
 
 
 def list_fields(node: object, path: str = "") -> set[str]:
-    if isinstance(node, dict):
-        return {
-            field for key, value in node.items() for field in list_fields(value, f"{path}.{key}")
-        }
-    if isinstance(node, list):
-        return {
-            field
-            for index, value in enumerate(node)
-            for field in list_fields(value, f"{path}[{index}]")
-        }
-    return {path}
+    """Return the path of every value in JSON."""
+    if not isinstance(node, dict | list):
+        return {path}
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    return {field for key, value in children for field in list_fields(value, f"{path}.{key}")}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        ("gpt2-124m", "gpt2-124m"),
-        ("124M_mine.v2", "run-124m-mine-v2"),
-        ("--", "run"),
-        ("a" * 60, "a" * 40),
-    ],
-)
-def test_job_names_are_host_names(recipe: str, name: str):
-    assert name_job(recipe) == name
+def test_job_names_are_host_names():
+    names = {"gpt2-124m": "gpt2-124m", "124M_mine.v2": "run-124m-mine-v2", "--": "run"}
+    names["a" * 60] = "a" * 40
+    assert {recipe: name_job(recipe) for recipe in names} == names
 
 
 def test_the_launch_command_writes(tmp_path: Path, ask: Ask):

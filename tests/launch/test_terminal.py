@@ -1,7 +1,5 @@
 """Runs whose terminal, pipe or disk for output goes away: some cases of tests/soak/terminal_soak.py."""
 
-import faulthandler
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.errors import ExitCode
-from megatoken.launch.heartbeat import Heartbeat
 from megatoken.launch.local import COMMAND
-from megatoken.system.environment import HEARTBEAT
 from tests.soak.tiny_job import write_recipe
 
 if sys.platform != "linux":
@@ -31,19 +27,3 @@ def test_an_error_that_cannot_be_printed_keeps_its_code():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, "verify", "/nope", "--debug"], stdout=full, stderr=full)
     assert done.returncode == ExitCode.DATA
-
-
-def test_a_heartbeat_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(HEARTBEAT, f"{tmp_path}/rank-0")
-    heartbeat = Heartbeat()
-    own = heartbeat._file
-    with open("/dev/full", "r+b", buffering=0) as full:
-        heartbeat._file = full.fileno()
-        heartbeat.beat("step", 1)
-    heartbeat._file = own
-    heartbeat.beat("step", 2)
-    assert " 2 step" in (tmp_path / "rank-0").read_text()
-    faulthandler.unregister(signal.SIGQUIT)
-    heartbeat._stacks.close()

@@ -11,38 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps
 from megatoken.errors import ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.launch.scripts import Job, write_script
 from megatoken.system.environment import HEARTBEAT
 from tests.processes import HANG_SECONDS, children, read_variable, wait_until
-from tests.tiny_run import TINY, write_shards
+from tests.tiny_run import TINY, newest_step, write_shards
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc"
 )
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A run folder and the command that starts the script for it."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    out = folder / "run"
-    words = [str(TINY), "--out", str(out), write_shards(folder / "shards"), "machine.micro_batch=2"]
-    job = Job(
-        name="here",
-        train_args=[*words, "budget.steps=100000", "save.every=5", "evaluate.every=0"],
-        nodes=1,
-        nproc=2,
-        gpus="none",
-        time="1:00:00",
-        image="",
-    )
-    script = folder / "run.sh"
+def write_command(folder: Path) -> list[str]:
+    """Write the script for a run in `folder / "run"`; return the command that starts it."""
+    data = write_shards(folder / "shards")
+    words = f"{TINY} --out {folder}/run {data} machine.micro_batch=2 budget.steps=100000"
+    words += " save.every=5 evaluate.every=0"
+    job = Job(name="here", train_args=words.split(), nodes=1, nproc=2, gpus="none", time="1:00:00")
     text = write_script("torchrun", job).replace("exec python ", f"exec {sys.executable} ")
+    script = folder / "run.sh"
     script.write_text(text.replace("$head:29500", f"$head:{find_free_port()}"))
-    return out, ["bash", str(script), "127.0.0.1"]
+    return ["bash", str(script), "127.0.0.1"]
 
 
 @contextmanager
@@ -56,7 +46,7 @@ def run(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for_step(out: Path, step: int, running: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: max(list_steps(out / "checkpoints"), default=0) >= step, running)
+    wait_until(lambda: newest_step(out) >= step, running)
 
 
 def find_ranks(pid: int) -> dict[int, int]:
@@ -80,14 +70,14 @@ def stop_in_a_step(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(12, 47)
-def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, list[str]]):
-    out, command = start
+def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(tmp_path: Path):
+    out, command = tmp_path / "run", write_command(tmp_path)
     with run(command) as running:
         wait_for_step(out, 5, running)
         running.send_signal(signal.SIGUSR1)
         _, errors = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == ExitCode.STOPPED, errors.decode()
-    stopped_at = list_steps(out / "checkpoints")[-1]
+    stopped_at = newest_step(out)
     assert stopped_at >= 5
 
     with run(command) as running:
@@ -95,7 +85,7 @@ def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, li
         lost = find_ranks(running.pid)[1]
         stop_in_a_step(lost)
         wait_until(lambda: not Path(f"/proc/{lost}").exists(), running)
-        wait_for_step(out, list_steps(out / "checkpoints")[-1] + 5, running)
+        wait_for_step(out, newest_step(out) + 5, running)
         running.terminate()
         output, errors = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == ExitCode.STOPPED, errors.decode()

@@ -13,6 +13,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.system.device import (
+    Device,
     cache_peak,
     fast_precision,
     measure_peak,
@@ -21,6 +22,7 @@ from megatoken.system.device import (
     wants_compile,
     with_peak,
 )
+from megatoken.system.machine import find_compiler
 from megatoken.train.compilation import compile_forward
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
@@ -49,10 +51,11 @@ def test_auto_precision_is_the_fast_one(row: str):
 def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPatch):
     for preferred in ("fp32", "bf16"):
         monkeypatch.setenv("MEGATOKEN_PRECISION", preferred)
-        assert open_device(MachineConfig(device="cpu")).precision == preferred
-        assert (
-            open_device(MachineConfig(device="cpu", precision="fp32")).precision == "fp32"
-        )  # a named one stands
+        found = [
+            open_device(MachineConfig(device="cpu", precision=precision)).precision
+            for precision in ("auto", "fp32")
+        ]
+        assert found == [preferred, "fp32"]  # a named one stands
     for wrong in ("fp16", "float"):
         monkeypatch.setenv("MEGATOKEN_PRECISION", wrong)
         with pytest.raises(ConfigError):
@@ -77,11 +80,11 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path):
     assert cache_peak(CPU, 2e15) == 2e15
     assert cache_peak(CPU, 1e15) == 2e15
     assert cache_peak(replace(CPU, precision="bf16"), 3e15) == 3e15
-    threads = torch.get_num_threads()
-    assert json.loads(peaks.read_text()) == {
-        f"cpu (cpu, {threads} threads), fp32, torch {torch.__version__}": 2e15,
-        f"cpu (cpu, {threads} threads), bf16, torch {torch.__version__}": 3e15,
+    name, version = f"cpu (cpu, {torch.get_num_threads()} threads)", f"torch {torch.__version__}"
+    expected = {
+        f"{name}, {each}, {version}": peak for each, peak in (("fp32", 2e15), ("bf16", 3e15))
     }
+    assert json.loads(peaks.read_text()) == expected
     assert with_peak(CPU).peak_flops == 2e15  # the best ever stays
     assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
     assert with_peak(replace(CPU, name="another")).peak_flops < 1e15
@@ -104,29 +107,31 @@ def test_measuring_a_peak_keeps_the_random_state():
 
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch):
     cuda = replace(CPU, torch_device=torch.device("cuda"))
-    assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("blocks", "")
-    assert wants_compile(MachineConfig(compile="auto"), cuda, 100) == ("off", "")
-    assert wants_compile(MachineConfig(compile="auto"), CPU, 10_000) == ("off", "")
-    assert wants_compile(MachineConfig(compile="off"), cuda, 10_000) == ("off", "")
+
+    def wants(mode: str, device: Device, steps: int) -> tuple[str, str]:
+        return wants_compile(MachineConfig(compile=mode), device, steps)  # type: ignore[arg-type]
+
+    assert wants("auto", cuda, 10_000) == ("blocks", "")
+    short = [("auto", cuda, 100), ("auto", CPU, 10_000), ("off", cuda, 10_000)]
+    assert {wants(*each) for each in short} == {("off", "")}
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     for kind in ("on", "blocks"):
-        assert wants_compile(MachineConfig(compile=kind), cuda, 10) == (kind, "")  # type: ignore[arg-type]
+        assert wants(kind, cuda, 10) == (kind, "")
     for kind in ("graphs", "on"):
-        mode, note = wants_compile(MachineConfig(compile=kind), CPU, 10)  # type: ignore[arg-type]
-        assert mode == "off"
-        assert note
+        mode, note = wants(kind, CPU, 10)
+        assert (mode, bool(note)) == ("off", True)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("kind", "backend", "checkpointing", "low", "model_config"),
+    ("kind", "backend", "checkpointing", "low", "model_config", "dropout"),
     [
-        ("on", "aot_eager", "none", False, TINY_GPT),
-        ("on", "aot_eager", "none", True, TINY_GPT),
-        ("blocks", "aot_eager", "gelu", False, replace(TINY_GPT, dropout=0.2)),
-        ("blocks", "aot_eager", "none", False, TINY_LLAMA),
-        ("blocks", "inductor", "none", True, replace(TINY_GPT, n_layer=1)),
+        ("on", "aot_eager", "none", False, TINY_GPT, 0.0),
+        ("on", "aot_eager", "none", True, TINY_GPT, 0.0),
+        ("blocks", "aot_eager", "gelu", False, TINY_GPT, 0.2),
+        ("blocks", "aot_eager", "none", False, TINY_LLAMA, 0.0),
+        ("blocks", "inductor", "none", True, replace(TINY_GPT, n_layer=1), 0.0),
     ],
 )
 def test_compiled_steps_equal_eager_ones(
@@ -135,13 +140,13 @@ def test_compiled_steps_equal_eager_ones(
     checkpointing: str,
     low: bool,
     model_config: ModelConfig,
+    dropout: float,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """low: with master weights and a copy in bf16. Compiling with inductor takes seconds."""
-    if backend == "inductor" and wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off":
+    if backend == "inductor" and not find_compiler():
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    dropout, losses = model_config.dropout, []
     states = [tiny_state(model_config=model_config, dropout=dropout) for _ in range(2)]
     plain, compiled = states
     for state in states:
@@ -161,16 +166,13 @@ def test_compiled_steps_equal_eager_ones(
     assert set(compiled.model.state_dict()) == set(plain.model.state_dict())  # no prefixes
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_out_of_memory_is_a_config_error():
+    for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Including x"),
         RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"),
         MemoryError("Unable to allocate 2 TiB"),
-    ],
-)
-def test_out_of_memory_is_a_config_error(error: Exception):
-    with pytest.raises(ConfigError), memory_errors("rank 1", "lower it"):
-        raise error
+    ):
+        with pytest.raises(ConfigError), memory_errors("rank 1", "lower it"):
+            raise error
     with pytest.raises(RuntimeError, match="another"), memory_errors("rank 1", "lower it"):
         raise RuntimeError("another")

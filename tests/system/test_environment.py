@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatoken.system import machine
+from megatoken.system.environment import python_command
 from megatoken.system.machine import cpu_count, free_memory_bytes, peak_resident_bytes, read_load
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
+from tests.tables import read_table
 
 # As the data sheets print them, in TFLOP/s.
 DATA_SHEETS = """
@@ -28,17 +30,14 @@ AMD Instinct MI300X, bf16, 1307.4
 """
 
 
-@pytest.mark.parametrize("row", DATA_SHEETS.strip().splitlines())
-def test_peaks_are_the_dense_ones_of_the_data_sheets(row: str):
-    name, precision, tera = row.split(", ")
-    assert PEAK_FLOPS[name][precision] == pytest.approx(float(tera) * 1e12, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", PEAK_FLOPS)
-def test_rows_are_consistent(name: str):
-    row = PEAK_FLOPS[name]
-    assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
-    assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # neither sparse nor in another unit
+def test_peaks_are_the_dense_ones_of_the_data_sheets():
+    for line in DATA_SHEETS.strip().splitlines():
+        name, precision, tera = line.split(", ")
+        assert PEAK_FLOPS[name][precision] == pytest.approx(float(tera) * 1e12, rel=1e-9), name
+    for name, row in PEAK_FLOPS.items():
+        assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"]), name
+        # Neither sparse nor in another unit.
+        assert 1e12 < row["fp32"] <= max(row.values()) < 3e15, name
 
 
 def save_measurements(names: str) -> None:
@@ -67,77 +66,67 @@ def test_variables_of_the_user_win():
 
     def run(**variables: str) -> list[str]:
         environment = {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment | variables,
-        )
-        return done.stdout.split()
+        command = [sys.executable, "-c", code]
+        return subprocess.check_output(command, text=True, env=environment | variables).split()
 
     assert run() == ["keeps", "5000"]
     assert run(GOMP_SPINCOUNT="7", MALLOC_MMAP_MAX_="9") == ["7"]
     assert run(OMP_WAIT_POLICY="active") == ["keeps", "None"]
 
 
+# Files and their lines; a process's own groups are in "names".
+CGROUPS = {
+    "version 2": """
+names 0::/job/step
+job/cpu.max 250000 100000
+job/step/cpu.max max 100000
+job/memory.max 50000000
+job/memory.current 45000000
+job/memory.stat anon 7; inactive_file 1000000
+job/step/memory.max max
+job/step/memory.current 45000000
+job/step/memory.stat anon 7; inactive_file 1000000
+""",
+    # A container: the host's names, of which only the topmost folder is there.
+    "version 1": """
+names 4:memory:/docker/1f; 1:cpu,cpuacct:/docker/1f; 0::/docker/1f
+cpu/cpu.cfs_quota_us 250000
+cpu/cpu.cfs_period_us 100000
+memory/memory.limit_in_bytes 50000000
+memory/memory.usage_in_bytes 45000000
+memory/memory.stat inactive_file 0; total_inactive_file 1000000
+""",
+    "no limit": """
+names 4:memory:/; 1:cpu,cpuacct:/
+cpu/cpu.cfs_quota_us -1
+cpu/cpu.cfs_period_us 100000
+""",
+}
+
+
 @pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="needs Linux")
-@pytest.mark.parametrize(
-    ("names", "files"),
-    [
-        (
-            "0::/job/step\n",
-            {
-                "job/cpu.max": "250000 100000\n",
-                "job/step/cpu.max": "max 100000\n",
-                "job/memory.max": "50000000\n",
-                "job/memory.current": "45000000\n",
-                "job/memory.stat": "anon 7\ninactive_file 1000000\n",
-                "job/step/memory.max": "max\n",
-                "job/step/memory.current": "45000000\n",
-                "job/step/memory.stat": "anon 7\ninactive_file 1000000\n",
-            },
-        ),
-        (  # a container under version 1: the host's names, of which only the topmost folder is there
-            "4:memory:/docker/1f\n1:cpu,cpuacct:/docker/1f\n0::/docker/1f\n",
-            {
-                "cpu/cpu.cfs_quota_us": "250000\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
-                "memory/memory.limit_in_bytes": "50000000\n",
-                "memory/memory.usage_in_bytes": "45000000\n",
-                "memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1000000\n",
-            },
-        ),
-        (
-            "4:memory:/\n1:cpu,cpuacct:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        ),
-    ],
-)
-def test_limits_of_cgroups_hold(
-    names: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name, content in files.items():
+@pytest.mark.parametrize("version", CGROUPS)
+def test_limits_of_cgroups_hold(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, content in read_table(CGROUPS[version]).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    (tmp_path / "names").write_text(names)
+        (tmp_path / name).write_text(content.replace("; ", "\n") + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "CGROUP_NAMES", tmp_path / "names")
-    limited = len(files) > 2
-    assert cpu_count() == (2 if limited else 64)
-    assert free_memory_bytes() == 6_000_000 if limited else free_memory_bytes() > 6_000_000
+    if version == "no limit":
+        assert cpu_count() == 64
+        assert free_memory_bytes() > 6_000_000
+    else:
+        assert (cpu_count(), free_memory_bytes()) == (2, 6_000_000)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 def test_the_peak_of_a_process_is_not_its_parents():
     code = "from megatoken.system.machine import peak_resident_bytes; print(peak_resident_bytes())"
     held = bytearray(b"x") * (400 << 20)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True
-    )
+    peak = int(subprocess.check_output(python_command(code)))
     assert peak_resident_bytes() > len(held)
-    assert 1 << 20 < int(done.stdout) < 200 << 20
+    assert 1 << 20 < peak < 200 << 20
 
 
 def test_loads_are_shares(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from megatoken.system.environment import python_command
 from megatoken.system.file_lock import LockedError, lock_folder
 from megatoken.system.process import Child, run_child
 from megatoken.system.sealed_json import parse_sealed, seal
+from tests.processes import group_members, wait_for_group, wait_until
 
 
 def test_a_child_returns_its_exit_code_and_lines():
@@ -29,8 +29,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path):
     program += "print(1, flush=True); time.sleep(100)"
     log = tmp_path / "log"
     child = Child(python_command(program), stdout=log)
-    while not log.read_text():
-        time.sleep(0.01)
+    wait_until(log.read_text, child)
     assert child.poll() is None
     child.stop(0.1)
     assert child.poll() == -signal.SIGKILL
@@ -44,18 +43,11 @@ def test_a_child_dies_with_its_parent(tmp_path: Path):
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     parent = "import time; from pathlib import Path; from megatoken.system.process import Child; "
     parent += f"Child({python_command(child)!r}, stdout=Path({str(log)!r})); time.sleep(100)"
-    with subprocess.Popen(python_command(parent)) as process:
-        while not (log.exists() and log.read_text().endswith("\n")):
-            time.sleep(0.01)
+    with subprocess.Popen(python_command(parent), start_new_session=True) as process:
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), process)
+        assert {*group_members(process.pid)} == {process.pid, int(log.read_text())}
         process.kill()
-    pid = int(log.read_text())
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}/status").exists() and time.monotonic() < deadline:
-        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
-            break
-        time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{pid}").exists()
+    assert wait_for_group(process.pid) == 0
 
 
 def test_one_process_at_a_time_holds_a_folder(tmp_path: Path):

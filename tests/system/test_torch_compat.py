@@ -1,21 +1,9 @@
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-import megatoken
 from megatoken.errors import ConfigError
 from megatoken.system import torch_compat
-
-SRC = Path(megatoken.__file__).parent
-PRIVATE = re.compile(
-    r"\btorch\._[a-z]|\btorch\.[\w.]*\._[a-z]|\btorch\.testing\._internal"
-    r"|\._(foreach_\w+|found_inf_per_device|compiled_call_impl|orig_mod|local_tensor|cdata|schema)\b"
-    r"|\b(active_fake_mode|FakeTensorMode|unset_fake_temporarily|fake_pg|fake_collectives)\b.* import "
-    r"|\.(found_inf|grad_scale) = |\"_orig_mod\"|\"_is_\w+_supported\""
-)
 
 
 @pytest.mark.parametrize("name", torch_compat.DRY_RUN_NAMES)
@@ -30,18 +18,6 @@ def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest
     torch_compat.foreach_copy([torch.zeros(1)], [torch.ones(1)])
     with pytest.raises(AttributeError):
         torch_compat.no_such_name  # noqa: B018
-
-
-def test_no_other_module_uses_a_private_name_of_torch():
-    others = [path for path in SRC.rglob("*.py") if path.name != "torch_compat.py"]
-    assert len(others) > 50
-    found = [
-        f"{path.relative_to(SRC)}:{number}: {line.strip()}"
-        for path in others
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if PRIVATE.search(line)
-    ]
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +50,9 @@ def test_a_compiled_module_runs_uncompiled():
     x = torch.ones(1, 2)
     expected = plain(x)
     compiled = torch.compile(plain, backend=fail)
-    with torch_compat.uncompiled(compiled) as module:
-        assert torch.equal(module(x), expected)
     plain[0].compile(backend=fail)
-    with torch_compat.uncompiled(plain) as module:
-        assert torch.equal(module(x), expected)
+    for each in (compiled, plain):
+        with torch_compat.uncompiled(each) as module:
+            assert torch.equal(module(x), expected)
     torch_compat.uncompile(plain)
     assert torch.equal(plain(x), expected)
