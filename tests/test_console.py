@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,21 +61,20 @@ def test_a_step_begins_with_progress_and_time_left():
         " 34% | left 1m42s | step   410/1,200 | loss 4.1234 | 5,210 tokens/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
         "1.342 GB | 98 ms/step"
     )
-    assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(
-        " 99% | left 0s | step 1,199/1,200 |"
-    )
-    assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith(
-        "100% | left 0s | step 1,200/1,200 |"
-    )
+    assert shown(step=1199, mfu=None).startswith(" 99% | left 0s | step 1,199/1,200 |")
+    assert shown(step=1200).startswith("100% | left 0s | step 1,200/1,200 |")
+
+
+def shown(**values: float | None) -> str:
+    return format_step({**ROW, **values}, 1200, 0, 0.0)
 
 
 def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
-    answers = {**ROW, "loss": 0.0, "reward": 0.0, "stopped": 1.0}
-    line = format_step({**answers, "groups_without_difference": 1.0}, 1200, 0, 0.0)
+    answers = {"loss": 0.0, "reward": 0.0, "stopped": 1.0}
+    line = shown(**answers, groups_without_difference=1.0)
     assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tokens/s" in line
-    assert "no difference 0.500 | stopped 1.000 | loss 0.0" in format_step(
-        {**answers, "groups_without_difference": 0.5}, 1200, 0, 0.0
-    )
+    line = shown(**answers, groups_without_difference=0.5)
+    assert "no difference 0.500 | stopped 1.000 | loss 0.0" in line
 
 
 @LINUX
@@ -90,47 +90,34 @@ def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
 def test_the_live_line_fits_the_terminal_and_keeps_the_time_left(
     width: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ):
-    with terminal(monkeypatch, width) as received:
-        console = Console()
+    with terminal(monkeypatch, width) as received, closing(Console()) as console:
         console.step(LINE, share=410 / 1200)
-        console.close()
     assert last_line(received) == shown
     assert len(shown) <= width
 
 
 @LINUX
 def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch):
-    bars = {}
-    for name, variables in {
-        "color": {},
-        "NO_COLOR": {"NO_COLOR": "1"},
-        "ascii": {"ENCODING": "ascii"},
-        "dumb": {"TERM": "dumb"},
-    }.items():
-        with terminal(monkeypatch, 80, **variables) as received:
-            console = Console()
+    def show(**variables: str) -> str:
+        with terminal(monkeypatch, 80, **variables) as received, closing(Console()) as console:
             console.step(LINE, share=0.5)
             console.rule("a title")
-            console.close()
-        bars[name] = received[0]
-    assert "\x1b[38;5;31m━━━━━\x1b[0m\x1b[38;5;243m───── \x1b[0m 34%" in bars["color"]
-    assert "━━━━━─────  34%" in bars["NO_COLOR"]
-    assert "[38" not in bars["NO_COLOR"]
-    assert "#####-----  34%" in ESCAPE.sub("", bars["ascii"])
-    assert (
-        bars["dumb"] == LINE + "\r\n" + "-- a title " + "-" * 69 + "\r\n"
-    )  # it cannot replace a line
+        return received[0]
+
+    assert "\x1b[38;5;31m━━━━━\x1b[0m\x1b[38;5;243m───── \x1b[0m 34%" in show()
+    plain = show(NO_COLOR="1")
+    assert "━━━━━─────  34%" in plain
+    assert "[38" not in plain
+    assert "#####-----  34%" in ESCAPE.sub("", show(ENCODING="ascii"))
+    # It cannot replace a line.
+    assert show(TERM="dumb") == f"{LINE}\r\n-- a title {'-' * 69}\r\n"
 
 
 @LINUX
 def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch):
     with terminal(monkeypatch, 80) as received, closing(Console()) as console:
-        bar = PrepareBar(console)
-        bar.update(
-            Progress(
-                "tokens", tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9
-            )
-        )
+        sizes = dict(tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9)
+        PrepareBar(console).update(Progress("tokens", **sizes))
     line = last_line(received)
     assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line
     assert len(line) <= 80
@@ -140,24 +127,14 @@ def test_lines_in_a_pipe_are_whole_and_plain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("COLUMNS", "40")
-    console = Console()
-    console.step(LINE, share=0.3)
-    console.step("too soon", share=0.3)
-    console.step("the last", share=1, last=True)
-    console.fence("step 8: sample", ["one\x1b[2J\x07\n", "two"])
-    console.close()
-    fences = [f"-- step 8: sample {number} of 2 " for number in (1, 2)]
-    lines = [
-        LINE,
-        "the last",
-        fences[0].ljust(80, "-"),
-        "one\\x1b[2J\\x07",
-        "",
-        fences[1].ljust(80, "-"),
-        "two",
-        "-" * 80,
-    ]
-    assert capsys.readouterr().out == "".join(f"{line}\n" for line in lines)
+    with closing(Console()) as console:
+        console.step(LINE, share=0.3)
+        console.step("too soon", share=0.3)
+        console.step("the last", share=1, last=True)
+        console.fence("step 8: sample", ["one\x1b[2J\x07\n", "two"])
+    first, second = (f"-- step 8: sample {n} of 2 ".ljust(80, "-") for n in (1, 2))
+    expected = f"{LINE}\nthe last\n{first}\none\\x1b[2J\\x07\n\n{second}\ntwo\n{'-' * 80}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_colors_that_are_forced_leave_a_file_without_a_live_line(
@@ -166,9 +143,8 @@ def test_colors_that_are_forced_leave_a_file_without_a_live_line(
     monkeypatch.setenv("FORCE_COLOR", "1")
     with (tmp_path / "log").open("w") as log, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", log)
-        console = Console()
-        console.step(LINE, share=0.3)
-        console.close()
+        with closing(Console()) as console:
+            console.step(LINE, share=0.3)
     assert (tmp_path / "log").read_text() == LINE + "\n"
 
 
@@ -176,17 +152,6 @@ def test_controls_are_spelled_out():
     assert (
         spell_controls("a\tb\n\x1b]0;title\x07é\r\x9b1m") == "a\tb\n\\x1b]0;title\\x07é\\r\\x9b1m"
     )
-
-
-class Failing(io.StringIO):
-    """A stream whose writes raise."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, text: str) -> int:
-        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -201,10 +166,11 @@ class Failing(io.StringIO):
 def test_a_stream_that_fails_silences_the_console(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "stdout", Failing(error))
-    console = Console()
-    console.warn("lost")
-    console.step(LINE, share=0.5)
-    console.fence("sample", ["lost"])
-    console.close()
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "stdout", stream)
+    with closing(Console()) as console:
+        console.warn("lost")
+        console.step(LINE, share=0.5)
+        console.fence("sample", ["lost"])
     assert console.rich.quiet

@@ -19,6 +19,7 @@ import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ from megatoken.convert.recipes.composer import translate_composer
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
-from megatoken.data.shard_format import hash_block
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.eval.tasks import find_tasks, read_examples
 from megatoken.system.atomic_write import read_object
 from megatoken.system.metrics_log import read_metrics
+from megatoken.system.sealed_json import parse_sealed
+from megatoken.system.sealed_json import seal as seal_json
 from megatoken.train.run_folder import find_changes
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
@@ -83,19 +85,16 @@ def attack(tmp_path: Path, codes: set[int | None], read: Read) -> None:
     outside = tmp_path / "outside"
     before = peak_memory(reset=True)
     _outside = str(outside)
-    message = ""
-    code = None
+    code, message = None, ""
     _events.clear()
     try:
         read()
     except MegatokenError as error:
-        code = int(error.code)
-        message = str(error)
+        code, message = int(error.code), str(error)
     finally:
         _outside = ""
     assert _events == []
-    assert [path.name for path in outside.iterdir()] == ["secret"]
-    assert (outside / "secret").read_text() == "secret"
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("secret", "secret")]
     assert code in codes, message
     assert message.isprintable()
     assert peak_memory() - before < LARGEST_GROWTH
@@ -125,10 +124,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, good: Path) -> Path:
     """A folder for hostile files, next to another that they try to reach."""
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret").write_text("secret")
-    shutil.copytree(good, tmp_path / "place")
-    return tmp_path / "place"
+    write_secret(tmp_path)
+    return Path(shutil.copytree(good, tmp_path / "place"))
+
+
+def write_secret(folder: Path) -> None:
+    (folder / "outside").mkdir()
+    (folder / "outside" / "secret").write_text("secret")
 
 
 def checkpoint_of(place: Path) -> Path:
@@ -151,16 +153,16 @@ class Call:
 def list_payloads(canary: Path) -> dict[str, bytes]:
     """Return bytes that make `canary` when unpickled, take all memory, or break a parser."""
     touch = f"touch {canary}"
+    system, command = Call(os.system, touch), touch.encode()
     calls = {
-        "system": Call(os.system, touch),
+        "system": system,
         "open": Call(builtins.open, str(canary), "w"),
         "touch": Call(Path.touch, canary),
         "torch": Call(torch.load, str(canary.parent / "secret")),
         "bytearray": Call(builtins.bytearray, 2**34),
     }
     payloads = {name: pickle.dumps(call, 2) for name, call in calls.items()}
-    payloads |= {f"protocol {n}": pickle.dumps({"model": calls["system"]}, n) for n in range(6)}
-    command = touch.encode()
+    payloads |= {f"protocol {n}": pickle.dumps({"model": system}, n) for n in range(6)}
     stack_global = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c"
     return payloads | {
         "inst": b"(S'" + command + b"'\nios\nsystem\n.",
@@ -266,8 +268,9 @@ def read_vocabulary(path: Path) -> object:
 
 
 def read_progress(path: Path) -> object:
-    (path.parent / "text.txt").write_text("words")
-    return prepare(path.parent / "text.txt", path.parent / "out", tokenizer="bytes", workers=1)
+    text = path.parents[1] / "text.txt"
+    text.write_text("words")
+    return prepare(text, path.parent, tokenizer="bytes", workers=1)
 
 
 def read_log(path: Path) -> object:
@@ -283,42 +286,50 @@ def read_provenance(path: Path) -> object:
     return find_changes(path.parent, load_config("quickstart"))
 
 
-PLACES: dict[str, tuple[int | None, Spoil]] = {
-    "torch zip": (CHECKPOINT, in_torch_zip),
-    "torch tar": (CHECKPOINT, in_torch_tar),
-    "torch stream": (CHECKPOINT, in_torch_stream),
-    "ckpt.pt": (CHECKPOINT, in_file("nano/ckpt.pt", lambda path: load_pretrained(path.parent))),
-    "llm.c": (CHECKPOINT, in_file("model.bin", load_pretrained)),
-    "pytorch_model.bin": (CHECKPOINT, in_hf("pytorch_model.bin")),
-    "model.safetensors": (CHECKPOINT, in_hf("model.safetensors")),
-    "config.json": (CHECKPOINT, in_hf("config.json")),
-    "manifest of a checkpoint": (CHECKPOINT, in_checkpoint(MANIFEST, sealed=False)),
-    "sealed tensors": (CHECKPOINT, in_checkpoint("model.safetensors")),
-    "sealed tokenizer": (DATA, in_checkpoint("tokenizer/tokenizer.json")),
-    "sealed description": (DATA, in_checkpoint("tokenizer/megatoken_tokenizer.json")),
-    "sealed .metadata": (None, in_checkpoint(".metadata")),  # never opened
-    ".npy": (DATA, in_file("npy/train.npy", read_dataset_of)),
-    ".npy of objects": (DATA, in_npy_of_objects),
-    "shard": (DATA, in_file("bin/fineweb_train.bin", read_dataset_of)),
-    "manifest of a dataset": (DATA, in_file("data/manifest.json", read_dataset_of)),
-    "tokenizer.json": (DATA, in_file("tokenizer.json", lambda path: load_tokenizer(str(path)))),
-    "vocab.json": (DATA, in_file("bpe/vocab.json", read_vocabulary)),
-    "progress of prepare": (DATA, in_file("out/progress.json", lambda p: read_progress(p.parent))),
-    "metrics": (None, in_file("metrics.jsonl", read_log)),  # bad lines are skipped
-    "examples": (DATA, in_file("hellaswag.jsonl", read_eval)),
-    "examples in parquet": (DATA, in_file("hellaswag.parquet", read_eval)),
-    "provenance.json": (CONFIG, in_file("new/provenance.json", read_provenance)),
-    "machine.json": (None, in_file("machine.json", read_object)),  # measured again
-    "recipe": (CONFIG, in_file("recipe.yaml", lambda path: resolve(str(path)))),
-    "Composer's recipe": (CONFIG, in_file("composer.yaml", translate_composer)),
-    "nanoGPT's recipe": (CONFIG, in_file("config.py", lambda path: translate_nanogpt(str(path)))),
+PLACES: dict[int | None, dict[str, Spoil]] = {
+    CHECKPOINT: {
+        "torch zip": in_torch_zip,
+        "torch tar": in_torch_tar,
+        "torch stream": in_torch_stream,
+        "ckpt.pt": in_file("nano/ckpt.pt", lambda path: load_pretrained(path.parent)),
+        "llm.c": in_file("model.bin", load_pretrained),
+        **{name: in_hf(name) for name in ("pytorch_model.bin", "model.safetensors", "config.json")},
+        "manifest of a checkpoint": in_checkpoint(MANIFEST, sealed=False),
+        "sealed tensors": in_checkpoint("model.safetensors"),
+    },
+    DATA: {
+        "sealed tokenizer": in_checkpoint("tokenizer/tokenizer.json"),
+        "sealed description": in_checkpoint("tokenizer/megatoken_tokenizer.json"),
+        ".npy": in_file("npy/train.npy", read_dataset_of),
+        ".npy of objects": in_npy_of_objects,
+        "shard": in_file("bin/fineweb_train.bin", read_dataset_of),
+        "manifest of a dataset": in_file("data/manifest.json", read_dataset_of),
+        "tokenizer.json": in_file("tokenizer.json", lambda path: load_tokenizer(str(path))),
+        "vocab.json": in_file("bpe/vocab.json", read_vocabulary),
+        "progress of prepare": in_file("out/progress.json", read_progress),
+        "examples": in_file("hellaswag.jsonl", read_eval),
+        "examples in parquet": in_file("hellaswag.parquet", read_eval),
+    },
+    CONFIG: {
+        "provenance.json": in_file("new/provenance.json", read_provenance),
+        "recipe": in_file("recipe.yaml", lambda path: resolve(str(path))),
+        "Composer's recipe": in_file("composer.yaml", translate_composer),
+        "nanoGPT's recipe": in_file("config.py", lambda path: translate_nanogpt(str(path))),
+    },
+    None: {
+        "sealed .metadata": in_checkpoint(".metadata"),  # never opened
+        "metrics": in_file("metrics.jsonl", read_log),  # bad lines are skipped
+        "machine.json": in_file("machine.json", read_object),  # measured again
+    },
 }
 
 
 @pytest.mark.fault(28, 29)
-@pytest.mark.parametrize("name", PLACES)
-def test_no_file_runs_code(tmp_path: Path, place: Path, name: str):
-    code, spoil = PLACES[name]
+@pytest.mark.parametrize(
+    ("code", "name"), [(code, name) for code in PLACES for name in PLACES[code]]
+)
+def test_no_file_runs_code(tmp_path: Path, place: Path, code: int | None, name: str):
+    spoil = PLACES[code][name]
     for payload in list_payloads(tmp_path / "outside" / "canary").values():
         attack(tmp_path, {code}, spoil(place, payload))
 
@@ -408,10 +419,10 @@ def mutate_checkpoint_manifest(place: Path, rng: random.Random) -> Iterator[Read
 
 def mutate_dataset_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
     path = place / "data" / "manifest.json"
-    body = path.read_bytes().rpartition(b',\n"xxh3"')[0]
-    for mutant in mutate(json.loads(body + b"}"), rng):
-        changed = json.dumps(mutant).encode().removesuffix(b"}")
-        path.write_bytes(changed + f',\n"xxh3": "{hash_block(changed)}"\n}}\n'.encode())
+    content = parse_sealed(path.read_bytes())
+    del content["xxh3"]
+    for mutant in mutate(content, rng):
+        path.write_bytes(seal_json(json.dumps(mutant).encode().removesuffix(b"}"), bits=64))
         yield lambda: load_dataset(path.parent)
 
 
@@ -421,17 +432,14 @@ def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
     path.parent.mkdir(exist_ok=True)
     texts = ["[x for x in ().__class__.__base__.__subclasses__()]", "(" * 9000, "\0", "{" * 999]
     header = {"descr": [["a", "<u2"], 1], "fortran_order": False, "shape": [100, 1]}
-    for mutant in (
-        *mutate(header, rng),
-        *({**header, "descr": "<u2", "shape": [it]} for it in HOSTILE),
-    ):
+    shapes = ({**header, "descr": "<u2", "shape": [it]} for it in HOSTILE)
+    for mutant in (*mutate(header, rng), *shapes):
         for key in ("descr", "shape"):
             if isinstance(mutant.get(key), list):
                 mutant[key] = tuple(mutant[key])
         texts.append(repr(mutant))
     for number, text in enumerate(texts):
-        version = number % 4 + 1
-        raw = text.encode() + b"\n"
+        version, raw = number % 4 + 1, text.encode() + b"\n"
         size = struct.pack("<H" if version == 1 else "<I", min(len(raw), 65535))
         path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + size + raw + bytes(64))
         yield lambda: load_dataset(path.parent)
@@ -519,7 +527,7 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
         (folder / MANIFEST).write_bytes(encode_manifest(manifest))
         attack(tmp_path, {CHECKPOINT}, lambda: load_pretrained(folder))
         body = rows.replace(b'"train_000000.bin"', json.dumps(name).encode())
-        data.write_bytes(body + f',\n"xxh3": "{hash_block(body)}"\n}}\n'.encode())
+        data.write_bytes(seal_json(body, bits=64))
         attack(tmp_path, {DATA}, lambda: load_dataset(data.parent))
     index = {"metadata": {}, "weight_map": {"wte.weight": "../../outside/secret"}}
     spoil = in_hf("model.safetensors.index.json")
@@ -542,17 +550,20 @@ def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path)
 @pytest.mark.fault(29)
 def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path):
     """An endless line, NULs, one long text many times, a compressed pickle, a sparse manifest."""
-    spaces = b" " * (1 << 20)
-    nul = bytes(1 << 20)
-    (place / "bomb.jsonl.gz").write_bytes(gzip.compress(spaces) * 300)
-    (place / "bomb.jsonl.zst").write_bytes(pyarrow.compress(spaces, "zstd", asbytes=True) * 300)
-    (place / "nul.txt.gz").write_bytes(gzip.compress(nul) * 300)
+    spaces, nul = b" " * (1 << 20), bytes(1 << 20)
+    bombs = {
+        "bomb.jsonl.gz": gzip.compress(spaces) * 300,
+        "bomb.jsonl.zst": pyarrow.compress(spaces, "zstd", asbytes=True) * 300,
+        "nul.txt.gz": gzip.compress(nul) * 300,
+        "bomb.parquet": b"",
+    }
+    for name, content in bombs.items():
+        (place / name).write_bytes(content)
     index = pyarrow.array(np.zeros(300, np.int32))
-    text = pyarrow.DictionaryArray.from_arrays(index, [" " * (1 << 20)])
+    text = pyarrow.DictionaryArray.from_arrays(index, [spaces.decode()])
     parquet.write_table(pyarrow.table({"text": text}), place / "bomb.parquet", compression="zstd")
-    for name in ("bomb.jsonl.gz", "bomb.jsonl.zst", "nul.txt.gz", "bomb.parquet"):
-        out = place / f"out-{name}"
-        read = lambda name=name, out=out: prepare(place / name, out, tokenizer="bytes", workers=1)  # noqa: E731
+    for name in bombs:
+        read = partial(prepare, place / name, place / f"out-{name}", tokenizer="bytes", workers=1)
         attack(tmp_path, {DATA}, read)
     archive = zipfile.ZipFile(place / "ckpt.pt", "w", zipfile.ZIP_DEFLATED)
     with archive, archive.open("archive/data.pkl", "w") as file:
@@ -608,7 +619,6 @@ def test_hostile_names_and_paths(
 @pytest.mark.fault(55)
 @pytest.mark.parametrize("name", ["...yaml", "a\nb.yaml", "\x1b[2J.yaml"])
 def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, name: str):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret").write_text("secret")
+    write_secret(tmp_path)
     (tmp_path / name).write_text("version: 1\n")
     attack(tmp_path, {CONFIG}, lambda: resolve(str(tmp_path / name)))

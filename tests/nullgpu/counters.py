@@ -3,7 +3,10 @@
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 LIBRARY = "libcuda.so.1"
 
@@ -39,6 +42,17 @@ def is_loaded() -> bool:
 def reset() -> None:
     """Set all counters to 0, and the peak to what is allocated."""
     ctypes.CDLL(LIBRARY).nullgpu_reset()
+
+
+def count_step(step: Callable[[], object]) -> Counts:
+    """Count the calls of a training step, which must not compile again."""
+    torch._dynamo.config.error_on_recompile = True
+    try:
+        reset()
+        step()
+        return read()
+    finally:
+        torch._dynamo.config.error_on_recompile = False
 
 
 def read() -> Counts:

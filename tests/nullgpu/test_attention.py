@@ -1,12 +1,20 @@
-"""Attention on CUDA never falls back to torch's math kernel, which holds all scores."""
+"""Attention on CUDA never falls back to torch's math kernel, which holds all scores.
+
+Decoding builds no cuDNN plan per token.
+"""
 
 import pytest
 import torch
 
+from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
+from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import attend_documents, flash_attention
+from megatoken.sampling.choose import Sampling
+from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import open_device
 from tests.nullgpu import counters
+from tests.nullgpu.models import shrink
 
 B, T, H, D = 8, 1024, 12, 64
 MATH = ("cublas", "softmax", "Softmax")
@@ -44,3 +52,13 @@ def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str
     assert counts.find("[cudnn plan]") == 0
     scores = B * H * T * T * 4
     assert torch.cuda.max_memory_allocated() - before < scores
+
+
+def test_tokens_need_no_plans():
+    device = open_device(MachineConfig(device="cuda"))
+    model = GPT(shrink(PRESETS["gpt2-124m"], 2), seed=None).to(torch.device("cuda"), torch.bfloat16)
+    counters.reset()
+    (ids,) = generate_ids(model, list(range(16)), Sampling(64, 0.0), device=device)
+    counts = counters.read()
+    assert len(ids) == 64
+    assert counts.find("[cudnn plan]", "cublasSgemm", "softmax") == 0

@@ -15,37 +15,33 @@ from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ExitCode
 from megatoken.system.gpus import GPUS, Gpu
+from tests.tables import read_table
 from tests.tiny_run import TEXT, write_shards
 
-CAPABILITIES = {
-    "pascal": 60,
-    "volta": 70,
-    "turing": 75,
-    "ampere": 80,
-    "ampere-graphics": 86,
-    "ada": 89,
-    "hopper": 90,
-    "blackwell": 100,
-}
+CAPABILITIES = read_table("""
+pascal 60
+volta 70
+turing 75
+ampere 80
+ampere-graphics 86
+ada 89
+hopper 90
+blackwell 100
+""")
 PRESET = "gpt2-124m"
 BATCH_SEQS = 1024
-BF16 = ["machine.master_weights=on", "machine.fused=on"]  # which real cards choose
+BF16 = "machine.master_weights=on machine.fused=on"  # which real cards choose
 # Cards of one size and architecture compute alike.
-CARDS = list(
-    {
-        (gpu.memory_bytes, gpu.architecture): gpu
-        for gpu in GPUS.values()
-        if gpu.architecture in CAPABILITIES
-    }.values()
-)
+CARDS = {(gpu.memory_bytes, gpu.architecture): gpu for gpu in GPUS.values()}
+TESTED = [gpu for gpu in CARDS.values() if gpu.architecture in CAPABILITIES]
 
 
-@pytest.mark.parametrize("gpu", CARDS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", TESTED, ids=lambda gpu: gpu.name)
 def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: Path) -> None:
     card = {
         "NULLGPU_NAME": gpu.driver,
         "NULLGPU_BYTES": str(gpu.memory_bytes),
-        "NULLGPU_CAPABILITY": str(CAPABILITIES[gpu.architecture]),
+        "NULLGPU_CAPABILITY": CAPABILITIES[gpu.architecture],
         "NULLGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
     }
     command = [sys.executable, "-m", "tests.nullgpu.test_cards", str(tmp_path)]
@@ -67,19 +63,13 @@ def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: 
 
 def train(folder: Path) -> None:
     """Train two steps on this process's card, and write the peak of the allocated bytes."""
-    settings = (
-        write_shards(folder / "data", train=TEXT * 60_000),
-        "data.tokenizer=bytes",
-        "machine.device=cuda",
-        *(BF16 if torch.cuda.get_device_capability() >= (8, 0) else []),
-        "machine.compile=off",
-        "budget.steps=2",
-        f"budget.batch_tokens={BATCH_SEQS * PRESETS[PRESET].seq_len}",
-        "evaluate.tasks=",
-        "sample.every=0",
-        "log.plots=false",
-    )
-    assert main(["train", PRESET, *settings, "--out", str(folder / "run")]) == ExitCode.DONE
+    data = write_shards(folder / "data", train=TEXT * 60_000)
+    bf16 = BF16 if torch.cuda.get_device_capability() >= (8, 0) else ""
+    batch_tokens = BATCH_SEQS * PRESETS[PRESET].seq_len
+    line = f"train {PRESET} {data} {bf16} data.tokenizer=bytes machine.device=cuda"
+    line += f" machine.compile=off budget.steps=2 budget.batch_tokens={batch_tokens}"
+    line += f" evaluate.tasks= sample.every=0 log.plots=false --out {folder}/run"
+    assert main(line.split()) == ExitCode.DONE
     (folder / "peak").write_text(str(torch.cuda.max_memory_allocated()))
 
 

@@ -36,14 +36,12 @@ def test_no_step_waits_or_compiles_again(mode: str):
     workload = build(MODEL, mode, batch_seqs=8, micro_batch=8 // MICRO_BATCHES)
     for _ in range(2):
         take_step(workload, 1 / 100)
-    torch._dynamo.config.error_on_recompile = True
-    try:
-        counters.reset()
+
+    def take_steps() -> None:
         for share in SHARES:
             take_step(workload, share)
-    finally:
-        torch._dynamo.config.error_on_recompile = False
-    counts = counters.read()
+
+    counts = counters.count_step(take_steps)
     assert counts.syncs == 0
     assert counts.find("[copy, host waits", "[copy: D2H", "[copy: H2D pageable") == 0
     calls = len(SHARES) * MICRO_BATCHES * LAYERS

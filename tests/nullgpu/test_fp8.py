@@ -1,15 +1,12 @@
 """A training step with FP8 matmuls: their number, no waits of the host, no recompilation."""
 
 import pytest
-import torch
 
-from megatoken.bench.workload import build_workload
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
 from megatoken.train.compilation import compile_forward
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
-from tests.nullgpu.test_step import take_step
+from tests.nullgpu.test_step import build, take_step
 
 LAYERS = 2
 MICRO_BATCHES = 2
@@ -18,28 +15,19 @@ CHUNKS = 2  # of the output layer in a micro-batch of 8,192 tokens
 
 def count(preset: str, fp8: str, mode: str, checkpointing: str = "none") -> counters.Counts:
     """Return the calls of a step after a warm-up."""
-    machine = MachineConfig(
-        device="cuda",
-        compile="off",
-        attention="flash",
-        fused="on",
-        master_weights="on",
+    workload = build(
+        shrink(PRESETS[preset], LAYERS),
+        "off",
+        batch_seqs=16,
+        micro_batch=16 // MICRO_BATCHES,
         activation_checkpointing=checkpointing,
         fp8=fp8,
     )
-    config = shrink(PRESETS[preset], LAYERS)
-    workload = build_workload(config, machine, batch_seqs=16, micro_batch=16 // MICRO_BATCHES)
     if mode != "off":
         assert compile_forward(workload.state, workload.step_config, workload.device, mode) == ""
     for _ in range(2):
         take_step(workload)
-    torch._dynamo.config.error_on_recompile = True
-    try:
-        counters.reset()
-        take_step(workload)
-    finally:
-        torch._dynamo.config.error_on_recompile = False
-    return counters.read()
+    return counters.count_step(lambda: take_step(workload))
 
 
 def count_matmuls(counts: counters.Counts) -> int:

@@ -32,9 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ROWS)
 def test_an_objective_trains_and_resumes(folder: Path, name: str) -> None:
     out = folder / "runs" / name
-    words = ["train", name, "--init", str(folder / "init"), "--out", str(out)]
-    words += [f"data.path={folder / ROWS[name]}", *SETTINGS.split()]
-    words += ROLLOUTS.split() if name in SAMPLED else []
-    for more in ([], ["--extend", "1steps"]):
-        assert main([*words, *more]) == ExitCode.DONE
+    line = (
+        f"train {name} --init {folder}/init --out {out} data.path={folder / ROWS[name]} {SETTINGS}"
+    )
+    line += f" {ROLLOUTS}" * (name in SAMPLED)
+    for more in ("", " --extend 1steps"):
+        assert main(f"{line}{more}".split()) == ExitCode.DONE
     assert list(read_column(out, "loss")) == [1, 2, 3]

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.bench.workload import build_workload, draw_batch
+from megatoken.bench.workload import draw_batch
 from megatoken.cli.main import main
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
 from megatoken.distributed import grad_reduce
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import read_dist_env
@@ -18,6 +17,7 @@ from megatoken.errors import ExitCode
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
+from tests.nullgpu.test_step import LAYERS, build
 from tests.ranks import run_ranks
 from tests.tiny_run import TINY, read_losses, write_shards
 
@@ -41,20 +41,17 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_and_resume(tmp_path: Path, layout: str):
     data = write_shards(tmp_path / "data")
-    words = [str(TINY), data, "machine.device=cuda", *layout.split(), "--nproc", "2"]
-    words += ["budget.steps=3", "save.every=2steps", "--out", str(tmp_path / "run")]
-    assert main(["train", *words]) == ExitCode.DONE
-    assert main(["train", *words, "--extend", "1steps"]) == ExitCode.DONE
+    line = f"train {TINY} {data} machine.device=cuda {layout} --nproc 2 budget.steps=3"
+    line += f" save.every=2steps --out {tmp_path}/run"
+    for more in ("", " --extend 1steps"):
+        assert main(f"{line}{more}".split()) == ExitCode.DONE
     assert read_losses(tmp_path / "run") == [0.0] * 4
 
 
 def record_reductions(rank: int, mode: str, out: Path) -> None:
     """Write the launches of the backward before each bucket's all-reduce, and in all."""
     env = read_dist_env()
-    config = shrink(PRESETS["gpt2-124m"], 4)
-    machine = MachineConfig(
-        device="cuda", compile=mode, attention="flash", fused="on", master_weights="on"
-    )
+    config = shrink(PRESETS["gpt2-124m"], LAYERS)
     launches: list[int] = []
     reduce = grad_reduce.GradBucketReducer._reduce
     backward = Tensor.backward
@@ -70,13 +67,11 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
         launches.append(counters.read().total)
 
     with join_process_group(env, "cuda") as comm:
-        workload = build_workload(config, machine, batch_seqs=4, micro_batch=2, comm=comm)
-        assert workload.tuning.note == ""
-        state = workload.state
+        workload = build(config, mode, comm=comm, batch_seqs=4, micro_batch=2)
         grad_reduce.GradBucketReducer._reduce = count_reduce  # type: ignore[method-assign]
         torch.Tensor.backward = count_backward  # type: ignore[assignment, method-assign]
         batch = draw_batch(config, 4, 0, workload.device, rank=rank, nproc=2)
-        train_step_async(state, workload.step_config, workload.device, batch)
+        train_step_async(workload.state, workload.step_config, workload.device, batch)
     if rank == 0:
         out.write_text(json.dumps(launches))
 

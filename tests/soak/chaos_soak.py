@@ -43,12 +43,13 @@ from tests.soak.tiny_job import (
     Process,
     drafts,
     kill_group,
+    list_files,
     run_quietly,
     start,
     wait_for,
     write_recipe,
 )
-from tests.tiny_run import fingerprint, newest_step
+from tests.tiny_run import fingerprint, flip_bit, newest_step
 
 WORDS = "budget.steps=1000000 save.every=20 log.every=5 evaluate.every=100 sample.every=200"
 DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10
@@ -110,6 +111,10 @@ class Chaos:
         self.expected.update(codes)
         wait_for(lambda: self.process.poll() is not None, self.process)
 
+    def wait_for(self, condition: Callable[[], object]) -> bool:
+        """Wait until a condition holds or the process has ended; return whether it holds."""
+        return wait_for(condition, self.process, or_end=True)
+
     def printed(self) -> str:
         """What the last start has printed so far."""
         return self.log.read_text(errors="replace") if self.log else ""
@@ -134,7 +139,7 @@ class Chaos:
         """Until the next checkpoint is committed, start the command again whenever it has ended."""
         newest = newest_step(self.out)
         starts = 0
-        while not wait_for(lambda: newest_step(self.out) > newest, self.process, or_end=True):
+        while not self.wait_for(lambda: newest_step(self.out) > newest):
             if (starts := starts + 1) > MAX_STARTS:
                 raise Problem(f"{MAX_STARTS} starts brought no checkpoint: {self.log}")
             self.start()
@@ -188,22 +193,13 @@ def is_compared(row: dict[str, Any], last: int) -> bool:
 
 
 def mount(folder: Path) -> bool:
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
-    return run_quietly(["mount", *options]) == 0
-
-
-def kill_all(chaos: Chaos) -> None:
-    chaos.kill()
+    return run_quietly(f"mount -t tmpfs -o size={DISK_BYTES} none {folder}".split()) == 0
 
 
 def wait_for_save(chaos: Chaos) -> None:
     """A save has begun; on a busy machine it may be over by the time this is seen."""
     before, newest = drafts(chaos.out), newest_step(chaos.out)
-    wait_for(
-        lambda: bool(drafts(chaos.out) - before) or newest_step(chaos.out) > newest,
-        chaos.process,
-        or_end=True,
-    )
+    chaos.wait_for(lambda: drafts(chaos.out) - before or newest_step(chaos.out) > newest)
 
 
 def kill_in_save(chaos: Chaos) -> None:
@@ -211,10 +207,15 @@ def kill_in_save(chaos: Chaos) -> None:
     chaos.kill()
 
 
-def kill_at_start(chaos: Chaos) -> None:
+def start_anew(chaos: Chaos) -> None:
+    """Start again, for at most 5 seconds."""
     chaos.kill()
     chaos.start()
     time.sleep(chaos.rng.uniform(0, 5))
+
+
+def kill_at_start(chaos: Chaos) -> None:
+    start_anew(chaos)
     chaos.kill()
 
 
@@ -245,8 +246,7 @@ def stop(chaos: Chaos, name: str) -> None:
 def stop_twice(chaos: Chaos) -> None:
     chaos.process.send_signal(signal.SIGTERM)
     time.sleep(chaos.rng.uniform(0, 1))
-    chaos.process.send_signal(signal.SIGTERM)
-    chaos.end(ExitCode.STOPPED)
+    stop(chaos, "SIGTERM")
 
 
 def stop_group(chaos: Chaos) -> None:
@@ -260,9 +260,7 @@ def stop_rank(chaos: Chaos) -> None:
 
 
 def stop_at_start(chaos: Chaos) -> None:
-    chaos.kill()
-    chaos.start()
-    time.sleep(chaos.rng.uniform(0, 5))
+    start_anew(chaos)
     chaos.process.send_signal(signal.SIGTERM)
     chaos.end(ExitCode.STOPPED, -signal.SIGTERM)
 
@@ -300,9 +298,9 @@ def full_disk(chaos: Chaos) -> None:
         fill_disk(chaos)  # again: a save that was under way has removed an older checkpoint since
         return chaos.printed().count("not saved") > failed
 
-    wait_for(has_failed, chaos.process, or_end=True)
+    chaos.wait_for(has_failed)
     filler.unlink()
-    wait_for(lambda: last_logged(chaos) > first, chaos.process, or_end=True)
+    chaos.wait_for(lambda: last_logged(chaos) > first)
     chaos.full.append((first, last_logged(chaos)))
 
 
@@ -330,11 +328,11 @@ def read_only_disk(chaos: Chaos) -> None:
 
 def missing_data(chaos: Chaos) -> None:
     chaos.kill()
-    hidden = chaos.recipe.with_name("hidden.npy")
-    chaos.recipe.with_name("train_0.npy").rename(hidden)
+    shard = chaos.recipe.with_name("train_0.npy")
+    hidden = shard.rename(shard.with_name("hidden.npy"))
     chaos.start()
     chaos.end(ExitCode.DATA)
-    hidden.rename(chaos.recipe.with_name("train_0.npy"))
+    hidden.rename(shard)
 
 
 def two_checkpoints(chaos: Chaos) -> Path:
@@ -345,15 +343,11 @@ def two_checkpoints(chaos: Chaos) -> Path:
     return step_folder(root, newest_step(chaos.out))
 
 
-def flip_bit(chaos: Chaos) -> None:
+def flip_newest(chaos: Chaos) -> None:
     newest = two_checkpoints(chaos)
     chaos.kill()
-    files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
-    path = chaos.rng.choice(files)
-    data = bytearray(path.read_bytes())
-    bit = chaos.rng.randrange(len(data) * 8)
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+    path = chaos.rng.choice([path for path in list_files(newest) if path.stat().st_size])
+    flip_bit(path, chaos.rng.randrange(path.stat().st_size * 8))
     chaos.damaged.append(newest)
 
 
@@ -380,7 +374,7 @@ Fault = Callable[[Chaos], None]
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
 FAULTS: dict[str, Fault] = {
-    "SIGKILL to all": kill_all,
+    "SIGKILL to all": Chaos.kill,
     "SIGKILL to all at a save": kill_in_save,
     "SIGKILL to all during a start": kill_at_start,
     **STOPS,
@@ -388,7 +382,7 @@ FAULTS: dict[str, Fault] = {
     "SIGTERM to the process group": stop_group,
     "SIGTERM during a start": stop_at_start,
     "processes suspended, then continued": pause_all,
-    "bit flipped in the newest checkpoint": flip_bit,
+    "bit flipped in the newest checkpoint": flip_newest,
     "newest checkpoint deleted": delete_checkpoint,
     "log ends in half a line or junk": half_line,
     "config.yaml or another file damaged or removed": damage_file,

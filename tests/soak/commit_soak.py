@@ -19,6 +19,7 @@ import re
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.manifest import verify
 from megatoken.errors import ExitCode, MegatokenError
 from tests.soak.options import parse_options, report
-from tests.soak.strace import format_injection, list_calls, run_traced, try_points
+from tests.soak.strace import format_injection, run_traced, trace, try_points
+from tests.tiny_run import flip_bit
 
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN = "/soak-begins"
@@ -124,33 +126,17 @@ def prepare(scenario: str, root: Path) -> None:
     for step in SCENARIOS[scenario].before:
         commit(root, step)
     for step in SCENARIOS[scenario].damaged:
-        path = protocol.step_folder(root, step) / "state.json"
-        data = bytearray(path.read_bytes())
-        data[9] ^= 32
-        path.write_bytes(data)
-
-
-def list_operation_calls(log: Path) -> list[tuple[str, int, str]]:
-    """Return the calls between the marks: name, number among calls of that name, line."""
-    calls = []
-    is_inside = False
-    for name, number, line in list_calls(log):
-        if BEGIN in line or END in line:
-            is_inside = BEGIN in line
-        elif is_inside:
-            calls.append((name, number, line))
-    return calls
+        flip_bit(protocol.step_folder(root, step) / "state.json", 8 * 9 + 5)
 
 
 def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point], list[str]]:
     """Return every point of an undisturbed run, and the lines of its calls."""
     root = work / f"{scenario}-plain"
-    log = root.with_suffix(".log")
     shutil.copytree(template, root)
-    done = run_traced(operate(scenario, root), log)
-    assert done.returncode == 0, done.stderr
+    calls = list(trace(operate(scenario, root), root.with_suffix(".log")))
     assert tuple(protocol.list_steps(root)) == SCENARIOS[scenario].after
-    calls = list_operation_calls(log)
+    begin, end = ([mark in line for _, _, line in calls].index(True) for mark in (BEGIN, END))
+    calls = calls[begin + 1 : end]
     points = [
         Point(scenario, call, number, fault)
         for call, number, _ in calls
@@ -259,7 +245,7 @@ def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
     }
 
 
-def soak(sample: int, seed: int, jobs: int) -> dict[str, object]:
+def soak(options: Namespace) -> dict[str, object]:
     """Try every point, or a random sample of them, and return the report."""
     with tempfile.TemporaryDirectory(prefix="commit-soak-") as folder:
         work = Path(folder).resolve()
@@ -275,7 +261,7 @@ def soak(sample: int, seed: int, jobs: int) -> dict[str, object]:
             outcome = try_point(point, templates / point.scenario, work)
             return f"{point.scenario} {point.fault} {outcome}"
 
-        result = try_points(points, attempt, sample=sample, seed=seed, jobs=jobs)
+        result = try_points(points, attempt, options)
         return {
             **result,
             "points_by_operation": Counter(point.scenario for point in points),
@@ -288,7 +274,7 @@ def main() -> int:
         run_operation(sys.argv[2], Path(sys.argv[3]))
         return 0
     options = parse_options(__doc__, sample=0, seed=1, jobs=2)
-    result = soak(options.sample, options.seed, options.jobs)
+    result = soak(options)
     return report("commit", not result["failures"], **result)
 
 

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 
 from megatoken.checkpoint.commit import commit, find_newest, step_folder
@@ -26,9 +27,9 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import INPUTS_NAME
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import MegatokenError
 from tests.checkpoint.test_load import shard, trained
 from tests.soak.options import parse_options, report
+from tests.soak.tiny_job import list_files
 from tests.tiny_run import flip_bit
 
 STEPS = (1, 2)
@@ -60,22 +61,17 @@ def write_runs(folder: Path) -> dict[str, Path]:
 
 def write_data(folder: Path) -> Path:
     """A prepared dataset of several shards and a trained tokenizer."""
-    (folder / "corpus.txt").write_text(
-        "".join(f"the {n} cats sat on mat {n * n}. " for n in range(30_000))
-    )
-    prepare(
-        folder / "corpus.txt", folder / "data", tokenizer="bpe:300", workers=1, shard_tokens=150_000
-    )
-    return folder / "data"
+    corpus, data = folder / "corpus.txt", folder / "data"
+    corpus.write_text("".join(f"the {n} cats sat on mat {n * n}. " for n in range(30_000)))
+    prepare(corpus, data, tokenizer="bpe:300", workers=1, shard_tokens=150_000)
+    return data
 
 
 def flip_bits(
     folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]
 ) -> dict[str, int]:
     """Flip one random bit of a random file below a folder at a time, and restore it; count what `find` answers."""
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name != INPUTS_NAME
-    )
+    files = [path for path in list_files(folder) if path.name != INPUTS_NAME]
     found: Counter[str] = Counter()
     for _ in range(flips):
         path = rng.choice(files)
@@ -106,21 +102,20 @@ def find_in_data(data: Path, path: Path, bit: int) -> str:
 
 def load_clean(roots: dict[str, Path], data: Path, loads: int) -> dict[str, int]:
     """Verify and load undamaged files, checkpoints and data in turn; count what is reported."""
-    alarms = 0
+    alarms: list[object] = []
 
-    def alarm(folder: Path, error: MegatokenError) -> None:
-        nonlocal alarms
-        alarms += 1
+    def alarm(_: Path, error: object) -> None:
+        alarms.append(error)
 
-    for number in range(loads):
-        if number % (len(roots) + 1) == 0:
-            alarms += len(verify_folder(data).errors)
+    for place in islice(cycle([data, *roots.values()]), loads):
+        if place == data:
+            alarms.extend(verify_folder(data).errors)
             load_dataset(data).train.read(0, 1000)
         else:
-            valid = find_newest([*roots.values()][number % (len(roots) + 1) - 1], alarm)
+            valid = find_newest(place, alarm)
             assert valid is not None
             load_checkpoint_model(*valid)
-    return {"loads": loads, "false_alarms": alarms}
+    return {"loads": loads, "false_alarms": len(alarms)}
 
 
 def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str, int]]:
@@ -140,9 +135,8 @@ def main() -> int:
     options = parse_options(__doc__, flips=10_000, clean=1_000, seed=0)
     with tempfile.TemporaryDirectory() as name:
         answer = soak(Path(name), options.flips, options.clean, options.seed)
-    is_good = not answer["clean"]["false_alarms"] and not any(
-        "missed" in a for a in answer.values()
-    )
+    is_missed = any("missed" in counts for counts in answer.values())
+    is_good = not answer["clean"]["false_alarms"] and not is_missed
     return report("flip", is_good, **answer)
 
 

@@ -15,13 +15,13 @@ import sys
 import sysconfig
 import tempfile
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from tests.soak.options import parse_options, report
-from tests.soak.strace import format_injection, list_calls, run_traced, try_points
+from tests.soak.strace import format_injection, list_calls, run_traced, trace, try_points
+from tests.soak.tiny_job import list_files
 
 FAULTS = ("kill", "ENOSPC", "EIO")
 # The command with small chunks, so that a corpus of 60 kB has a dozen of them.
@@ -54,20 +54,13 @@ def write_corpus(folder: Path, total_bytes: int, *, one_file: bool) -> None:
         number += 1
 
 
-def hash_folder(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): xxhash.xxh3_128_hexdigest(path.read_bytes())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def check_equal(folder: Path, reference: Path) -> None:
     """Check that two folders have the same files with the same bytes."""
-    hashes = hash_folder(folder)
-    expected = hash_folder(reference)
-    names = hashes.keys() | expected.keys()
-    assert hashes == expected, {name for name in names if hashes.get(name) != expected.get(name)}
+    found, expected = (
+        {(str(path.relative_to(each)), path.read_bytes()) for path in list_files(each)}
+        for each in (folder, reference)
+    )
+    assert found == expected, {name for name, _ in found ^ expected}
 
 
 def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
@@ -77,16 +70,15 @@ def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
         write_corpus(folder / scenario, 60_000, one_file=scenario == "one")
         log = folder / f"{scenario}.log"
         out = folder / f"{scenario}-undisturbed"
-        done = run_traced(prepare_small(folder, scenario, out), log)
-        assert done.returncode == 0, done.stderr
-        for call, number in list_output_calls(log, out):
+        for call, number in list_output_calls(
+            trace(prepare_small(folder, scenario, out), log), out
+        ):
             points += [(scenario, call, number, fault) for fault in FAULTS]
 
     def attempt(point: tuple[str, str, int, str]) -> str:
         return f"{point[0]} {point[3]} {try_point(folder, *point)}"
 
-    limits = {"sample": options.sample, "seed": options.seed, "jobs": options.jobs}
-    return try_points(points, attempt, **limits)
+    return try_points(points, attempt, options)
 
 
 def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -> str:
@@ -95,17 +87,16 @@ def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -
     log = out.with_suffix(".log")
     words = prepare_small(folder, scenario, out)
     done = run_traced(words, log, format_injection(call, number, fault))
-    assert (call, number) in list_output_calls(log, out), "hit something else"
+    assert (call, number) in list_output_calls(list_calls(log), out), "hit something else"
     code = done.returncode
     if fault == "kill":
         assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), code
     elif code != 0:
-        lines = [line for line in done.stderr.splitlines() if "error: " in line]
         assert code in (3, 5), f"exit code {code}: {done.stderr}"
-        assert len(lines) == 1, done.stderr
-        assert str(out) in lines[0]
+        (line,) = re.findall(".*error: .*", done.stderr)
+        assert str(out) in line
         assert "Traceback" not in done.stderr, done.stderr
-    again = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, f"the second time: {again.stderr}"
     check_equal(out, folder / f"{scenario}-undisturbed")
     shutil.rmtree(out)
@@ -118,10 +109,10 @@ def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:
     return [*words, *SCENARIOS[scenario].split()]
 
 
-def list_output_calls(log: Path, out: Path) -> list[tuple[str, int]]:
+def list_output_calls(calls: Iterable[tuple[str, int, str]], out: Path) -> list[tuple[str, int]]:
     """Return (name, number among calls of that name) of each call on the output folder."""
     pattern = re.compile(rf"[\"<]{re.escape(str(out))}[\"/>]")
-    return [(call, number) for call, number, line in list_calls(log) if pattern.search(line)]
+    return [(call, number) for call, number, line in calls if pattern.search(line)]
 
 
 def main() -> int:

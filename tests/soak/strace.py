@@ -4,6 +4,7 @@ import os
 import random
 import re
 import subprocess
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,18 +31,20 @@ def run_traced(
     words: Sequence[str], log: Path, injection: str = ""
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command with its main thread under strace; injection: such as "write:error=EIO:when=3"."""
-    trace = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}"]
-    trace += ["-e", "signal=none"]
+    trace = f"strace -y -s 200 -o {log} -e trace={CALLS} -e signal=none".split()
     if injection:
         trace += ["-e", f"inject={injection}"]
+    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(
-        [*trace, *words],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [*trace, *words], env=environment, capture_output=True, text=True, timeout=120
     )
+
+
+def trace(words: Sequence[str], log: Path) -> Iterator[tuple[str, int, str]]:
+    """Run a command that must succeed; yield its calls as list_calls does."""
+    done = run_traced(words, log)
+    assert done.returncode == 0, done.stderr
+    return list_calls(log)
 
 
 def format_injection(call: str, number: int, fault: str) -> str:
@@ -64,15 +67,15 @@ def list_calls(log: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def try_points(
-    points: list[Point], attempt: Callable[[Point], str], *, sample: int, seed: int, jobs: int
+    points: list[Point], attempt: Callable[[Point], str], options: Namespace
 ) -> dict[str, Any]:
     """Try every point, or a random sample; count outcomes and list failed assertions."""
     total = len(points)
-    if 0 < sample < total:
-        points = random.Random(seed).sample(points, sample)
+    if 0 < options.sample < total:
+        points = random.Random(options.seed).sample(points, options.sample)
     outcomes: Counter[str] = Counter()
     failures = []
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         tries = [pool.submit(attempt, point) for point in points]
         for point, result in zip(points, tries, strict=True):
             try:

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import read_object
-from megatoken.system.process import at_parent_death
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     STUCK_SECONDS,
@@ -34,6 +33,7 @@ from tests.soak.tiny_job import (
     command,
     drafts,
     run_quietly,
+    start_session,
     wait_for,
     write_recipe,
 )
@@ -107,53 +107,38 @@ class Terminal:
 
     def __init__(self) -> None:
         self._master, self.slave = pty.openpty()
-        self._wake, self._stop = os.pipe()
         self._is_open = True
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         with suppress(OSError):  # no process has it open any more
-            while self._wake not in select.select([self._master, self._wake], [], [])[0]:
-                os.read(self._master, 1 << 16)
+            while self._is_open:
+                if select.select([self._master], [], [], 0.01)[0]:
+                    os.read(self._master, 1 << 16)
 
     def close(self) -> None:
         """Hang up."""
         if self._is_open:
-            os.write(self._stop, b"x")
-            self._reader.join()
-            for descriptor in (self._master, self._wake, self._stop):
-                os.close(descriptor)
             self._is_open = False
+            self._reader.join()
+            os.close(self._master)
 
 
 @contextmanager
 def open_streams(case: Case, terminal: Terminal) -> Iterator[list[int]]:
     """Descriptors for stdin, stdout and stderr; -1 for one that is to be closed."""
+    descriptors: dict[str, int] = {"terminal": terminal.slave, "closed": -1}
     with ExitStack() as stack:
-
-        def opened(path: str | Path, flags: int) -> int:
-            descriptor = os.open(path, flags, 0o600)
+        for stream in {*case.streams} - descriptors.keys():
+            if stream == "pipe":
+                reader, descriptor = os.pipe()
+                threading.Thread(target=read_line, args=(reader,), daemon=True).start()
+            else:
+                descriptor = os.open(f"/dev/{stream}", os.O_RDWR)
             stack.callback(os.close, descriptor)
-            return descriptor
-
-        pipe = -1
-        if "pipe" in case.streams:
-            reader, pipe = os.pipe()
-            stack.callback(os.close, pipe)
-            threading.Thread(target=read_line, args=(reader,), daemon=True).start()
-        found = []
-        for stream in case.streams:
-            match stream:
-                case "terminal":
-                    found.append(terminal.slave)
-                case "pipe":
-                    found.append(pipe)
-                case "closed":
-                    found.append(-1)
-                case _:
-                    found.append(opened(f"/dev/{stream}", os.O_RDWR))
-        yield found
+            descriptors[stream] = descriptor
+        yield [descriptors[stream] for stream in case.streams]
 
 
 def read_line(descriptor: int) -> None:
@@ -164,35 +149,23 @@ def read_line(descriptor: int) -> None:
 
 
 def start(case: Case, words: Sequence[str], streams: Sequence[int], terminal: Terminal) -> Process:
-    """Start a run in a session of its own; it does not outlive this process."""
-    at_death = at_parent_death(signal.SIGKILL)
     slave = os.ttyname(terminal.slave)
 
     def prepare() -> None:
-        if at_death:
-            at_death()
         if case.controls and "terminal" in case.streams:
             tty = os.open(slave, os.O_RDWR)
             fcntl.ioctl(tty, termios.TIOCSCTTY, 0)
             os.close(tty)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if case.nohup else signal.SIG_DFL)
+        if case.nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number, descriptor in enumerate(streams):
             if descriptor < 0:
                 os.close(number)
 
-    stdin, stdout, stderr = (
-        subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams
-    )
+    opened = (subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams)
+    options = dict(zip(("stdin", "stdout", "stderr"), opened, strict=True))
     environment = {**os.environ, "TERM": "xterm-256color", **case.environment}
-    return subprocess.Popen(
-        list(words),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=prepare,
-        env=environment,
-    )
+    return start_session(words, prepare, env=environment, **options)
 
 
 def disturb(case: Case, recipe: Path, out: Path) -> int:

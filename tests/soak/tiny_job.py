@@ -47,19 +47,14 @@ class Layout:
 
     @property
     def words(self) -> list[str]:
-        exact = ["machine.deterministic=true"] if self.sharding == "none" else []
-        return [
-            f"machine.sharding={self.sharding}",
-            f"machine.micro_batch={self.micro_batch}",
-            *exact,
-        ]
+        line = f"machine.sharding={self.sharding} machine.micro_batch={self.micro_batch}"
+        return (line + " machine.deterministic=true" * (self.sharding == "none")).split()
 
 
 def write_recipe(folder: Path) -> Path:
     """Write the recipe and its data into a new folder."""
-    text = b"".join(
-        b"%d bottles of beer on the wall, take %d down\n" % (n, n % 7) for n in range(20_000)
-    )
+    lines = (f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(20_000))
+    text = "".join(lines).encode()
     write_shards(folder, text[:-10_000], text[-10_000:])
     (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", str(folder / "*.npy")))
     return folder / "tiny.yaml"
@@ -76,24 +71,27 @@ def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) 
     return [*program, "--nproc", str(layout.nproc), *layout.words, *words]
 
 
-def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
-    """Start in a process group of its own; what it prints is added to `log`. It does not outlive the soak."""
+def start_session(
+    words: Sequence[str], prepare: Callable[[], object] = lambda: None, **options: Any
+) -> Process:
+    """Start in a session of its own, which does not outlive the soak. prepare: called in the child."""
     follow_parent = at_parent_death(signal.SIGKILL)
+    assert follow_parent is not None
 
     def prepare_child() -> None:
         # nohup and a job in the background start with them ignored.
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         follow_parent()
+        prepare()
 
+    return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare_child, **options)
+
+
+def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
+    """Start a run; what it prints is added to `log`."""
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command(recipe, out, layout, words),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            preexec_fn=prepare_child,
-        )
+        return start_session(command(recipe, out, layout, words), stdout=file, stderr=file)
 
 
 def kill_group(process: Process) -> None:
@@ -102,6 +100,10 @@ def kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not group_members(process.pid), process)
+
+
+def list_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def drafts(out: Path) -> set[str]:
