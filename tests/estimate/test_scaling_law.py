@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from megatoken.cli.main import main
 from megatoken.errors import DataError, ExitCode
 from megatoken.estimate.scaling_law import choose_terms, fit_law, interval, list_variables, resample
 from megatoken.model.flops import count_matmul_parameters
+from tests.conftest import Ask
 from tests.tiny_model import TINY_GPT
 
 # Hoffmann et al. 2022, equation 10.
@@ -22,20 +22,16 @@ PARAMETERS, TOKENS = (
 )
 LOSSES = E + A / PARAMETERS**ALPHA + B / TOKENS**BETA
 
+TERMS = choose_terms(PARAMETERS, TOKENS)
+
 
 def test_chinchillas_law_is_found_again():
-    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
+    law = fit_law(TERMS, PARAMETERS, TOKENS, LOSSES)
     assert law.terms == ("N", "D")
-    assert law.floor == pytest.approx(E, abs=1e-3)
-    assert law.exponents == pytest.approx((ALPHA, BETA), abs=1e-3)
+    assert (law.floor, *law.exponents) == pytest.approx((E, ALPHA, BETA), abs=1e-3)
     assert law.factors == pytest.approx((A, B), rel=0.01)
-    assert float(law.loss(70e9, 1.4e12)) == pytest.approx(
-        E + A / 70e9**ALPHA + B / 1.4e12**BETA, abs=1e-3
-    )
-
-
-def test_the_best_split_has_the_lowest_loss_of_its_flops():
-    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
+    expected = E + A / 70e9**ALPHA + B / 1.4e12**BETA
+    assert float(law.loss(70e9, 1.4e12)) == pytest.approx(expected, abs=1e-3)
     n, d = law.best_split(1e21)
     assert 6 * n * d == pytest.approx(1e21)
     others = n * np.array([0.8, 0.95, 1.05, 1.25])
@@ -44,11 +40,10 @@ def test_the_best_split_has_the_lowest_loss_of_its_flops():
 
 def test_the_interval_of_noisy_losses_holds_the_truth():
     noisy = LOSSES * (1 + np.random.default_rng(1).normal(0, 0.003, len(LOSSES)))
-    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, noisy)
+    law = fit_law(TERMS, PARAMETERS, TOKENS, noisy)
     laws = resample(law, PARAMETERS, TOKENS, noisy)
-    truth = E + A / 7e9**ALPHA + B / 140e9**BETA
     low, high = interval([float(other.loss(7e9, 140e9)) for other in laws])
-    assert low < truth < high
+    assert low < E + A / 7e9**ALPHA + B / 140e9**BETA < high
     assert 0.01 < high - low < 0.2
 
 
@@ -62,107 +57,86 @@ def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that():
         assert (law.floor, *law.exponents) == pytest.approx((2.0, 0.2), abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "tokens"),
-    [([1e6, 2e6, 1e6, 2e6], [1e6, 1e6, 2e6, 2e6]), ([1e6] * 3, [1e6, 2e6, 3e6])],
-)
-def test_too_few_runs_are_refused(parameters: list[float], tokens: list[float]):
-    with pytest.raises(DataError):
-        choose_terms(np.array(parameters), np.array(tokens))
+def test_too_few_runs_are_refused():
+    for parameters, tokens in (([1, 2, 1, 2], [1, 1, 2, 2]), ([1, 1, 1], [1, 2, 3])):
+        with pytest.raises(DataError):
+            choose_terms(1e6 * np.array(parameters), 1e6 * np.array(tokens))
 
 
-def write_run(folder: Path, d_model: int, tokens: int, state: str = "done", **meta: str) -> Path:
+def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
     """A run folder as training leaves it, with a loss that follows Chinchilla's law."""
     model = replace(TINY_GPT, d_model=d_model, d_ff=4 * d_model)
     loss = 1.0 + 20 / count_matmul_parameters(model) ** ALPHA + 30 / tokens**BETA
-    rows = [
-        {"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0},
-        {"kind": "val", "step": 7, "tokens": tokens},
-    ]
     checkpoint = folder / "checkpoints" / "step-00000007"
     checkpoint.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(row | {"loss": loss}) + "\n" for row in rows)
-    )
-    (folder / "status.json").write_text(json.dumps({"state": state}))
+    row = {"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0}
+    rows = (row, row | {"kind": "val", "loss": loss})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "status.json").write_text('{"state": "done"}')
     facts = {"shape": encode_model_config(model), "tokenizer": "t", "dataset": "d"} | meta
     (checkpoint / "manifest.json").write_bytes(encode_manifest(CheckpointManifest(7, facts, {})))
     return folder
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[str]:
+def runs(tmp_path: Path) -> str:
+    """Runs of three widths and lengths, as words of a command."""
     sizes = [(d, tokens) for d in (32, 64, 128) for tokens in (100_000, 400_000, 1_600_000)]
-    return [str(write_run(tmp_path / f"w{d}-{tokens}", d, tokens)) for d, tokens in sizes]
+    return " ".join(str(write_run(tmp_path / f"w{d}-{tokens}", d, tokens)) for d, tokens in sizes)
 
 
-def read_answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
-
-
-def test_command_fits_holds_out_and_extrapolates(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_command_fits_holds_out_and_extrapolates(runs: str, tmp_path: Path, ask: Ask):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "law.png"
     log = tmp_path / "w32-100000.log"  # of a sweep, matched by w32*
     log.touch()
-    assert (
-        main(
-            [
-                "scaling",
-                *runs,
-                str(log),
-                "--flops",
-                "1e13",
-                "1e15",
-                "--plot",
-                str(picture),
-                "--json",
-            ]
-        )
-        == ExitCode.DONE
-    )
-    answer = read_answer(capsys)
-    assert answer["fits"]["E"]["value"] == pytest.approx(1.0, abs=0.01)
-    assert answer["fits"]["exponent of N"]["value"] == pytest.approx(ALPHA, abs=0.01)
+    answer = ask(f"scaling {runs} {log} --flops 1e13 1e15 --plot {picture}")
+    fits, (first, second) = answer["fits"], answer["budgets"]
+    found = (fits["E"]["value"], fits["exponent of N"]["value"])
+    assert found == pytest.approx((1.0, ALPHA), abs=0.01)
     assert abs(answer["held_out"]["error_share"]) < 1e-3
-    assert [budget["flops"] for budget in answer["budgets"]] == [1e13, 1e15]
-    assert 6 * answer["budgets"][0]["N"] * answer["budgets"][0]["D"] == pytest.approx(1e13)
+    assert (first["flops"], second["flops"]) == (1e13, 1e15)
+    assert 6 * first["N"] * first["D"] == pytest.approx(1e13)
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "checkpoints"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("status.json", '{"state": "stopped"}'),
+        ("metrics.jsonl", '{"kind": "train", "step": 7, "tokens": 1}\n'),
+        ("metrics.jsonl", ""),
+        ("checkpoints", ""),
+    ],
+)
 def test_runs_that_do_not_count_are_refused(
-    runs: list[str], capsys: pytest.CaptureFixture[str], name: str
+    runs: str, capsys: pytest.CaptureFixture[str], name: str, content: str
 ):
-    path = Path(runs[3]) / name
-    if name == "status.json":
-        path.write_text('{"state": "stopped"}')
-    elif name == "metrics.jsonl":
-        path.write_text('{"kind": "train", "step": 7, "tokens": 1}\n')
-    else:
+    path = Path(runs.split()[3]) / name
+    if path.is_dir():
         path.rename(path.with_name("gone"))
-    assert main(["scaling", *runs]) == ExitCode.DATA
+    else:
+        path.write_text(content)
+    assert main(["scaling", *runs.split()]) == ExitCode.DATA
     assert "w64-100000" in capsys.readouterr().err
 
 
-def test_a_check_that_is_far_off_is_a_warning(runs: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(["scaling", *runs]) == ExitCode.DONE
-    assert "warning" not in capsys.readouterr().out
-    log = Path(runs[-1]) / "metrics.jsonl"  # of the largest
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps(row | {"loss": row["loss"] * 1.05}) + "\n" for row in rows))
-    assert main(["scaling", *runs]) == ExitCode.DONE
-    assert "warning" in capsys.readouterr().out
+def test_a_check_that_is_far_off_is_a_warning(runs: str, capsys: pytest.CaptureFixture[str]):
+    for is_far_off in (False, True):
+        assert main(["scaling", *runs.split()]) == ExitCode.DONE
+        assert ("warning" in capsys.readouterr().out) == is_far_off
+        log = Path(runs.split()[-1]) / "metrics.jsonl"  # of the largest
+        rows = map(json.loads, log.read_text().splitlines())
+        rows = [row | {"loss": row["loss"] * 1.05} for row in rows]
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_other_tokenizers_are_refused_and_other_data_warned_of(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    other = str(write_run(tmp_path / "other", 32, 800_000, tokenizer="u"))
-    assert main(["scaling", *runs, other]) == ExitCode.DATA
+    other = write_run(tmp_path / "other", 32, 800_000, tokenizer="u")
+    assert main(["scaling", *runs.split(), str(other)]) == ExitCode.DATA
     capsys.readouterr()
-    other = str(write_run(tmp_path / "more", 32, 800_000, dataset="e"))
-    assert main(["scaling", *runs, other]) == ExitCode.DONE
+    other = write_run(tmp_path / "more", 32, 800_000, dataset="e")
+    assert main(["scaling", *runs.split(), str(other)]) == ExitCode.DONE
     assert "warning" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def read_run(folder: Path) -> FinishedRun:
     rows = find_last_rows(folder, ("train", "val"))
     val = rows.get("val", {})
     loss = val.get("loss")
-    if val.get("step") != rows["train"]["step"] or not isinstance(loss, float):
+    if val.get("step") != rows.get("train", {}).get("step") or not isinstance(loss, float):
         raise DataError("no validation loss at the last step", folder)
     model, meta = read_model(folder)
     n = count_matmul_parameters(model)
