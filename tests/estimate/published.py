@@ -19,13 +19,15 @@ from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.published import LADDER
 from megatoken.system.gpus import GPUS
 
-MPT = {
-    "125M": (12, 12, 768),
-    "350M": (24, 16, 1024),
-    "760M": (24, 12, 1536),
-    "1.3B": (24, 16, 2048),
+MPT = {  # layers, heads and width
+    "125M": "12 12 768",
+    "350M": "24 16 1024",
+    "760M": "24 12 1536",
+    "1.3B": "24 16 2048",
+    "3B": "32 20 2560",
+    "7B": "32 32 4096",
+    "13B": "40 40 5120",
 }
-MPT |= {"3B": (32, 20, 2560), "7B": (32, 32, 4096), "13B": (40, 40, 5120)}
 OLD = "PyTorch of 2022: FSDP without today's overlap, no FlashAttention"
 SLOW_ATTENTION = "its Triton attention of 2023 is slower at long contexts"
 
@@ -52,21 +54,21 @@ class Published:
 def mpt(name: str) -> ModelConfig:
     """Return a model of llm-foundry, GPT-3's shapes without biases: mpt-SIZE-CONTEXT."""
     _, size, seq_len = name.split("-")
-    n_layer, n_head, d_model = MPT[size]
+    n_layer, n_head, d_model = map(int, MPT[size].split())
     sizes = {"n_layer": n_layer, "n_head": n_head, "d_model": d_model, "d_ff": 4 * d_model}
     return ModelConfig(**sizes, seq_len=int(seq_len), vocab_size=50368, bias=False)
 
 
 # The constants that rungs of published.LADDER set, by device and name.
 LADDER_SETS = {
-    ("H100", "fp32"): "fp32 share",
-    ("H100", "compile"): "host",
-    ("H100", "fused AdamW"): "host",
-    ("T4", "fp32"): "fp32 share",
-    ("T4", "fused AdamW"): "products",
-    ("A100-80GB", "fp32"): "fp32 share",
-    ("A100-80GB", "bf16"): "explicit attention",
-    ("A100-80GB", "fused AdamW"): "products",
+    "H100 fp32": "fp32 share",
+    "H100 compile": "host",
+    "H100 fused AdamW": "host",
+    "T4 fp32": "fp32 share",
+    "T4 fused AdamW": "products",
+    "A100-80GB fp32": "fp32 share",
+    "A100-80GB bf16": "explicit attention",
+    "A100-80GB fused AdamW": "products",
 }
 # source | run | model | GPUs | micro-batch x steps | tokens/s | layout | constant or reason
 TABLE = """
@@ -107,14 +109,15 @@ modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 8 H100 | 64x1 |   3696000
 torchtitan | LLaMA 3.1 8B, context 8,192 | llama3-8b | 8 H100 |  1x1 |     46080 | eager block zero3
 torchtitan | the same, compiled | llama3-8b | 8 H100 |  1x1 |     53360 | block zero3
 """
-LAYOUT_FIELDS = {
-    "precision": ("fp32", "tf32", "fp16"),
-    "program": ("eager", "fused"),
-    "attention": ("explicit",),
-    "adamw": ("foreach",),
-    "sharding": ("zero1", "zero3"),
-    "checkpointing": ("gelu", "block"),
+LAYOUT_WORDS = {
+    "precision": "fp32 tf32 fp16",
+    "program": "eager fused",
+    "attention": "explicit",
+    "adamw": "foreach",
+    "sharding": "zero1 zero3",
+    "checkpointing": "gelu block",
 }
+LAYOUT_FIELDS = {word: field for field, words in LAYOUT_WORDS.items() for word in words.split()}
 REASONS = {"old": OLD, "slow attention": SLOW_ATTENTION}
 
 
@@ -122,29 +125,16 @@ def read_row(line: str) -> Published:
     cells = [cell.strip() for cell in line.split("|")]
     source, what, model, gpus, batch, rate, words, note = cells + [""] * (8 - len(cells))
     count, gpu = gpus.split()
-    micro_batch, micro_steps = batch.split("x")
-    layout = Layout(
-        gpus=int(count),
-        micro_batch=int(micro_batch),
-        micro_steps=int(micro_steps),
-        gradient_bytes=2 if source in ("llm.c", "foundry") else 4,
-    )
-    for field, values in LAYOUT_FIELDS.items():
-        for word in words.split():
-            if word in values:
-                layout = replace(layout, **{field: word})
-    return Published(
-        source,
-        what,
-        int(count),
-        gpu,
-        float(rate),
-        estimate_step(
-            PRESETS[model] if model in PRESETS else mpt(model), GPUS[gpu], layout
-        ).tokens_per_second,
-        sets="" if note in REASONS else note,
-        reason=REASONS.get(note, ""),
-    )
+    micro_batch, micro_steps = map(int, batch.split("x"))
+    layout = Layout(gpus=int(count), micro_batch=micro_batch, micro_steps=micro_steps)
+    if source in ("llm.c", "foundry"):
+        layout = replace(layout, gradient_bytes=2)
+    for word in words.split():
+        layout = replace(layout, **{LAYOUT_FIELDS[word]: word})
+    config = PRESETS[model] if model in PRESETS else mpt(model)
+    predicted = estimate_step(config, GPUS[gpu], layout).tokens_per_second
+    sets, reason = ("", REASONS[note]) if note in REASONS else (note, "")
+    return Published(source, what, int(count), gpu, float(rate), predicted, sets, reason)
 
 
 def read_ladder(device: str) -> list[Published]:
@@ -160,7 +150,7 @@ def read_ladder(device: str) -> list[Published]:
             device,
             row["published"],
             row["tokens_per_second"],
-            sets=LADDER_SETS.get((device, rung.name), ""),
+            sets=LADDER_SETS.get(f"{device} {rung.name}", ""),
         )
         for rung, row in zip(rungs, rows, strict=True)
     ]
