@@ -62,32 +62,30 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     for workers in measure_workers([SPEC, *specs], 2, QUIET):
         measured.append(sum(bool(worker.seconds) for worker in workers))
     assert measured == [1, 1, 1, 2, 3]
-    assert [bool(worker.skipped) for worker in workers] == [False, True, True, False, False]
-    assert workers[1].skipped == "ValueError: no room None"
-    assert "code 3" in workers[2].skipped
-    ours = workers[0]
-    last = workers[-1]
+    ours, failed, exited, other, last = workers
+    assert not any(worker.skipped for worker in (ours, other, last))
+    assert failed.skipped == "ValueError: no room None"
+    assert "code 3" in exited.skipped
     assert (len(ours.seconds), len(last.seconds)) == (6, 2), "ours runs alone, and in every pair"
     pairs = zip(ours.seconds[4:], last.seconds, strict=True)
     assert last.ratios == [reference / seconds for reference, seconds in pairs]
     assert ours.steps == last.steps, "losses after the same number of steps"
-    assert last.loss == workers[-2].loss, "the same ids"
+    assert last.loss == other.loss, "the same ids"
     assert not any(worker.processes for worker in workers)
 
 
 def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch):
+    killed, closed = Worker(spec=SPEC), Worker(spec=SPEC)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "SPAWN", multiprocessing.get_context("spawn"))  # as in use
-        worker = Worker(spec=SPEC)
-        assert worker.warm_up()
-    worker.processes[0].kill()
-    assert worker.run_round(1) is None
-    assert "killed" in worker.skipped
-    worker = Worker(spec=SPEC)
-    assert worker.warm_up()
-    process = worker.processes[0]
+        assert killed.warm_up()
+    killed.processes[0].kill()
+    assert killed.run_round(1) is None
+    assert "killed" in killed.skipped
+    assert closed.warm_up()
+    process = closed.processes[0]
     assert process.is_alive()
-    worker.close()
+    closed.close()
     assert not process.is_alive()
 
 
@@ -120,12 +118,11 @@ def test_training_starts_at_the_uniform_loss_and_learns():
     unpadded = replace(MODEL, vocab_size=97, vocab_multiple=1, tie_embeddings=False)
     for model in (MODEL, unpadded):
         spec = replace(SPEC, model_config=model, micro_batch=4)
-        first = build_training(spec, ExitStack())
-        losses = [first.run(steps)["loss"] for steps in (1, 9)]
-        assert losses[0] == pytest.approx(math.log(model.vocab_size), rel=0.02)
-        assert losses[1] < losses[0] - 0.03
-        again = build_training(spec, ExitStack())
-        assert again.run(1)["loss"] == losses[0], "ids and weights come from seeds"
+        first, again = (build_training(spec, ExitStack()) for _ in range(2))
+        before, after = (first.run(steps)["loss"] for steps in (1, 9))
+        assert before == pytest.approx(math.log(model.vocab_size), rel=0.02)
+        assert after < before - 0.03
+        assert again.run(1)["loss"] == before, "ids and weights come from seeds"
 
 
 def test_values_are_interleaved_with_the_first(tmp_path: Path):

@@ -32,64 +32,61 @@ from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 TOKENS = 4 * TINY_GPT.seq_len
 TORCH = {"attention": "flash", "gemm_backend": "torch", "fused": "off", "adamw": "fused"}
+MASTER_WEIGHTS = {"precision": "bf16", "master_weights": "on"}
 
 
 def build(model_config: ModelConfig = TINY_GPT, **machine: Any) -> Workload:
-    config = MachineConfig(**{"device": "cpu", "precision": "fp32"} | machine)
+    config = MachineConfig(device="cpu", **{"precision": "fp32"} | machine)
     return build_workload(model_config, config, batch_seqs=4, micro_batch=4)
 
 
 def groups_by_name(workload: Workload) -> dict[str, set[str]]:
     """The groups of every operation of a step, by its name."""
-    events = profile_step(workload)
     groups: dict[str, set[str]] = defaultdict(set)
-    for event in events:
+    for event in profile_step(workload):
         groups[event.name].add(find_group(event))
     return groups
 
 
+def assert_groups(groups: dict[str, set[str]], expected: dict[str, str]) -> None:
+    """Compare the groups of some operations. expected: groups, and their operations in words."""
+    wanted = {name: {group} for group, names in expected.items() for name in names.split()}
+    assert {name: groups[name] for name in wanted} == wanted
+
+
 @pytest.mark.parametrize(
-    ("model_config", "master_weights", "precision"),
-    [(TINY_GPT, "off", "fp32"), (TINY_LLAMA, "on", "bf16")],
+    ("model_config", "fixed", "activation", "norm", "backward"),
+    [
+        (TINY_GPT, {}, "gelu", "native_layer_norm", "NativeLayerNormBackward0"),
+        (TINY_LLAMA, MASTER_WEIGHTS, "silu", "rms_norm", "RsqrtBackward0"),
+    ],
     ids=["gpt", "llama"],
 )
-def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: str, precision: str):
-    fixed = TORCH | {"master_weights": master_weights}
-    workload = build(model_config, precision=precision, **fixed)
-    assert workload.state.uses_master_weights == (master_weights == "on")
+def test_operations_of_a_real_step(
+    model_config: ModelConfig, fixed: dict[str, str], activation: str, norm: str, backward: str
+):
+    workload = build(model_config, **TORCH | fixed)
+    assert workload.state.uses_master_weights == bool(fixed)
     groups = groups_by_name(workload)
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    is_gpt = model_config == TINY_GPT
     expected = {
-        flash: "attention",
-        f"{flash}_backward": "attention",
-        "aten::gelu" if is_gpt else "aten::silu": "activation",
-        "aten::gelu_backward" if is_gpt else "aten::silu_backward": "activation",
-        "aten::_log_softmax": "loss",
-        "_ChunkedCrossEntropy": "loss",
-        "aten::linear": "matrix products",
-        "aten::mm": "matrix products",
-        "aten::_fused_adamw_": "optimizer",
-        "aten::native_layer_norm" if is_gpt else "aten::rms_norm": "norm",
+        "attention": f"{flash} {flash}_backward",
+        "activation": f"aten::{activation} aten::{activation}_backward",
+        "loss": "aten::_log_softmax _ChunkedCrossEntropy",
+        "matrix products": "aten::linear aten::mm",
+        "optimizer": "aten::_fused_adamw_",
+        "norm": f"aten::{norm}",
     }
-    assert {name: groups[name] for name in expected} == {
-        name: {group} for name, group in expected.items()
-    }
+    assert_groups(groups, expected)
     assert set.union(*groups.values()) == {*GROUPS, "other"} - {"blocks in one call"}
-    assert "norm" in groups["NativeLayerNormBackward0" if is_gpt else "RsqrtBackward0"]
+    assert "norm" in groups[backward]
 
 
-@pytest.mark.parametrize(
-    ("machine", "name", "group"),
-    [
-        ({"attention": "explicit"}, "aten::bmm", "attention"),
-        ({"attention": "explicit"}, "aten::_softmax_backward_data", "attention"),
-        ({"attention": "blocked"}, "aten::bmm", "attention"),
-        ({"loss_chunk": 0}, "aten::_log_softmax_backward_data", "loss"),
-    ],
-)
-def test_operations_of_other_kernels(machine: dict[str, Any], name: str, group: str):
-    assert groups_by_name(build(**TORCH | machine))[name] == {group}
+def test_operations_of_other_kernels():
+    explicit = {"attention": "aten::bmm aten::_softmax_backward_data"}
+    assert_groups(groups_by_name(build(**TORCH | {"attention": "explicit"})), explicit)
+    unchunked = groups_by_name(build(**TORCH | {"attention": "blocked", "loss_chunk": 0}))
+    assert_groups(unchunked, {"attention": "aten::bmm", "loss": "aten::_log_softmax_backward_data"})
 
 
 def make_event(name: str, parent: object = None) -> Any:
@@ -114,74 +111,73 @@ def test_operations_count_for_themselves_or_for_what_calls_them():
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
 def test_native_kernels_count_for_what_they_compute():
     machine = {"attention": "native", "gemm_backend": "native", "fused": "on", "adamw": "native"}
-    groups = groups_by_name(build(precision="bf16", **machine))
     expected = {
-        "matmul": "matrix products",
-        "cross_entropy": "loss",
-        "block_forward": "blocks in one call",
-        "block_backward": "blocks in one call",
-        "adamw": "optimizer",
+        "matrix products": "native::matmul",
+        "loss": "native::cross_entropy",
+        "blocks in one call": "native::block_forward native::block_backward",
+        "optimizer": "native::adamw native::sum_of_squares",
+        "norm": "native::norm_forward",
     }
-    expected |= {"norm_forward": "norm", "sum_of_squares": "optimizer"}
-    assert {name: groups[f"native::{name}"] for name in expected} == {
-        name: {group} for name, group in expected.items()
-    }
+    assert_groups(groups_by_name(build(precision="bf16", **machine)), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
-        ("void pytorch_flash::flash_fwd_splitkv_kernel<cutlass::bfloat16_t>", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(cutlass::bfloat16_t)", "attention"),
-        ("_cross_entropy", "loss"),
-        ("void at::native::cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>", "loss"),
-        ("void at::native::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norm"),
-        ("triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_5", "norm"),
-        ("triton_red_fused__fused_rms_norm__to_copy__unsafe_view_add_mul_roll_view_1", "norm"),
-        ("triton_red_fused_gelu_gelu_backward_sum_view_3", "activation"),
-        ("void at::native::vectorized_elementwise_kernel<GeluCUDAKernelImpl>", "activation"),
-        ("multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "optimizer"),
-        ("reduce_kernel<512, 1, at::native::NormTwoOps<float, float>>", "optimizer"),
-        ("Memcpy HtoD (Pageable -> Device)", "copies"),
-        ("triton_poi_fused_cat_transpose_6", "copies"),
-        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copies"),
-        ("triton_red_fused_sum_view_0", "other"),
-        ("void at::native::sum_and_scatter<c10::BFloat16, long>", "other"),
-    ],
-)
-def test_kernels_of_cuda(name: str, group: str):
+CUDA_KERNELS = """
+matrix products: nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT
+matrix products: sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64
+matrix products: void cublasLt::splitKreduce_kernel<32, 16, int, float>
+attention: cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16
+attention: void pytorch_flash::flash_fwd_splitkv_kernel<cutlass::bfloat16_t>
+attention: fmha_cutlassF_bf16_aligned_64x64_rf_sm80(cutlass::bfloat16_t)
+loss: _cross_entropy
+loss: void at::native::cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>
+norm: void at::native::vectorized_layer_norm_kernel<c10::BFloat16, float>
+norm: triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_5
+norm: triton_red_fused__fused_rms_norm__to_copy__unsafe_view_add_mul_roll_view_1
+activation: triton_red_fused_gelu_gelu_backward_sum_view_3
+activation: void at::native::vectorized_elementwise_kernel<GeluCUDAKernelImpl>
+optimizer: multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>
+optimizer: reduce_kernel<512, 1, at::native::NormTwoOps<float, float>>
+copies: Memcpy HtoD (Pageable -> Device)
+copies: triton_poi_fused_cat_transpose_6
+copies: void at::native::elementwise_kernel<direct_copy_kernel_cuda>
+other: triton_red_fused_sum_view_0
+other: void at::native::sum_and_scatter<c10::BFloat16, long>
+"""
+
+
+@pytest.mark.parametrize("row", CUDA_KERNELS.strip().splitlines())
+def test_kernels_of_cuda(row: str):
+    group, name = row.split(": ", 1)
     assert find_group(make_event(name), KERNELS) == group
 
 
 def test_longest_kernels_come_first():
-    names = [f"kernel {number}" for number in range(14)] + ["nvjet", "nvjet"]
-    answer = describe_kernels([make_event(name) for name in names])
+    names = [*map(str, range(14)), "nvjet", "nvjet"]
+    answer = describe_kernels([*map(make_event, names)])
     assert (answer["launches"], len(answer["kernels"])) == (16, 12)
     assert answer["kernels"][0] == {"name": "nvjet", "calls": 2, "seconds": 4.0}
 
 
 def test_sums_are_sums():
-    config, peaked = TINY_GPT, replace(CPU, peak_flops=1e15, peak_source="data sheet")
+    peaked = replace(CPU, peak_flops=1e15, peak_source="data sheet")
     answer = measure(build(), peaked, 3, Console())
     parts = {part["name"]: part for part in answer["parts"]}
     step = answer["step_seconds"]["median"]
     assert list(parts) == [*GROUPS, "other"]
     total = sum(part["seconds"]["median"] for part in parts.values())
-    assert answer["parts_seconds"] == pytest.approx(total)
-    assert answer["overhead_seconds"] == pytest.approx(step - total)
+    sums = (answer["parts_seconds"], answer["overhead_seconds"])
+    assert sums == pytest.approx((total, step - total))
     assert answer["tokens_per_second"]["median"] == pytest.approx(TOKENS / step)
-    assert answer["floor_seconds"] == flops_per_token(config, causal=True) * TOKENS / 1e15
-    products = 6 * count_matmul_parameters(config) * TOKENS
-    attention = 6 * config.n_layer * config.d_model * config.seq_len * TOKENS
+    assert answer["floor_seconds"] == flops_per_token(TINY_GPT, causal=True) * TOKENS / 1e15
+    known = {
+        "matrix products": 6 * count_matmul_parameters(TINY_GPT) * TOKENS,
+        "attention": 6 * TINY_GPT.n_layer * TINY_GPT.d_model * TINY_GPT.seq_len * TOKENS,
+    }
     for name, part in parts.items():
-        flops = {"matrix products": products, "attention": attention}.get(name)
-        assert part["flops"] == flops
+        flops = known.get(name)
         seconds = part["seconds"]["median"]  # 0 where the profiler's clock saw nothing
-        assert part["share_of_peak"] == ((flops and seconds and flops / seconds / 1e15) or None)
+        share = (flops and seconds and flops / seconds / 1e15) or None
+        assert (part["flops"], part["share_of_peak"]) == (flops, share)
     unknown = measure(build(), CPU, 1, Console())["parts"]
     assert {part["share_of_peak"] for part in unknown} == {None}
 
