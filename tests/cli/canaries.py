@@ -5,34 +5,36 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-VARIABLES = {
-    "HF_TOKEN": "canary01-hub-token",
-    "HUGGING_FACE_HUB_TOKEN": "canary02-old-hub-token",
-    "WANDB_API_KEY": "canary03aaaabbbbccccdddd",
-    "AWS_ACCESS_KEY_ID": "canary04ACCESS",
-    "AWS_SECRET_ACCESS_KEY": 'canary05/sec+ret"quoted',
-    "AWS_SESSION_TOKEN": "canary06-session//token==",
-    "GITHUB_TOKEN": "canary07-github",
-    "OPENAI_API_KEY": "canary08-openai",
-    "ANTHROPIC_API_KEY": "canary09-anthropic",
-    "AZURE_CLIENT_SECRET": "canary10-azure",
-    "DB_PASSWORD": "canary11-password",
-    "HTTPS_PROXY": "http://user:canary12-proxy@127.0.0.1:9",
-    "HF_ENDPOINT": "http://user:canary13-mirror@127.0.0.1:9",
-}
+from tests.convert.models import read_fields
+
+VARIABLES = read_fields("""
+HF_TOKEN canary01-hub-token
+HUGGING_FACE_HUB_TOKEN canary02-old-hub-token
+WANDB_API_KEY canary03aaaabbbbccccdddd
+AWS_ACCESS_KEY_ID canary04ACCESS
+AWS_SECRET_ACCESS_KEY canary05/sec+ret"quoted
+AWS_SESSION_TOKEN canary06-session//token==
+GITHUB_TOKEN canary07-github
+OPENAI_API_KEY canary08-openai
+ANTHROPIC_API_KEY canary09-anthropic
+AZURE_CLIENT_SECRET canary10-azure
+DB_PASSWORD canary11-password
+HTTPS_PROXY http://user:canary12-proxy@127.0.0.1:9
+HF_ENDPOINT http://user:canary13-mirror@127.0.0.1:9
+""")
 # Words that stand for secrets in the lines and files below; most are known by their form alone.
-SECRETS = {
-    "ADDRESS": "https://user:canary14-pass@host/data",
-    "BUCKET": "s3://KEYID:canary15/sec/ret@bucket/data",
-    "TOKEN": "https://canary16-token@host/x",
-    "SIGNED": "https://host/x?X-Amz-Signature=canary17abcdef&y=1",
-    "HUB": "hf_canary18abcdefghijklmnop",
-    "GITHUB": "ghp_canary19abcdefghijklmnop",
-    "SK": "sk-canary20-abcdefghijklmnop",
-    "ENV_HUB": VARIABLES["HF_TOKEN"],
-    "ENV_OPENAI": VARIABLES["OPENAI_API_KEY"],
-    "ENV_WANDB": VARIABLES["WANDB_API_KEY"],
-}
+SECRETS = read_fields(f"""
+ADDRESS https://user:canary14-pass@host/data
+BUCKET s3://KEYID:canary15/sec/ret@bucket/data
+TOKEN https://canary16-token@host/x
+SIGNED https://host/x?X-Amz-Signature=canary17abcdef&y=1
+HUB hf_canary18abcdefghijklmnop
+GITHUB ghp_canary19abcdefghijklmnop
+SK sk-canary20-abcdefghijklmnop
+ENV_HUB {VARIABLES["HF_TOKEN"]}
+ENV_OPENAI {VARIABLES["OPENAI_API_KEY"]}
+ENV_WANDB {VARIABLES["WANDB_API_KEY"]}
+""")
 CANARIES = [f"canary{number:02d}" for number in range(1, 21)]
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 128}
@@ -111,8 +113,8 @@ def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
     """Return `canary: place` for each secret in the outputs or in a file that a command wrote."""
     places = {f"output {number}": text.encode() for number, text in enumerate(texts)}
     for path in folder.rglob("*"):
-        if path.is_file() and "in" not in path.relative_to(folder).parts[:1]:
-            places[str(path.relative_to(folder))] = path.read_bytes()
+        if path.is_file() and (name := path.relative_to(folder)).parts[0] != "in":
+            places[str(name)] = path.read_bytes()
     return [
         f"{name}: {place}"
         for place, data in places.items()

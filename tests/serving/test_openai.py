@@ -1,6 +1,8 @@
 """What OpenAI's clients send and read: choices, log-probabilities, tools, many clients, metrics."""
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +17,6 @@ from megatoken.serving.protocol import ChatRequest, ResponseBuilder, ServedModel
 from tests.serving.served import CHAT, COMPLETIONS, SIZES, Served, build_model, serve, user
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + ' ' + (message.content or '') }}"
@@ -25,28 +25,31 @@ TEMPLATE = (
     "{{ '<think></think>' if enable_thinking is false }}{% endif %}"
 )
 # What clients of vLLM and llama.cpp send, and the last of it is used.
-NEUTRAL: dict[str, Any] = {
-    **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0},
-    **{"ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True},
-    **{"modalities": ["text"], "continue_final_message": False, "add_generation_prompt": True},
-    "chat_template_kwargs": {"enable_thinking": False},
+NEUTRAL = json.loads("""{
+    "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+    "ignore_eos": false, "use_beam_search": false, "skip_special_tokens": true,
+    "modalities": ["text"], "continue_final_message": false, "add_generation_prompt": true,
+    "chat_template_kwargs": {"enable_thinking": false}
+}""")
+TOOL = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
+TOOLS = [json.loads(TOOL)]
+# Words of the bodies below.
+WORDS = {
+    "HI": '{"role": "user", "content": "Hi"}',
+    "CALL": '{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}',
+    "RESULT": '{"role": "tool", "tool_call_id": "c", "content": "3"}',
+    "TOOL": TOOL,
 }
-ASSISTANT = {"role": "assistant", "content": None}
-# Messages after {"role": "user", "content": "Hi"}, and other parameters.
-ACCEPTED: list[tuple[list[Any], dict[str, Any]]] = [
-    ([user("Hi?")], {}),
-    ([{"role": "developer", "content": "Be brief."}, user("")], {}),
-    ([{"role": "assistant", "content": ""}, user("Hi")], {}),
-    (
-        [ASSISTANT | {"tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c", "content": "3"}],
-        {"tools": TOOLS, "parallel_tool_calls": True},
-    ),
-    ([], {"tools": [], "tool_choice": "none"}),
-    ([], {"max_tokens": 5, "max_completion_tokens": 5}),
-    ([], {"response_format": {"type": "text"}, "logit_bias": {}}),
-    ([], NEUTRAL),
-    ([ASSISTANT | {"tool_calls": []}, user("a")], {}),
-]
+ACCEPTED = """
+{"messages": [HI, HI]}
+{"messages": [HI, {"role": "developer", "content": "Be brief."}, {"role": "user", "content": ""}]}
+{"messages": [HI, {"role": "assistant", "content": ""}, HI]}
+{"messages": [HI, {"role": "assistant", "content": null, "tool_calls": [CALL]}, RESULT], "tools": [TOOL]}
+{"messages": [HI], "tools": [], "tool_choice": "none", "parallel_tool_calls": true}
+{"messages": [HI], "max_tokens": 5, "max_completion_tokens": 5}
+{"messages": [HI], "response_format": {"type": "text"}, "logit_bias": {}}
+{"messages": [HI, {"role": "assistant", "content": null, "tool_calls": []}, HI]}
+"""
 
 
 def build_template() -> ChatTemplate:
@@ -62,16 +65,12 @@ def served() -> Iterator[Served]:
 
 
 def test_accepted_requests(served: Served):
-    for messages, options in ACCEPTED:
-        served.answer(CHAT, messages=[user("Hi"), *messages], **{"max_tokens": 3} | options)
-
-
-def test_variables_reach_the_template(served: Served):
-    plain, changed = (
-        served.chat("Hi", max_tokens=1, **options)["usage"]["prompt_tokens"]
-        for options in ({}, NEUTRAL)
-    )
-    assert changed == plain + len("<think></think>")
+    for row in ACCEPTED.strip().splitlines():
+        body = re.sub("|".join(WORDS), lambda word: WORDS[word[0]], row)
+        served.answer(CHAT, **{"max_tokens": 3} | json.loads(body))
+    plain, neutral = (served.chat("Hi", max_tokens=1, **options) for options in ({}, NEUTRAL))
+    n_more = neutral["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"]
+    assert n_more == len("<think></think>")  # variables reach the template
 
 
 def test_choices_and_prompts(served: Served):
@@ -87,11 +86,11 @@ def test_choices_and_prompts(served: Served):
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 36)
     streamed = [""] * 4
-    stop = texts[1][4]
-    for event in served.stream(COMPLETIONS, prompt=["ab", "q"], n=2, stop=stop, **options):
+    options["stop"] = texts[1][4]
+    for event in served.stream(COMPLETIONS, prompt=["ab", "q"], n=2, **options):
         [choice] = event["choices"]
         streamed[choice["index"]] += choice["text"]
-    assert streamed == [text.partition(stop)[0] for text in texts]
+    assert streamed == [text.partition(options["stop"])[0] for text in texts]
 
 
 def test_log_probabilities(served: Served):
@@ -119,15 +118,15 @@ def test_log_probabilities(served: Served):
 
 
 def test_second_turn_reuses_the_first_and_answers_alike():
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
     with serve() as reusing, serve() as other:
-        first = reusing.chat("abc", **body)
+        first = reusing.chat("abc", **options)
         turn = [user("abc"), first["choices"][0]["message"], user("d")]
-        second = reusing.answer(CHAT, messages=turn, **body)
-        n_cached = first["usage"]["prompt_tokens"] + 8  # the last token is not fed to the model
-        for answer, count in ((first, 0), (second, n_cached)):
+        second, alone = (each.answer(CHAT, messages=turn, **options) for each in (reusing, other))
+        assert second["choices"] == alone["choices"]
+        n_first = first["usage"]["prompt_tokens"] + 8  # the last token is not fed to the model
+        for answer, count in ((first, 0), (second, n_first)):
             assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": count}
-        assert second["choices"] == other.answer(CHAT, messages=turn, **body)["choices"]
 
 
 def answer_with(text: str, **body: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
