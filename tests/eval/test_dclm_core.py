@@ -18,7 +18,7 @@ from megatoken.eval.dclm_core import encode_core_task, read_bundle
 from megatoken.eval.evaluate import evaluate, evaluate_tasks
 from megatoken.model.gpt import GPT
 from tests.conftest import Call
-from tests.eval.reference_scorer import CPU, SINGLE, make_model
+from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model
 from tests.tiny_run import write_jsonl
 
 Row = dict[str, Any]
@@ -90,13 +90,13 @@ def make_letter_model(tokenizer: Tokenizer) -> GPT:
     return model.eval()
 
 
-@torch.no_grad()
-def losses_of(model: GPT, ids: list[int]) -> tuple[list[float], list[bool]]:
-    """Return the loss of each id but the first, and whether it is the argmax."""
-    logits = model.logits(torch.tensor([ids[:-1]]))[0].float()
-    targets = torch.tensor(ids[1:])
-    losses = -torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
-    return losses.tolist(), (logits.argmax(-1) == targets).tolist()
+def render(kind: str, row: Row, delimiter: str) -> list[str]:
+    """Return the text with each choice."""
+    if kind == "multiple_choice":
+        return [row["query"] + delimiter + choice for choice in row["choices"]]
+    if kind == "schema":
+        return [context + delimiter + row["continuation"] for context in row["context_options"]]
+    return [row["context"].strip() + delimiter + row["continuation"]]
 
 
 def is_right(
@@ -105,37 +105,30 @@ def is_right(
     """Answer a row from the rendered text, with a forward for each of its choices."""
     _, kind, n_shots, delimiter, *_ = task
     delimiter = " " if delimiter is None else delimiter
-
-    def join(row: Row, choice: int) -> str:
-        if kind == "multiple_choice":
-            return row["query"] + delimiter + row["choices"][choice]
-        if kind == "schema":
-            return row["context_options"][choice] + delimiter + row["continuation"]
-        return row["context"].strip() + delimiter + row["continuation"]
-
-    others = [number for number in range(len(rows)) if number != i]
-    shots = [rows[number] for number in random.Random(1234 + i).sample(others, n_shots)]
-    lead = "".join(join(shot, shot.get("gold", 0)) + "\n\n" for shot in shots)
-    row = rows[i]
-    choices = len(row.get("choices") or row.get("context_options") or [""])
-    texts = [lead + join(row, choice) for choice in range(choices)]
+    others = [row for row in rows if row is not rows[i]]
+    shots = random.Random(1234 + i).sample(others, n_shots)
+    lead = "".join(render(kind, shot, delimiter)[shot.get("gold", 0)] + "\n\n" for shot in shots)
+    texts = [lead + text for text in render(kind, rows[i], delimiter)]
     encoded = [[tokenizer.eot, *tokenizer.encode(text).tolist()] for text in texts]
     if kind == "language_modeling":
-        alone = tokenizer.encode((lead + row["context"].strip() + delimiter).strip())
-        _, greedy = losses_of(model, encoded[0][-CONTEXT:])
-        return all(greedy[-(len(encoded[0]) - 1 - len(alone)) :])
+        alone = tokenizer.encode((lead + rows[i]["context"].strip() + delimiter).strip())
+        count = len(encoded[0]) - 1 - len(alone)
+        ids = torch.tensor(encoded[0][-CONTEXT:])
+        return torch.equal(model.logits(ids[None, :-1])[0, -count:].argmax(-1), ids[-count:])
     from_left = kind == "multiple_choice"
     columns = zip(*(ids if from_left else ids[::-1] for ids in encoded), strict=False)
     shared = len([*itertools.takewhile(lambda column: len({*column}) == 1, columns)])
-    means = []
-    for ids in encoded:
-        count = len(ids) - shared if from_left else shared
-        losses, _ = losses_of(model, ids[-CONTEXT:])
-        means.append(sum(losses[-count:]) / count if count else math.nan)
+    counts = [len(ids) - shared if from_left else shared for ids in encoded]
+    means = [
+        float(log_probabilities(model, ids[-CONTEXT:-count], ids[-count:]).mean())
+        if count
+        else math.nan
+        for ids, count in zip(encoded, counts, strict=True)
+    ]
     best = 0
-    for choice, mean in enumerate(means):  # nan is less than nothing
-        best = choice if mean < means[best] else best
-    return best == row["gold"]
+    for choice, mean in enumerate(means):  # nan is not greater
+        best = choice if mean > means[best] else best
+    return best == rows[i]["gold"]
 
 
 def read_rows(bundle: Path, name: str) -> list[Row]:

@@ -63,15 +63,14 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int):
     counts = [min(count, len(ids) - 1) for ids in sequences]
     tree = make_tree(*zip(sequences, counts, strict=True))
     mask = stack_trees([tree], CPU.torch_device)[1].attn_mask[0, 0].numpy()
-    splits = np.cumsum(counts)[:-1]
-    nodes = np.split(tree.parents, splits)
-    targets = np.split(tree.targets, splits)
-    for i, ids in enumerate(sequences):
-        assert targets[i].tolist() == ids[-counts[i] :]
-        for back, node in zip(range(counts[i], 0, -1), nodes[i], strict=True):
-            path = np.flatnonzero(mask[node])
-            assert tree.ids[path].tolist() == ids[: len(ids) - back]
-            assert tree.positions[path].tolist() == list(range(len(ids) - back))
+    ends = [
+        (ids, -back) for ids, n in zip(sequences, counts, strict=True) for back in range(n, 0, -1)
+    ]
+    for (ids, end), node, target in zip(ends, tree.parents, tree.targets, strict=True):
+        path = np.flatnonzero(mask[node])
+        assert target == ids[end]
+        assert tree.ids[path].tolist() == ids[:end]
+        assert tree.positions[path].tolist() == list(range(len(ids) + end))
     prefixes = {tuple(ids[:length]) for ids in sequences for length in range(1, len(ids))}
     assert len(tree.ids) == len(prefixes)
 

@@ -31,12 +31,14 @@ TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq
 TINY_LLAMA = replace(
     TINY, n_kv_head=2, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
 )  # fmt: skip
-TINY_MODERN, TINY_GEMMA, TINY_OLMO = (
-    replace(config, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
-    for config in (tiny_model.TINY_MODERN, tiny_model.TINY_GEMMA, tiny_model.TINY_OLMO)
-)
-MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
-MODELS |= {"gemma": TINY_GEMMA, "olmo": TINY_OLMO}
+MODELS = {"gpt": TINY, "llama": TINY_LLAMA} | {
+    name: replace(config, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
+    for name, config in (
+        ("modern", tiny_model.TINY_MODERN),
+        ("gemma", tiny_model.TINY_GEMMA),
+        ("olmo", tiny_model.TINY_OLMO),
+    )
+}
 CPU = torch.device("cpu")
 
 
@@ -157,17 +159,19 @@ def test_note_on_tokens_beyond_the_context():
 def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     """CUDA's cumsum of floats is not deterministic."""
     devices: list[str] = []
-    cumsum = torch.Tensor.cumsum
-    monkeypatch.setattr(
-        torch.Tensor, "cumsum", lambda x, dim: (devices.append(x.device.type), cumsum(x, dim))[1]
-    )
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
+
+    def cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+        devices.append(x.device.type)
+        return torch.cumsum(x, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", cumsum)
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
             with FakeTensorMode():
                 assert cumulative_sum(torch.empty(2, 5, device="cuda")).device.type == "cuda"
-        finally:
-            torch.use_deterministic_algorithms(False)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert devices == ["cuda", "cpu"]
 
 
