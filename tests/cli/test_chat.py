@@ -79,16 +79,15 @@ def test_wrong_input(
 
 
 class Terminal:
-    """A process in a terminal of its own, killed at the end of `with` if it has not ended; Ctrl-C reaches it."""
+    """A process in a terminal of its own, which Ctrl-C reaches; `with` kills it at the end."""
 
     def __init__(self, command: Sequence[str], **variables: str) -> None:
         import pty
 
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            )  # a job in the background begins with it ignored
+            # A job in the background begins with it ignored.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.environ |= {"TERM": "xterm", "NO_COLOR": "1"} | variables
             os.execv(command[0], command)
 

@@ -94,14 +94,13 @@ def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, ask:
     write_hf(short, draw_model(model_config), load_tokenizer("bytes"), "fp32")
     tasks = f"--tasks hellaswag,lambada --data {data}/tasks"
     picture = tmp_path / "scores.svg"
-    lines = call(f"eval {run} {short} {tasks} --plot {picture}")[1].splitlines()[-14:-1]
+    lines = call(f"eval {run} {short} {tasks} --plot {picture}")[1].splitlines()[-14:]
     assert [line.split()[:4] for line in lines[:4]] == [
         [str(model), size, task, "40"]
         for model, size in ((run, "35,744"), (short, "21,248"))
         for task in ("hellaswag", "lambada")
     ]
     assert " 40 with a choice longer" in lines[2]
-    assert lines[4].split()[-6:] == ["124,439,808", "hellaswag", "10,042", "28.92%", "31.14%", "-"]
     names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M,")
     assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
     together = ask(f"eval {run} {short} {tasks}")["models"]
@@ -201,10 +200,10 @@ def test_a_model_that_diverged_has_no_scores(data: Path):
     with pytest.raises(ConfigError):
         evaluate(model, tokenizer)
     model.norm.weight.data[0] = torch.nan
-    sources: list[dict[str, Any]] = [{"tasks": examples}, {"data": data / "text.txt"}]
-    for source in sources:
-        with pytest.raises(NumericsError):
-            evaluate(model, tokenizer, **source)
+    with pytest.raises(NumericsError):
+        evaluate(model, tokenizer, tasks=examples)
+    with pytest.raises(NumericsError):
+        evaluate(model, tokenizer, data=data / "text.txt")
 
 
 def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path):
@@ -239,7 +238,7 @@ def test_wrong_input_is_a_one_line_error(
 ):
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
     (data / "else/checkpoints").mkdir(parents=True)
-    (data / "else/config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
+    (data / "else/config.yaml").write_text("{data: {path: other}, budget: {steps: 1}}")
     for row in ERRORS.strip().splitlines():
         expected, words = row.replace("DATA", str(data)).split(maxsplit=1)
         code, _, error = call(f"eval {run} {words}")

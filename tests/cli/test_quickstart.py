@@ -42,7 +42,6 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert (first["train"]["steps"], len(first["sample"]["text"])) == (2, 3)
     # All held-out tokens, whatever evaluate.tokens.
     assert first["eval"]["target_tokens"] == first["prepare"]["val_tokens"] - 1
-    assert 1.2 < first["compressors"]["xz -9"] < 2  # of Python sources
     metrics = Path("runs/quickstart/metrics.jsonl")
     log = metrics.read_bytes()
 

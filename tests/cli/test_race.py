@@ -139,12 +139,10 @@ def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
     runs = sorted(tmp_path.glob("out/*/seed-1337"))
     budgets = [read_config(run).budget.tokens for run in runs]
     for run, tokens in zip(runs, budgets, strict=True):
-        paces = []
-        for number in range(2):
-            steps = read_rows(run.with_name(f"calibration-{number}"), "train")
-            assert len(steps) == CALIBRATION_STEPS
-            paces.append(statistics.median(row["seconds"] for row in steps) / steps[0]["tokens"])
-        assert tokens == round(0.3 / min(paces))
+        trials = [read_rows(run.with_name(f"calibration-{n}"), "train") for n in range(2)]
+        assert [len(steps) for steps in trials] == [CALIBRATION_STEPS] * 2
+        pace = min(statistics.median(row["seconds"] for row in steps) for steps in trials)
+        assert tokens == round(0.3 / (pace / trials[0][0]["tokens"]))
     trained = sorted(row["runs"][0]["trained_tokens"] for row in answer["contenders"])
     assert trained == sorted(max(1, round(tokens / 256)) * 256 for tokens in budgets)
     assert ask(line) == answer

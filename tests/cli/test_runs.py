@@ -70,20 +70,23 @@ def test_states_progress_and_losses(tmp_path: Path, ask: Ask, call: Call):
     assert ["running", "pretrain", "40/100", "4.0000", "3.2500", "1,234", "1m01s"] in lines
 
 
-def test_logs_may_be_missing_torn_or_long(tmp_path: Path, ask: Ask):
-    (write_run(tmp_path / "missing") / "metrics.jsonl").unlink()
+def test_logs_may_be_missing_torn_or_long_and_runs_are_sorted(tmp_path: Path, ask: Ask):
+    (write_run(tmp_path / "missing", step=5) / "metrics.jsonl").unlink()
     rows = [
         {"kind": "val" if n < 4 else "train", "step": n, "tokens": n, "loss": n}
         for n in range(1, 4000)
     ]
-    log = write_jsonl(write_run(tmp_path / "long") / "metrics.jsonl", rows)
+    log = write_jsonl(write_run(tmp_path / "long", step=None) / "metrics.jsonl", rows)
     with log.open("a") as file:
         file.write('{"kind": "tr')
     diverged = {"kind": "train", "step": 1, "tokens": 1, "loss": "nan"}
-    write_jsonl(write_run(tmp_path / "diverged") / "metrics.jsonl", [diverged])
+    write_jsonl(write_run(tmp_path / "diverged", step=7) / "metrics.jsonl", [diverged])
     runs = list_runs(ask, f"{tmp_path} --sort loss")
     losses = [(name, row["loss"], row["val_loss"]) for name, row in runs.items()]
     assert losses == [("long", 3999, 3), ("diverged", None, None), ("missing", None, None)]
+    assert list(list_runs(ask, tmp_path)) == ["diverged", "long", "missing"]
+    # The most steps first, and unknown ones last.
+    assert list(list_runs(ask, f"{tmp_path} --sort step")) == ["diverged", "missing", "long"]
 
 
 def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, call: Call):
@@ -94,13 +97,6 @@ def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, call: Call)
     assert (code, lines[0]) == (0, ["run", str(first), str(second)])
     assert ["val", "loss", "3.2500", "3.2500"] in lines
     assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
-
-
-def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, ask: Ask):
-    for name, step in (("a", 5), ("b", None), ("c", 7)):
-        write_run(tmp_path / name, step=step)
-    assert list(list_runs(ask, tmp_path)) == ["a", "b", "c"]
-    assert list(list_runs(ask, f"{tmp_path} --sort step")) == ["c", "a", "b"]
 
 
 def test_nothing_to_list(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch):

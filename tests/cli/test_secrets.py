@@ -54,19 +54,19 @@ def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.Monke
         assert redact(f"prompt value-of-{name}") == f"prompt value-of-{name}"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "token 5: budget.tokens=1000, data.tokenizer=gpt2, 10,000 tokens/s",
-        "unknown key 'optim.lrr' — /home/me@work/r.yaml:3 — did you mean 'optim.lr'?",
-        "https://huggingface.co/gpt2/resolve/main/config.json?download=true",
-        "prepare x --text-key content --tokenizer bpe:4096",
-        "http://127.0.0.1:8080/a@b",
-        "self.token = tokenizer.next()",
-        "give --api-key, which clients must send, or leave --host out",
-        "the API key is empty — --api-key — use letters and digits",
-    ],
-)
+PLAIN = """
+token 5: budget.tokens=1000, data.tokenizer=gpt2, 10,000 tokens/s
+unknown key 'optim.lrr' — /home/me@work/r.yaml:3 — did you mean 'optim.lr'?
+https://huggingface.co/gpt2/resolve/main/config.json?download=true
+prepare x --text-key content --tokenizer bpe:4096
+http://127.0.0.1:8080/a@b
+self.token = tokenizer.next()
+give --api-key, which clients must send, or leave --host out
+the API key is empty — --api-key — use letters and digits
+"""
+
+
+@pytest.mark.parametrize("text", PLAIN.strip().splitlines())
 def test_other_text_stays(text: str):
     assert redact(text) == text
 

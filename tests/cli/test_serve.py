@@ -1,14 +1,12 @@
 """`megatoken serve` as a process, its end by a signal, and what it refuses."""
 
-import json
 import re
 import signal
 import socket
 import threading
-from contextlib import closing
-from http.client import HTTPConnection
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from megatoken.convert.hf.export import write_hf
@@ -17,7 +15,7 @@ from tests.cli.conftest import run_command
 from tests.conftest import Ask, Call
 from tests.processes import HANG_SECONDS, wait_until
 from tests.ranks import start_process
-from tests.serving.served import build_model
+from tests.serving.served import build_model, user
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +33,15 @@ def test_sigterm_finishes_a_running_answer(model: Path, tmp_path: Path):
     try:
         wait_until(lambda: "\n" in log.read_text() or not process.is_alive())
         printed = log.read_text()
-        match = re.search(r"http://(127\.0\.0\.1:\d+)/", printed)
+        match = re.search(r"http://127\.0\.0\.1:\d+/", printed)
         assert match
-        messages = [{"role": "user", "content": "secret"}]
-        body = json.dumps({"model": "tiny", "messages": messages, "seed": 0, "stream": True})
-        headers = {"Content-Type": "application/json"}
-        with closing(HTTPConnection(match[1], timeout=HANG_SECONDS)) as connection:
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            with closing(connection.getresponse()) as response:
-                assert response.readline().startswith(b"data: {")
-                process.terminate()
-                assert response.read().endswith(b"data: [DONE]\n\n")
+        body = {"messages": [user("secret")], "seed": 0, "stream": True, "model": "tiny"}
+        url = f"{match[0]}v1/chat/completions"
+        with httpx2.stream("POST", url, json=body, timeout=HANG_SECONDS) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.terminate()
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
         process.join()
         assert (process.exitcode, log.read_text()) == (0, printed)
     finally:
