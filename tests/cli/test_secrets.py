@@ -6,17 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatoken.cli.main import main
-from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError, ExitCode
-from megatoken.model.gpt import GPT
 from megatoken.redact import RedactedStream, redact
 from tests.cli.canaries import VARIABLES, find_canaries, list_commands, write_inputs
 from tests.conftest import Ask, Call
+from tests.convert.models import draw_model
 
 
 @pytest.mark.fault(53)
@@ -88,17 +86,11 @@ def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch):
 def test_text_of_a_model_and_json_are_exact(
     tmp_path: Path, ask: Ask, call: Call, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ):
-    text = 'git clone ssh://git@host/x --token "abc" ?key="x" a_secret'
-    monkeypatch.setenv("MY_KEY", "a_secret")
-    tokenizer = load_tokenizer("bytes")
-    sizes = {"n_layer": 1, "n_head": 1, "d_model": 64, "seq_len": 64}
-    model = GPT(ModelConfig(**sizes, vocab_size=tokenizer.vocab_size), seed=0)
-    with torch.no_grad():  # the next id depends on the position alone
-        for parameter in (model.tokens.weight, *model.blocks.parameters()):
-            parameter.zero_()
-        model.tokens.weight[tokenizer.encode(text).tolist(), range(len(text))] = 1e-2
-        model.positions.weight.copy_(torch.eye(64))
-    write_hf(tmp_path, model, tokenizer, "fp32")
-    line = f"sample {tmp_path} '>' --tokens {len(text)} --temperature 0"
-    assert call(line)[:2] == (ExitCode.DONE, f">{text}\n")
+    write_hf(tmp_path, draw_model(), load_tokenizer("bytes"), "fp32")
+    prompt = "git clone ssh://git@host/x --token abc"
+    line = f"sample {tmp_path} '{prompt}' --tokens 20 --temperature 0"
+    [text] = ask(line)["text"]
+    monkeypatch.setenv("MY_KEY", text)
+    assert redact(text) == "***"
     assert ask(line)["text"] == [text]
+    assert call(line)[:2] == (ExitCode.DONE, f"{prompt}{text}\n")
