@@ -14,7 +14,10 @@ from tests.processes import HANG_SECONDS
 HERE = Path()
 
 
-def test_this_machine_can_train(tmp_path: Path, ask: Ask):
+def test_this_machine_can_train(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "MEET_SECONDS", HANG_SECONDS)
+    patient = doctor.PROGRAM.replace("JOIN_SECONDS = 30", f"JOIN_SECONDS = {HANG_SECONDS}")
+    monkeypatch.setattr(doctor, "PROGRAM", patient)
     findings = {row["name"]: row for row in ask(f"doctor {tmp_path}/not/there")["findings"]}
     assert list(findings) == [*doctor.CHECKS]
     assert findings["collective"]["state"] == "good", findings["collective"]

@@ -1,7 +1,7 @@
 """The server's answers over HTTP, and the requests it refuses."""
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
@@ -14,7 +14,7 @@ import torch
 from megatoken.data.chat_template import Message, find_template
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from tests.processes import wait_until
+from tests.processes import HANG_SECONDS, wait_until
 from tests.serving.served import CHAT, COMPLETIONS, SIZES, Served, build_model, serve, user
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,23 +132,36 @@ def test_truncation_drops_the_oldest_turns(served: Served):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
+    gate = threading.Event()
+    steps: list[bool] = []
     with serve(rows=1, waiting=1) as served, ExitStack() as stack:
-        hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.02))
+        engine = served.engine
+        hook = engine.model.norm.register_forward_hook(lambda *_: steps.append(gate.wait()))
         stack.callback(hook.remove)
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 150, "temperature": 0}
-        connections = [HTTPConnection("127.0.0.1", served.port) for _ in range(2)]
-        for count, connection in enumerate(connections, start=1):
+        stack.callback(gate.set)
+
+        def connect(tokens: int, counts: tuple[int, int]) -> HTTPConnection:
+            connection = HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
             stack.callback(connection.close)
+            body = {"model": "tiny", "prompt": "a", "max_tokens": tokens, "stream": stream}
             headers = {"Content-Type": "application/json"}
-            connection.request("POST", COMPLETIONS, json.dumps(body | {"stream": stream}), headers)
-            wait_until(lambda count=count: sum(served.engine.counts) == count)
+            connection.request("POST", COMPLETIONS, json.dumps(body), headers)
+            wait_until(lambda: engine.counts == counts)
+            wait_until(lambda: not any(each.is_cancelled for each in engine._waiting))
+            return connection
+
+        running, waiting = connect(150, (1, 0)), connect(150, (1, 1))
         refused = served.post(COMPLETIONS, prompt="a")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        connections[1].close()
-        wait_until(lambda: served.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200)
-        connections[0].close()
-        wait_until(lambda: served.engine.counts == (0, 0))
-        assert served.complete("a", max_tokens=1)
+        waiting.close()
+        wait_until(lambda: engine._waiting[0].is_cancelled)
+        last = connect(1, (1, 1))
+        [row] = engine._running.values()
+        running.close()
+        wait_until(lambda: row.is_cancelled)
+        gate.set()
+        assert last.getresponse().status == 200
+        assert len(steps) < 9  # of 150
 
 
 def test_free_row_takes_a_request_without_a_queue():
