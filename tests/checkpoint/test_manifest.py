@@ -40,9 +40,11 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
             step, errors = newest_step(root)
             assert (step, len(errors), str(path) in errors[0]) == (1, 1, True)
 
-        names = [*verify(newest).files, MANIFEST]
-        contents = {name: (newest / name).read_bytes() for name in names}
-        for name, other in zip(names, [*names[1:], names[0]], strict=True):
+        contents = {
+            name: (newest / name).read_bytes() for name in [*verify(newest).files, MANIFEST]
+        }
+        names = list(contents)
+        for name, other in zip(names, names[1:] + names[:1], strict=True):
             path, data = newest / name, contents[name]
             damages = [data[:-1], data[: len(data) // 2], b"", data + b"\0", contents[other], None]
             for damage in (*damages, (older / name).read_bytes()):
@@ -52,7 +54,7 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
                 assert_named(path)
                 path.write_bytes(data)
         for name in ("more", "tokenizer/more", "model-00009-of-00010.safetensors"):
-            (newest / name).write_bytes(b"")
+            (newest / name).touch()
             assert_named(newest / name)
             (newest / name).unlink()
         assert newest_step(root) == (2, [])

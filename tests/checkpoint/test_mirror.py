@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,6 @@ FILES = {
 KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0,))
-
-
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
     """An empty place in memory, or a local S3 server's where a test asks for it."""
@@ -55,14 +51,12 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def save(run: Path, step: int) -> Path:
     """A small checkpoint, and the run's small files as they are then."""
-    writers = {
-        name: partial(Path.write_bytes, data=bytes([step % 251]) * size)
-        for name, size in FILES.items()
-    }
-    folder = commit(run / "checkpoints", step, writers, meta={"tokens": step})
+    content = bytes([step % 251])
+    writers = {name: partial(Path.write_bytes, data=content * FILES[name]) for name in FILES}
     for name in ("config.yaml", "machine.json", "metrics.jsonl", "provenance.json"):
+        run.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"{name} of step {step}\n")
-    return folder
+    return commit(run / "checkpoints", step, writers, meta={"tokens": step})
 
 
 def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[str, Any]:
@@ -73,10 +67,15 @@ def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[
     return answer
 
 
-def flip(store: ObjectStore, name: str) -> None:
-    content = bytearray(store.read(name))
-    content[len(content) // 2] ^= 1
-    store.write(name, bytes(content))
+def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
+    run, store = tmp_path / "run", ObjectStore(address)
+    save_and_mirror(run, address, 10, 20, keep_last=2)
+    store.remove("checkpoints/step-00000020/model.safetensors")
+    save_and_mirror(run, address, 30, keep_last=2)
+    assert list_mirrored(store) == [10, 20, 30]
+    store.write("checkpoints/step-00000030/manifest.json", b"{}")
+    assert update_mirror(run, address, **KEEP)["uploaded"] == ["step-00000030"]
+    assert list_mirrored(store) == [30]
 
 
 def no_warning(line: str) -> None:
@@ -91,16 +90,14 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
     assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], sum(FILES.values()))
     assert update_mirror(run, address, **KEEP)["uploaded"] == []
     assert fetch_run(other, address, no_warning) == other / "checkpoints" / "step-00000010"
-    for path in sorted(run.rglob("*")):
-        if path.is_file():
-            assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
+    for path in filter(Path.is_file, run.rglob("*")):
+        assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
     assert fetch_run(other, address, no_warning) is None  # it has one
     save_and_mirror(other, address, 20)
     assert verify_mirror(ObjectStore(address)) == (1, [])
-    with pytest.raises(ConfigError):
-        fetch_run(run, address, no_warning)
-    with pytest.raises(ConfigError):
-        update_mirror(run, address, **KEEP)
+    for use in (partial(fetch_run, warn=no_warning), partial(update_mirror, **KEEP)):
+        with pytest.raises(ConfigError):
+            use(run, address)
 
 
 def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
@@ -110,7 +107,7 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     for step in (10, 20):
         save_and_mirror(tmp_path / "run", address, step, keep_last=2)
         with ThreadPoolExecutor(4) as threads:
-            (folder,) = set(threads.map(lambda _: fetch_model(address, no_warning), range(4)))
+            (folder,) = set(threads.map(fetch_model, 4 * [address], 4 * [no_warning]))
         assert folder.name == f"step-{step:08d}"
         assert list_steps(folder.parent) == [step]
     assert fetch_model(f"{address}/checkpoints/step-00000010", no_warning).name == "step-00000010"
@@ -132,53 +129,45 @@ def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path)
 
 
 def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Path):
-    run, store, rules = tmp_path / "run", ObjectStore(address), {"keep_last": 2, "keep_every": 40}
+    store, rules = ObjectStore(address), {"keep_last": 2, "keep_every": 40}
     for step in range(10, 130, 10):
-        save(run, step)
-        prune(run / "checkpoints", **rules)
+        save(tmp_path, step)
+        prune(tmp_path / "checkpoints", **rules)
         if step not in (30, 40):  # an upload that took that long
-            update_mirror(run, address, best=20, **rules)
-    assert list_steps(run / "checkpoints") == [40, 80, 110, 120]
+            update_mirror(tmp_path, address, best=20, **rules)
+    assert list_steps(tmp_path / "checkpoints") == [40, 80, 110, 120]
     assert list_mirrored(store) == [20, 40, 80, 110, 120]
-    folders = {name.split("/")[1] for name in store.list("checkpoints")}
-    assert folders == {f"step-{step:08d}" for step in (20, 40, 80, 110, 120)}
-
-
-def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
-    run, store = tmp_path / "run", ObjectStore(address)
-    save_and_mirror(run, address, 10, 20, keep_last=2)
-    store.remove("checkpoints/step-00000020/model.safetensors")
-    save_and_mirror(run, address, 30, keep_last=2)
-    assert list_mirrored(store) == [10, 20, 30]
-    flip(store, "checkpoints/step-00000030/manifest.json")
-    assert update_mirror(run, address, **KEEP)["uploaded"] == ["step-00000030"]
-    assert list_mirrored(store) == [30]
+    assert len({name.split("/")[1] for name in store.list("checkpoints")}) == 5
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("name", "content"),
     [
-        lambda store, name: store.remove(f"{name}/model.safetensors"),
-        lambda store, name: flip(store, f"{name}/model.safetensors"),
-        lambda store, name: store.write(f"{name}/tokenizer/vocab.json", b"{}"),
-        lambda store, name: flip(store, f"{name}/manifest.json"),
-        lambda store, name: store.write(f"{name}/manifest.json", b""),
+        ("model.safetensors", None),
+        ("model.safetensors", b"x" * 5000),
+        ("tokenizer/vocab.json", b"{}"),
+        ("manifest.json", b"{}"),
+        ("manifest.json", b""),
     ],
 )
 def test_damage_there_is_named_and_the_one_before_is_used(
-    damage: Callable[[ObjectStore, str], None], address: str, tmp_path: Path
+    name: str, content: bytes | None, address: str, tmp_path: Path
 ):
-    run, store = tmp_path / "run", ObjectStore(address)
+    run, store, warnings = tmp_path / "run", ObjectStore(address), list[str]()
     save_and_mirror(run, address, 10, 20, keep_last=2)
-    damage(store, "checkpoints/step-00000020")
-    warnings: list[str] = []
+
+    def damage(step: int) -> None:
+        path = f"checkpoints/step-{step:08d}/{name}"
+        store.remove(path) if content is None else store.write(path, content)
+
+    damage(20)
     folder = fetch_run(tmp_path / "new", address, warnings.append)
     assert folder == tmp_path / "new" / "checkpoints" / "step-00000010"
     (warning,) = warnings
     assert f"{address}/checkpoints/step-00000020/" in warning
     checked, errors = verify_mirror(store)
     assert (checked, len(errors)) == (2, 1)
-    damage(store, "checkpoints/step-00000010")
+    damage(10)
     with pytest.raises(CheckpointError):
         fetch_run(tmp_path / "newest", address, warnings.append)
 
@@ -191,47 +180,38 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Every change of the store is the last one in turn, and is made to the half."""
-    run, call, moments = tmp_path / "run", ObjectStore._call, 0
+    run, call = tmp_path / "run", ObjectStore._call
     monkeypatch.setattr(object_store, "THREADS", 1)
     save_and_mirror(run, address, 10)
-    step = 20
-    while True:
-        save(run, step)
-        left = moments
 
-        def count(
-            self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any
-        ) -> Any:
-            nonlocal left
-            if verb in ("write", "remove") and (left := left - 1) < 0:
-                if verb == "remove":
-                    for path in [*self._fs.find(args[0])][:1]:
-                        self._fs.rm_file(path)
-                elif function == self._fs.put_file:
-                    content = Path(args[0]).read_bytes()
-                    self._fs.pipe_file(args[1], content[: len(content) // 2])
-                else:
-                    self._fs.pipe_file(args[0], args[1][: len(args[1]) // 2])
-                raise Killed
+    def count(self: Any, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        if verb not in ("write", "remove") or (left := left - 1) >= 0:
             return call(self, verb, name, function, *args, **options)
+        if verb == "remove":
+            for path in self._fs.find(args[0])[:1]:
+                self._fs.rm_file(path)
+        else:
+            source, target = args if function == self._fs.put_file else args[::-1]
+            content = source if isinstance(source, bytes) else Path(source).read_bytes()
+            self._fs.pipe_file(target, content[: len(content) // 2])
+        raise Killed
 
-        with monkeypatch.context() as patch:
+    # Small files, files of the checkpoint, its mark, removals of the one before.
+    moments = 4 + 3 + 1 + 2
+    for moment in range(moments + 1):
+        step, left = 20 + 10 * moment, moment
+        save(run, step)
+        ends = pytest.raises(Killed) if moment < moments else nullcontext()
+        with monkeypatch.context() as patch, ends:
             patch.setattr(ObjectStore, "_call", count)
-            try:
-                update_mirror(run, address, **KEEP)
-                break  # no change was left to end at
-            except Killed:
-                moments += 1
-        found = fetch_run(tmp_path / f"new-{moments}", address, lambda _line: None)
+            update_mirror(run, address, **KEEP)
+        found = fetch_run(tmp_path / f"new-{step}", address, lambda _line: None)
         assert found is not None
         assert verify(found).step in (step - 10, step)
         update_mirror(run, address, **KEEP)
         assert list_mirrored(ObjectStore(address)) == [step]
         shutil.rmtree(run / "checkpoints" / f"step-{step - 10:08d}")
-        step += 10
-    assert (
-        moments == 4 + 3 + 1 + 2
-    )  # small files, files of the checkpoint, its mark, removals of the one before
 
 
 def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
@@ -247,12 +227,11 @@ def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
     assert list_mirrored(ObjectStore(address)) == [20]
 
 
-def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch):
-    run = tmp_path / "run"
-    uploads = MirrorUploads(run, "s3://no-such-bucket/run", **KEEP)
+def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str):
+    uploads = MirrorUploads(tmp_path, "s3://no-such-bucket/run", **KEEP)
     uploads.start(None)
     assert uploads.poll(wait=True) is None  # there is nothing to upload
-    folder = save(run, 10)
+    folder = save(tmp_path, 10)
     uploads.start(None)
     answer = uploads.poll(wait=True)
     assert answer is not None
@@ -260,23 +239,20 @@ def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: py
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(DamagedError):
-        update_mirror(run, f"{s3}/run", **KEEP)
+        update_mirror(tmp_path, f"{s3}/run", **KEEP)
     assert list_mirrored(ObjectStore(f"{s3}/run")) == []
 
 
 def test_what_a_store_changes_is_noticed(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run = tmp_path / "run"
+    run, call = tmp_path / "run", ObjectStore._call
     save(run, 10)
-    call = ObjectStore._call
 
-    def corrupt(
-        self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any
-    ) -> Any:
-        result = call(self, verb, name, function, *args, **options)
+    def corrupt(self: Any, verb: str, name: str, *args: Any, **options: Any) -> Any:
+        result = call(self, verb, name, *args, **options)
         if verb == "write" and name.endswith("model.safetensors"):
-            self._fs.store[args[1]].getbuffer()[7] ^= 1
+            self._fs.store[args[2]].getbuffer()[7] ^= 1
         return result
 
     with monkeypatch.context() as patch:
@@ -296,8 +272,8 @@ def test_one_copy_is_of_one_run(address: str, tmp_path: Path):
     check_owner(two, ObjectStore(address))  # of a run that was lost before its first checkpoint
     assert (two / IDENTITY).read_bytes() == (one / IDENTITY).read_bytes()
     update_mirror(two, address, **KEEP)
-    with pytest.raises(ConfigError):
-        save_and_mirror(three, address, 30)
-    with pytest.raises(ConfigError):
-        fetch_run(three, address, no_warning)
+    save(three, 30)
+    for use in (partial(update_mirror, **KEEP), partial(fetch_run, warn=no_warning)):
+        with pytest.raises(ConfigError):
+            use(three, address)
     assert list_mirrored(ObjectStore(address)) == [10]

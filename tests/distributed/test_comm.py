@@ -11,6 +11,7 @@ from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import DistEnv, read_dist_env
 from megatoken.errors import ExitCode, PeerError
 from megatoken.launch.local import find_free_port
+from tests.processes import HANG_SECONDS
 from tests.ranks import run_ranks, start_process
 
 pytestmark = pytest.mark.fault(50)
@@ -59,7 +60,7 @@ def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pyt
 
 def join_at(port: int) -> None:
     pytest.MonkeyPatch().setattr(comm, "ANSWER_SECONDS", 1)
-    dist_env = DistEnv(rank=1, world_size=2, local_rank=0, local_world_size=1, port=port)
+    dist_env = DistEnv(rank=1, world_size=2, local_world_size=1, port=port)
     with join_process_group(dist_env, "cpu"):
         pass
 
@@ -68,5 +69,5 @@ def test_a_program_that_does_not_answer_at_the_address():
     """It accepts connections, for which torch alone would wait forever."""
     with socket.create_server(("", 0)) as server:
         process = start_process(join_at, server.getsockname()[1])
-        process.join(120)
+        process.join(HANG_SECONDS)
     assert process.exitcode == ExitCode.PEER

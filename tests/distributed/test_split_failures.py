@@ -89,21 +89,20 @@ class Memory:
 
 def work(env: DistEnv, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    step_config = tiny_step_config(2)
     with join_process_group(env, "cpu") as comm:
         for layout in LAYOUTS:
-            found[layout] = {"untouched": train_three(build(layout, comm), comm)}
-            state = build(layout, comm)
+            untouched, tuned, compiled = (build(layout, comm) for _ in range(3))
             with pytest.MonkeyPatch.context() as patch:
                 memory = Memory(4 - 2 * env.rank, patch)  # one rank has less than the other
-                rates = tune_micro_batch(state, tiny_step_config(), CPU, 8)
-            found[layout]["rates"] = list(rates)
-            found[layout]["tried"] = memory.sizes
-            found[layout]["tuned"] = train_three(state, comm)
-            state = build(layout, comm)
+                rates = tune_micro_batch(tuned, step_config, CPU, 8)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(nn.Module, "compile", compile_badly)
-                found[layout]["note"] = compile_forward(state, tiny_step_config(2), CPU, "blocks")
-                found[layout]["compiled"] = train_three(state, comm)
+                note = compile_forward(compiled, step_config, CPU, "blocks")
+                found[layout] = {"compiled": train_three(compiled, comm)}
+            found[layout] |= {"rates": list(rates), "tried": memory.sizes, "note": note}
+            found[layout]["tuned"] = train_three(tuned, comm)
+            found[layout]["untouched"] = train_three(untouched, comm)
     try:
         with (
             join_process_group(env, "cpu") as comm,
@@ -111,7 +110,7 @@ def work(env: DistEnv, folder: Path) -> dict[str, Any]:
             pytest.MonkeyPatch.context() as patch,
         ):
             Memory(1 - env.rank, patch)
-            tune_micro_batch(build("zero3", comm), tiny_step_config(), CPU, 8)
+            tune_micro_batch(build("zero3", comm), step_config, CPU, 8)
     except MegatokenError as error:
         found["end"] = (str(error), int(error.code))
     return found
@@ -124,19 +123,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str, Any]]):
-    for rank in found:
-        assert rank[layout]["rates"] == [1, 2]  # what fits on both
-        assert rank[layout]["tuned"] == rank[layout]["untouched"]
+def test_sizes_that_do_not_fit_and_a_failed_compile_change_nothing(
+    layout: str, found: list[dict[str, Any]]
+):
+    for rank in (results[layout] for results in found):
+        assert rank["rates"] == [1, 2]  # what fits on both
         # A whole model finds the end of memory by trying.
-        assert rank[layout]["tried"] == ([1, 2, 4] if layout == "ddp" else [1, 2])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_failed_compile_changes_nothing(layout: str, found: list[dict[str, Any]]):
-    for rank in found:
-        assert "no kernel for this card" in rank[layout]["note"]
-        assert rank[layout]["compiled"] == rank[layout]["untouched"]
+        assert rank["tried"] == ([1, 2, 4] if layout == "ddp" else [1, 2])
+        assert "no kernel for this card" in rank["note"]
+        assert rank["tuned"] == rank["compiled"] == rank["untouched"]
 
 
 def test_memory_that_ends_in_a_split_model_ends_the_run(found: list[dict[str, Any]]):

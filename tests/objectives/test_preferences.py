@@ -119,8 +119,8 @@ def test_a_step_of_kto(micro_batch: int, sign: int):
     for row in RATED:
         ratio = log_prob(state.model, row) - log_prob(other, row).detach()
         margin = 0.3 * (ratio - max(kl, 0.0))
-        value = torch.sigmoid(margin if row.is_good else -margin)
-        losses.append((1.5 if row.is_good else 0.5) * (1 - value))
+        weight, signed = (1.5, margin) if row.is_good else (0.5, -margin)
+        losses.append(weight * (1 - torch.sigmoid(signed)))
     logged = assert_step(state, batch, torch.stack(losses).mean(), micro_batch)
     assert logged["kl"] == pytest.approx(max(kl, 0.0), abs=1e-6)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import parse_value
 from megatoken.config.schema import FIELDS, build_config
 from megatoken.optim.lr_schedule import LRSchedule
@@ -18,18 +19,19 @@ def schedule(decay: str, **changes: Any) -> LRSchedule:
 
 
 @pytest.mark.parametrize(
-    ("decay", "middle", "end"),
-    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("wsd", 1.0, 0.1), ("constant", 1.0, 1.0)],
+    ("decay", "middle", "late", "end"),
+    [
+        ("cosine", 0.55, 0.122, 0.1),
+        ("linear", 0.55, 0.19, 0.1),
+        ("wsd", 1.0, 0.55, 0.1),
+        ("constant", 1.0, 1.0, 1.0),
+    ],
 )
-def test_warmup_middle_and_end(decay: str, middle: float, end: float):
-    rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 110, 500)]
-    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, end, end])
+def test_warmup_middle_and_end(decay: str, middle: float, late: float, end: float):
+    rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 100, 110, 500)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, late, end, end], rel=1e-3)
     assert schedule(decay, warmup=0).lr(0) == 1.0
-
-
-def test_wsd_decays_only_at_the_end():
-    wsd = schedule("wsd")
-    assert [wsd.lr(s) for s in (89, 90, 100)] == pytest.approx([1.0, 1.0, 0.55])
+    assert [schedule("wsd").lr(step) for step in (89, 90)] == [1.0, 1.0]
 
 
 def test_multi_step_is_that_of_deepseek():
@@ -40,13 +42,16 @@ def test_multi_step_is_that_of_deepseek():
     rates = [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)]
     assert rates == [1.0, 1.0, 0.316, 0.316, 0.1, 0.1, 0.1]
     assert [steps.is_before_decay(s) for s in (80, 81)] == [True, False]
+    ramped = schedule("wsd", decay_length=40, total=200, ramp=BatchRamp(1, 2, 20))
+    first = next(step for step in range(200) if not ramped.is_before_decay(step))
+    assert ramped.lr(first - 1) == 1.0 > ramped.lr(first)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_a_decay_of_its_own_length_ends_before_the_run(decay: str):
-    short = schedule(decay, decay_length=40)
+    short, usual = schedule(decay, decay_length=40), schedule(decay)
     assert [short.lr(s) for s in (10, 30, 50, 51, 109)] == pytest.approx([1.0, 0.55, 0.1, 0.1, 0.1])
-    assert schedule(decay, decay_length=100).lr(37) == schedule(decay).lr(37)
+    assert schedule(decay, decay_length=100).lr(37) == usual.lr(37)
 
 
 def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth():

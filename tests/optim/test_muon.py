@@ -1,6 +1,7 @@
 """Muon against torch's and against its formula in double precision; groups, bad steps, resume, and what it costs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatoken.config.schema import OptimConfig
 from megatoken.optim.costs import STATE_BYTES, count_optimizer_bytes, count_saved_bytes
 from megatoken.optim.muon import COEFFICIENTS, WholeMatrices, list_hidden_matrices, orthogonalize
 from megatoken.optim.optimizer import build_optimizer
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import (
     CPU,
@@ -34,14 +35,14 @@ def random_matrices(seed: int = 0) -> list[Tensor]:
 
 
 def muon_state(
-    model_config: ModelConfig = TINY_GPT, form: str = "auto", **values: object
+    model_config: ModelConfig = TINY_GPT, form: str = "auto", **values: Any
 ) -> TrainState:
-    optim = OptimConfig(**{"name": "muon", "lr": 3e-3} | values)  # type: ignore[arg-type]
+    optim = OptimConfig(**{"name": "muon", "lr": 3e-3} | values)
     return tiny_state(optim=optim, model_config=model_config, form=form)
 
 
-def in_double(matrix: Tensor) -> Tensor:
-    """The formula as published, one matrix at a time."""
+def in_double(matrix: Tensor, equal_rows: bool = False) -> Tensor:
+    """The formula as published, one matrix at a time; rows of equal norms keep the total norm."""
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
     x = matrix.double() if rows <= columns else matrix.double().T
@@ -49,36 +50,29 @@ def in_double(matrix: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if rows <= columns else x.T) * max(1.0, rows / columns) ** 0.5
+    x = (x if rows <= columns else x.T) * max(1.0, rows / columns) ** 0.5
+    return x / x.norm(dim=1, keepdim=True) * x.norm() / rows**0.5 if equal_rows else x
 
 
+@pytest.mark.parametrize("equal_rows", [False, True])
 @pytest.mark.parametrize("batch_numbers", [1, 1 << 20])
 def test_orthogonalize_is_the_published_iteration(
-    batch_numbers: int, monkeypatch: pytest.MonkeyPatch
+    batch_numbers: int, equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """One matrix at a time, and all of a size together."""
     monkeypatch.setattr("megatoken.optim.muon.BATCH_NUMBERS", {"cpu": batch_numbers})
     matrices = random_matrices()
-    for result, matrix in zip(orthogonalize(matrices), matrices, strict=True):
-        torch.testing.assert_close(result, in_double(matrix).float(), rtol=1e-4, atol=1e-5)
+    for result, matrix in zip(
+        orthogonalize(matrices, equal_rows=equal_rows), matrices, strict=True
+    ):
+        expected = in_double(matrix, equal_rows).float()
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        singular = torch.linalg.svdvals(in_double(matrix))
         scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-        singular = torch.linalg.svdvals(result) / scale
-        assert float(singular.max()) < 1.25
-        assert int((singular > 0.6).sum()) >= 15  # of 16; one was near 0
-    for equal_rows in (False, True):
-        (zeros,) = orthogonalize([torch.zeros(3, 4)], equal_rows=equal_rows)
-        assert not zeros.any()
-
-
-def test_equal_rows_keep_direction_and_total_norm():
-    pairs = [
-        orthogonalize(random_matrices(), equal_rows=equal_rows) for equal_rows in (False, True)
-    ]
-    for plain, equal in zip(*pairs, strict=True):
-        norms = equal.norm(dim=1)
-        torch.testing.assert_close(norms, plain.norm().div(len(plain) ** 0.5).expand_as(norms))
-        cosines = torch.nn.functional.cosine_similarity(equal, plain)
-        torch.testing.assert_close(cosines, torch.ones_like(cosines))
+        assert float(singular.max()) < 1.25 * scale
+        assert int((singular > 0.6 * scale).sum()) >= 15  # of 16; one was near 0
+    (zeros,) = orthogonalize([torch.zeros(3, 4)], equal_rows=equal_rows)
+    assert not zeros.any()
 
 
 def test_it_equals_torchs_muon():
@@ -86,26 +80,25 @@ def test_it_equals_torchs_muon():
     torch.manual_seed(0)
     layers = [torch.nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES]
     ours = torch.nn.Sequential(*layers, torch.nn.LayerNorm(8))
-    theirs = [torch.nn.Parameter(layer.weight.detach().clone()) for layer in layers]
-    before = [param.detach().clone() for param in theirs]
-    optim = OptimConfig(name="muon", lr=0.02, matrix_lr=0.02, weight_decay=0.1, momentum=0.9)
+    before = [layer.weight.detach().clone() for layer in layers]
+    theirs = [torch.nn.Parameter(start.clone()) for start in before]
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
     matrices = WholeMatrices(list_hidden_matrices(ours), torch.bfloat16)
+    optim = OptimConfig(name="muon", matrix_lr=0.02, **settings)
     optimizer = build_optimizer(ours, optim, matrices=matrices)
-    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.9)
+    reference = torch.optim.Muon(theirs, **settings)
     for step in range(4):
         for gradient, layer, param in zip(random_matrices(step), layers, theirs, strict=True):
             layer.weight.grad, param.grad = gradient.clone(), gradient.clone()
         optimizer.step()
         reference.step()
     for start, layer, param in zip(before, layers, theirs, strict=True):
-        moved, apart = param.detach() - start, (layer.weight - param).detach()
-        assert float(apart.norm()) < 0.02 * float(moved.norm())  # rounding to bf16
-        assert float(moved.norm()) > 0.1
+        moved, apart = (param - start).detach().norm(), (layer.weight - param).detach().norm()
+        assert float(apart) < 0.02 * float(moved)  # rounding to bf16
+        assert float(moved) > 0.1
 
 
-@pytest.mark.parametrize(
-    "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
-)
+@pytest.mark.parametrize("model_config", [TINY_GPT, UNTIED, TINY_MODERN])
 def test_every_parameter_is_in_one_group(model_config: ModelConfig):
     state = muon_state(model_config, matrix_lr=0.03)
     names = {param: name for name, param in state.model.named_parameters()}
@@ -123,21 +116,20 @@ def test_every_parameter_is_in_one_group(model_config: ModelConfig):
 def test_queries_keys_and_values_are_matrices_of_their_own():
     rows = list_hidden_matrices(muon_state(TINY_LLAMA).model)
     assert rows["blocks.0.attention.qkv.weight"] == [32, 16, 16]
-    seen = []
 
-    def record(matrices: list[Tensor]) -> list[Tensor]:
-        seen.extend(matrix.shape for matrix in matrices)
+    def number(matrices: list[Tensor]) -> list[Tensor]:
+        assert [len(matrix) for matrix in matrices] == [2, 1, 1]
         return [matrix + index for index, matrix in enumerate(matrices)]
 
-    (packed,) = WholeMatrices({"qkv": [2, 1, 1]}).map(record, [torch.zeros(4, 3)])
-    assert (seen, packed[:, 0].tolist()) == ([(2, 3), (1, 3), (1, 3)], [0, 0, 1, 2])
+    (packed,) = WholeMatrices({"qkv": [2, 1, 1]}).map(number, [torch.zeros(4, 3)])
+    assert packed[:, 0].tolist() == [0, 0, 1, 2]
 
 
 def test_the_other_groups_are_adamw():
     state = muon_state(grad_clip=0.0)
     params = dict(state.model.named_parameters())
-    names = params.keys() - list_hidden_matrices(state.model).keys()
-    others = {name: params[name].detach().clone() for name in sorted(names)}
+    names = sorted(params.keys() - list_hidden_matrices(state.model).keys())
+    others = {name: params[name].detach().clone() for name in names}
     twin = build_optimizer(others, OptimConfig(lr=3e-3))
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -147,8 +139,7 @@ def test_the_other_groups_are_adamw():
                 others[name].grad = param.grad.clone()
         state.optimizer.step()
         twin.step()
-    for name, param in others.items():
-        assert torch.equal(params[name], param), name
+    torch.testing.assert_close({name: params[name] for name in names}, others, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("form", ["fused", "loop"])
@@ -169,48 +160,43 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow():
     start = torch.tensor([[0.5, -0.5], [0.25, -0.25]])
     gradient = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
     update = orthogonalize([gradient])[0]
-    shrinks = start * update >= 0
-    assert shrinks.tolist() == [[True, False], [False, False]]
-    for cautious, decayed in (
-        (False, start * 0.9),
-        (True, torch.where(shrinks, start * 0.9, start)),
-    ):
+    shrinks = torch.tensor([[True, False], [False, False]])
+    assert torch.equal(start * update >= 0, shrinks)
+    for cautious in (False, True):
         layer = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2))
-        layer[0].weight.data.copy_(start)
-        layer[0].weight.grad = gradient.clone()
+        weight = layer[0].weight
+        weight.data.copy_(start)
+        weight.grad = gradient.clone()
         rates = {"lr": 0.1, "matrix_lr": 0.1, "weight_decay": 1.0}
         build_optimizer(layer, OptimConfig(name="muon", cautious_decay=cautious, **rates)).step()
-        torch.testing.assert_close(layer[0].weight.detach(), decayed - 0.1 * update)
+        decayed = torch.where(shrinks, start * 0.9, start) if cautious else start * 0.9
+        torch.testing.assert_close(weight.detach(), decayed - 0.1 * update)
 
 
 def test_momentum_grows_from_085():
-    def config(momentum: float) -> StepConfig:
-        growth = {"optim__momentum": momentum, "optim__momentum_warmup": Duration(4)}
-        return tiny_step_config(optim__name="muon", **growth)
-
+    growth: dict[str, Any] = {"optim__name": "muon", "optim__momentum_warmup": Duration(4)}
+    step_config = tiny_step_config(optim__momentum=0.95, **growth)
     expected = [0.85, 0.875, 0.9, 0.95, 0.95]
-    assert [config(0.95).momentum_of(step) for step in (0, 1, 2, 4, 9)] == pytest.approx(expected)
+    assert [step_config.momentum_of(step) for step in (0, 1, 2, 4, 9)] == pytest.approx(expected)
     state = muon_state()
     for momentum in expected[:3]:
-        train_step(state, config(0.95), CPU, tiny_batch())
+        train_step(state, step_config, CPU, tiny_batch())
         assert state.optimizer.param_groups[-1]["momentum"] == pytest.approx(momentum)
-    assert [config(0.5).momentum_of(step) for step in (0, 4)] == [0.5, 0.5]
+    assert tiny_step_config(optim__momentum=0.5, **growth).momentum_of(0) == 0.5
     assert tiny_step_config(optim__momentum=0.9).momentum_of(0) == 0.9  # no growth unless asked for
 
 
 @pytest.mark.parametrize(
-    "model_config",
-    [TINY_GPT, UNTIED, TINY_MODERN, replace(TINY_GPT, value_head=True)],
-    ids=["gpt", "llama", "modern", "value head"],
+    "model_config", [TINY_GPT, UNTIED, TINY_MODERN, replace(TINY_GPT, value_head=True)]
 )
 def test_state_bytes_are_those_of_the_formula(model_config: ModelConfig):
-    model = (state := muon_state(model_config)).model
-    hidden, sizes = list_hidden_matrices(model), []
-    for name, param in model.named_parameters():
+    state, total, parameters = muon_state(model_config), 0, 0
+    config, hidden = state.model.config, list_hidden_matrices(state.model)
+    for name, param in state.model.named_parameters():
         values = state.optimizer.state[param].items()
-        sizes.append(sum(value.nbytes for key, value in values if key != "step"))
-        assert sizes[-1] == STATE_BYTES["muon"][name not in hidden] * param.numel(), name
-    assert count_optimizer_bytes("muon", model.config) == sum(sizes)
-    parameters = sum(4 * param.numel() for param in model.parameters())
-    assert count_saved_bytes("muon", model.config) == parameters + sum(sizes)
-    assert count_optimizer_bytes("adamw", model.config) == 2 * parameters
+        size = sum(value.nbytes for key, value in values if key != "step")
+        assert size == STATE_BYTES["muon"][name not in hidden] * param.numel(), name
+        total, parameters = total + size, parameters + param.nbytes
+    assert count_optimizer_bytes("muon", config) == total
+    assert count_saved_bytes("muon", config) == parameters + total
+    assert count_optimizer_bytes("adamw", config) == 2 * parameters

@@ -39,12 +39,11 @@ def sgd() -> str:
 
 def test_adamw_takes_every_setting_and_decays_matrices_only():
     optim = OptimConfig(lr=3e-4, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
-    optimizer = build_optimizer(small_model(), optim)
-    matrices, vectors = optimizer.param_groups
+    matrices, vectors = build_optimizer(small_model(), optim).param_groups
     assert (matrices["lr"], matrices["betas"], matrices["eps"]) == (3e-4, (0.8, 0.9), 1e-6)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
-    assert [tuple(param.shape) for param in matrices["params"]] == [(6, 4)]
-    assert [tuple(param.shape) for param in vectors["params"]] == [(6,), (6,), (6,)]
+    assert [param.shape for param in matrices["params"]] == [(6, 4)]
+    assert [param.shape for param in vectors["params"]] == 3 * [(6,)]
 
 
 def test_a_registered_optimizer_is_counted(sgd: str):
@@ -68,8 +67,7 @@ def test_optimizer_of_whole_matrices_refuses_shards():
     spec = OptimizerSpec(build=build_sgd, bytes_per_param=0, whole_matrices=True)
     register_optimizer("test-whole", spec)
     params = {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}
-    sizes = {"weight": (6, 4), "bias": (4,)}
     optim = OptimConfig(name="test-whole")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"test-whole needs full matrices"):
-        build_optimizer(params, optim, sizes=sizes)
+        build_optimizer(params, optim, sizes={"weight": (6, 4), "bias": (4,)})
     assert build_optimizer(params, optim).param_groups[0]["params"][0].shape == (3, 4)

@@ -38,52 +38,49 @@ ROWS = {
     **{"kto": "rated", "grpo": "prompts", "ppo": "prompts"},
 }
 SAMPLED = ("grpo", "ppo")
-ANY = {
-    "ranks": ("1 none", "1 none", "2 none", "2 zero1", "2 zero2", "2 zero3", "2 tp"),
-    "save": ("save.every=0", "save.every=1steps", "save.every=2steps"),
-    "optim": (
-        "optim.name=adamw",
-        "optim.name=muon",
-        "optim.name=muon optim.equal_rows=true optim.momentum_warmup=3steps",
-    ),
-    "schedule": (
-        "optim.schedule=cosine",
-        "optim.schedule=wsd optim.decay=3steps",
-        "optim.schedule=multi-step optim.min_lr_ratio=0.1",
-    ),
-    "dropout": ("model.dropout=0.0", "model.dropout=0.1"),
-    "optim.spike": ("warn", "skip"),
-    "machine.precision": ("fp32", "bf16"),
-    "machine.gemm_backend": ("auto", "torch", "torch+native", "native"),
-    "machine.attention": ("auto", "flash", "explicit"),
-    "machine.master_weights": ("auto", "auto", "off"),
-    "machine.fused": ("auto", "off"),
-    "machine.adamw": ("auto", "fused", "loop"),
-    "machine.activation_checkpointing": ("none", "none", "gelu", "block"),
-    "machine.loss_chunk": ("auto", "96"),
-    "machine.micro_batch": ("auto", "2", "4"),
-    "machine.deterministic": ("false", "false", "true"),
-}
-ARCHITECTURE = {
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.mlp": ("gelu", "swiglu", "relu2", "geglu"),
-    "model.pos_emb": ("learned", "rotary"),
-    "model.bias": ("true", "false"),
-    "model.window": ("0", "0", "16"),
-    "switches": (
-        "",
-        "model.smear=true model.backout=true model.value_embeddings=true",
-        "model.n_kv_head=1 model.qk_norm=true model.tie_embeddings=false model.logit_softcap=20",
-    ),
-}
-TEXT = {
-    "data": ("a", "a", "mixture"),
-    "order": ("data.order=shuffled", "data.order=sequential", "data.order=one-batch"),
-    "mask": ("", "", "data.document_mask=true"),
-    "ramp": ("", "budget.batch_start=128 budget.batch_ramp=1024"),
-    "sample": ("sample.every=0", "sample.every=2steps sample.tokens=4"),
-}
-CHATS = {"lora": ("", "model.lora_rank=2")}
+
+
+def read_table(table: str) -> dict[str, list[str]]:
+    """Return the values of each line `NAME: VALUE | VALUE`."""
+    pairs = (line.split(":") for line in table.strip().splitlines())
+    return {name: [value.strip() for value in values.split("|")] for name, values in pairs}
+
+
+ANY = read_table("""
+ranks: 1 none | 1 none | 2 none | 2 zero1 | 2 zero2 | 2 zero3 | 2 tp
+save: save.every=0 | save.every=1steps | save.every=2steps
+optim: optim.name=adamw | optim.name=muon | optim.name=muon optim.equal_rows=true optim.momentum_warmup=3steps
+schedule: optim.schedule=cosine | optim.schedule=wsd optim.decay=3steps | optim.schedule=multi-step optim.min_lr_ratio=0.1
+dropout: model.dropout=0.0 | model.dropout=0.1
+optim.spike: warn | skip
+machine.precision: fp32 | bf16
+machine.gemm_backend: auto | torch | torch+native | native
+machine.attention: auto | flash | explicit
+machine.master_weights: auto | auto | off
+machine.fused: auto | off
+machine.adamw: auto | fused | loop
+machine.activation_checkpointing: none | none | gelu | block
+machine.loss_chunk: auto | 96
+machine.micro_batch: auto | 2 | 4
+machine.deterministic: false | false | true
+""")
+ARCHITECTURE = read_table("""
+model.norm: layernorm | rmsnorm
+model.mlp: gelu | swiglu | relu2 | geglu
+model.pos_emb: learned | rotary
+model.bias: true | false
+model.window: 0 | 0 | 16
+switches: | model.smear=true model.backout=true model.value_embeddings=true \
+  | model.n_kv_head=1 model.qk_norm=true model.tie_embeddings=false model.logit_softcap=20
+""")
+TEXT = read_table("""
+data: a | a | mixture
+order: data.order=shuffled | data.order=sequential | data.order=one-batch
+mask: | | data.document_mask=true
+ramp: | budget.batch_start=128 budget.batch_ramp=1024
+sample: sample.every=0 | sample.every=2steps sample.tokens=4
+""")
+CHATS = read_table("lora: | model.lora_rank=2")
 # Rounding, which AdamW's first steps turn into updates of another size.
 TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}
 Draws = dict[str, str]
@@ -100,7 +97,7 @@ class Case:
     def __init__(self, rng: random.Random, data: Path) -> None:
         """Draw until the settings are valid. data: written by `write_data`."""
 
-        def draw(space: dict[str, tuple[str, ...]]) -> Draws:
+        def draw(space: dict[str, list[str]]) -> Draws:
             return {name: rng.choice(values) for name, values in space.items()}
 
         while True:

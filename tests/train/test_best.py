@@ -78,8 +78,7 @@ def test_losses_that_are_not_finite_are_never_best(
     assert not (tmp_path / "best").exists()
 
 
-@pytest.mark.parametrize(("start", "steps"), [("true", [0, 2, 3]), ("false", [2, 3])])
-def test_a_sample_before_the_first_step(data: str, tmp_path: Path, start: str, steps: list[int]):
-    train(tmp_path, data, f"sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start={start}")
-    assert list(read_column(tmp_path, "text", "sample")) == steps
-    assert (tmp_path / "samples" / f"step-{steps[0]:08d}.txt").stat().st_size > 1
+def test_a_sample_before_the_first_step(data: str, tmp_path: Path):
+    train(tmp_path, data, "sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start=true")
+    assert list(read_column(tmp_path, "text", "sample")) == [0, 2, 3]
+    assert (tmp_path / "samples" / "step-00000000.txt").stat().st_size > 1

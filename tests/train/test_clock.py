@@ -49,22 +49,19 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
 
 
 def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: Path):
-    out, seen = tmp_path / "run", list[dict[str, Any]]()
-    settings = f"{data} save.every=5 log.every=3 evaluate.every=0"
+    settings = f"{data} save.every=5 evaluate.every=0"
 
     def fail(row: dict[str, Any]) -> None:
         assert (row["kind"], row["step"]) != ("train", 8)
 
     with pytest.raises(AssertionError):
-        train(out, settings, callbacks=[fail])
-    saved = read_manifest(out / "checkpoints" / "step-00000005").meta["elapsed_seconds"]
-    before = read_column(out, "elapsed_seconds")
-    assert before[3] < saved < before[6]
+        train(tmp_path, settings, callbacks=[fail])
+    saved = read_manifest(tmp_path / "checkpoints" / "step-00000005").meta["elapsed_seconds"]
+    before = read_column(tmp_path, "elapsed_seconds")
     start = time.monotonic()
-    train(out, settings, callbacks=[seen.append])
-    times = {row["step"]: row["elapsed_seconds"] for row in seen if row["kind"] == "train"}
-    assert sorted(times.values()) == list(times.values())
-    assert saved < times[6] < times[12] < saved + time.monotonic() - start
-    logged = {3: before[3], 6: times[6], 9: times[9], 12: times[12]}
-    assert read_column(out, "elapsed_seconds") == logged
-    assert all("elapsed_seconds" in row for row in [*read_metrics(out), *seen])
+    train(tmp_path, settings)
+    times = read_column(tmp_path, "elapsed_seconds")
+    assert [*times.values()] == sorted(times.values())
+    assert times[5] == before[5] < saved < times[6]
+    assert times[12] < saved + time.monotonic() - start
+    assert all("elapsed_seconds" in row for row in read_metrics(tmp_path))

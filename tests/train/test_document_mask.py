@@ -82,19 +82,10 @@ def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig
             state.model.named_parameters(), alone.parameters(), strict=True
         ):
             torch.testing.assert_close(found.grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
+    halves = [separate_documents(to_batch(half), EOT) for half in (rows[:5], rows[5:])]
+    options: dict[str, Any] = {"chunk": 8, "comm": SINGLE, "count_bytes": lambda *_: 0}
+    validated = validation_loss(state.model, halves, CPU, **options)
+    assert validated["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert validated["target_tokens"] == len(rows) * T
     unmasked = forward_backward(large_state(model_config), tiny_step_config(), CPU, to_batch(rows))
     assert abs(unmasked.item() - expected.item()) > 1e-4
-
-
-@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_MODERN], ids=["gpt", "modern"])
-def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelConfig):
-    model, rows = large_state(model_config).model, make_windows()
-
-    def measure(windows: list[Any]) -> dict[str, Any]:
-        return validation_loss(model, windows, CPU, chunk=8, comm=SINGLE, count_bytes=lambda *_: 0)
-
-    masked = measure([separate_documents(to_batch(part), EOT) for part in (rows[:5], rows[5:])])
-    alone = measure(split_documents(rows))
-    assert masked["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert masked["target_tokens"] == alone["target_tokens"] == rows.shape[0] * T
-    assert abs(measure([rows])["loss"] - masked["loss"]) > 1e-4

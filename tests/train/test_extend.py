@@ -9,7 +9,6 @@ import pytest
 from megatoken.checkpoint.commit import list_steps
 from megatoken.cli.main import main
 from megatoken.cli.runs import read_config
-from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import Duration
 from megatoken.errors import ExitCode
 from megatoken.optim.lr_schedule import LRSchedule
@@ -99,13 +98,3 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(settings: str, tmp_path: 
     (event,) = read_events(other, "schedule changed")
     expected = {"lr_before": 3.25e-4, "lr_after": 1e-3, "lr_end": 3.25e-4}
     assert {key: event[key] for key in expected} == pytest.approx(expected)
-
-
-def test_what_comes_before_a_decay_that_begins_while_the_batch_grows():
-    ramp = LRSchedule(
-        **{"decay": "wsd", "peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "decay_length": 40},
-        total=200,
-        ramp=BatchRamp(1, 2, 20),
-    )
-    first = next(step for step in range(200) if not ramp.is_before_decay(step))
-    assert ramp.lr(first - 1) == 1.0 > ramp.lr(first)

@@ -29,10 +29,6 @@ def hold(folder: Path, answers: "Queue[str]") -> None:
         answers.put("refused")
 
 
-def rows_of(folder: Path) -> list[tuple[str, int]]:
-    return [(row["kind"], row["step"]) for row in read_metrics(folder)]
-
-
 def test_row_format(tmp_path: Path):
     with MetricsLogger.open(tmp_path / "deep" / "run") as log:
         log.write("train", 1, 4096, loss=0.1 + 0.2, grad_norm=numpy.float32(0.5), lr=6e-05)
@@ -49,32 +45,15 @@ def test_row_format(tmp_path: Path):
 @example(math.nan, "nan", [])
 @example(-math.inf, "null", [])
 def test_values_round_trip_exactly(number: float, text: str, ids: list[int]):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with MetricsLogger.open(folder) as log:
+    with tempfile.TemporaryDirectory() as folder:
+        with MetricsLogger.open(Path(folder)) as log:
             log.write("eval", 3, 4, loss=number, ids=ids, mfu=None)
             log.write("sample", 3, 4, text=text)
         row, sample = read_metrics(folder)
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
+        for line in Path(folder, "metrics.jsonl").read_text().splitlines():
             json.loads(line, parse_constant=pytest.fail)
     assert repr(row["loss"]) == repr(number)
     assert (row["ids"], row["mfu"], sample["text"]) == (ids, None, text)
-
-
-def test_rewind_drops_later_rows(tmp_path: Path):
-    written = [(kind, step) for step in (1, 2, 3) for kind in ("train", "val", "save", "event")]
-    kept = [(kind, step) for kind, step in written if step < 3 or kind == "event"]
-    with MetricsLogger.open(tmp_path) as log:
-        for kind, step in written:
-            log.write(kind, step, step * 10)
-    with MetricsLogger.open(tmp_path) as log:
-        log.rewind(3)
-        assert rows_of(tmp_path) == written
-        log.rewind(2)
-        assert rows_of(tmp_path) == kept
-        log.write("train", 3, 30)
-    assert rows_of(tmp_path) == [*kept, ("train", 3)]
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_lines_that_are_half_written_or_unreadable_are_dropped(tmp_path: Path):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatoken.cli.main import main
-from megatoken.config.load import resolve
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.mixture import load_mixture
@@ -63,41 +62,28 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
 
 def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text of letters, and more of it " * 50)
+    bpe, letters, digits = tmp_path / "bpe", folder / "letters", folder / "digits"
     # The last two: what the error recommends, and the tokenizer's file, which has another name.
-    for name, tokenizer in (
-        ("bytes", "bytes"),
-        ("bpe", "bpe:300"),
-        ("same", f"{tmp_path}/bpe"),
-        ("named", f"{tmp_path}/bpe/tokenizer/tokenizer.json"),
-    ):
-        prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
-    assert len(load_mixture(f"{tmp_path}/bpe:1,{tmp_path}/same:1,{tmp_path}/named:1").parts) == 3
-    one, other = load_mixture(f"{tmp_path}/bpe:0.5"), load_mixture(f"{tmp_path}/bpe")
+    file = f"{bpe}/tokenizer/tokenizer.json"
+    for name, tokenizer in (("bytes", "bytes"), ("bpe", "bpe:300"), ("same", bpe), ("named", file)):
+        prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=str(tokenizer))
+    assert len(load_mixture(f"{bpe}:1,{tmp_path}/same:1,{tmp_path}/named:1").parts) == 3
+    one, other = load_mixture(f"{bpe}:0.5"), load_mixture(str(bpe))
     assert (one.fingerprint, str(one)) == (other.fingerprint, str(other))
-    for address, error in (
-        (f"{tmp_path}/bytes:1,{tmp_path}/bpe:1", DataError),
-        (f"{folder}/letters:1,x", ConfigError),
-        (f"{folder}/letters:1,{folder}/letters:2", ConfigError),
-        (f"{folder}/letters:1,{folder}/digits:0", ConfigError),
-        (f"{folder}/letters,{folder}/digits", ConfigError),
-        (f"{folder}/letters:abc", ConfigError),
-        (f"{folder}/missing:1", DataError),
-    ):
-        with pytest.raises(error):
+    for address in (f"{tmp_path}/bytes:1,{bpe}:1", f"{folder}/missing:1"):
+        with pytest.raises(DataError):
             load_mixture(address)
+    for weighted in (
+        f"{letters}:1,x",
+        f"{letters}:1,{letters}:2",
+        f"{letters}:1,{digits}:0",
+        f"{letters},{digits}",
+        f"{letters}:abc",
+    ):
+        with pytest.raises(ConfigError):
+            load_mixture(weighted)
     with pytest.raises(ConfigError):
         train(tmp_path / "run", mixed, "data.order=sequential")
-
-
-def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
-    """Batches as of build-nanogpt's loader, whose micro-batches on all ranks are the batch."""
-    batches, shard, position = [], 0, 0
-    while len(batches) < 30:
-        batches.append(shards[shard][position : position + batch + 1])
-        position += batch
-        if position + batch + 1 > len(shards[shard]):
-            shard, position = (shard + 1) % len(shards), 0
-    return batches
 
 
 def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path):
@@ -110,8 +96,12 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp
     fixed: dict[str, Any] = {"seq_len": 16, "batch_size": 8, "seed": 0, "order": "sequential"}
     loader = DataLoader(tokens, **fixed, sources=[(len(tokens), 1.0)])
     rank = DataLoader(tokens, **fixed, dp_rank=1, dp_size=2)
-    assert loader.n_windows == 8 * (7 + 1 + 5 + 2)
-    for step, ids in enumerate(read_in_a_row(shards[1:], 8 * 16)):
+
+    # As build-nanogpt's loader, whose micro-batches on all ranks are the batch.
+    starts = [(ids, n) for ids in shards for n in range(0, len(ids) - 8 * 16, 8 * 16)]
+    batches = [ids[first : first + 8 * 16 + 1] for ids, first in starts]
+    assert loader.n_windows == 8 * len(batches) == 8 * (7 + 1 + 5 + 2)
+    for step, ids in enumerate(2 * batches):
         rows = loader.rows(step)
         assert np.array_equal(rows[:, :-1].reshape(-1), ids[:-1])
         assert np.array_equal(rows[:, 1:].reshape(-1), ids[1:])
@@ -119,13 +109,10 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp
 
 
 def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path):
-    out, data = tmp_path / "run", folder / "letters"
-    command = ["train", str(TINY), "--overfit-batch", "--out", str(out), f"data.path={data}"]
-    assert main([*command, "budget.steps=60", "budget.batch_tokens=64"]) == ExitCode.DONE
-    assert resolve(str(out / "config.yaml")).config.data.order == "one-batch"
-    assert read_losses(out)[-1] < read_losses(out, "val")[-1] - 0.3
-    tokens = load_dataset(data, external_tokenizer="bytes").train
-    fixed = {"seq_len": 16, "batch_size": 8, "seed": 1337}
-    first = DataLoader(tokens, **fixed).rows(0)
-    loader = DataLoader(tokens, **fixed, order="one-batch")
-    assert all(np.array_equal(loader.rows(step), first) for step in (0, 1, 99))
+    command = ["train", str(TINY), "--overfit-batch", "--out", str(tmp_path / "run")]
+    settings = f"data.path={folder / 'letters'} budget.steps=60 budget.batch_tokens=64"
+    assert main([*command, *settings.split()]) == ExitCode.DONE
+    assert read_losses(tmp_path / "run")[-1] < read_losses(tmp_path / "run", "val")[-1] - 0.3
+    tokens = load_dataset(folder / "letters", external_tokenizer="bytes").train
+    loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337, order="one-batch")
+    assert np.array_equal(loader.rows(0), loader.rows(99))

@@ -2,9 +2,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,17 +12,17 @@ import pytest
 from megatoken.errors import ExitCode
 from megatoken.launch.local import FORWARDED, not_ignored, stop_at_once
 from megatoken.train.preemption import PreemptionHandler
+from tests.processes import HANG_SECONDS
 
 LOOP = """
-import sys, time
+import time
 from megatoken.train.preemption import PreemptionHandler
 with PreemptionHandler() as handler:
     print("ready", flush=True)
     while not handler.stop_requested:
         time.sleep(0.01)
     print(handler.stop_requested, flush=True)
-    time.sleep(3000 if "save" in sys.argv else 0)
-    sys.exit(3)
+    time.sleep(3000)
 """
 
 
@@ -42,15 +42,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 @pytest.mark.fault(12, 16)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_signal_sets_the_reason_and_handlers_are_restored(name: str):
@@ -59,7 +50,7 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str):
     with PreemptionHandler() as handler:
         assert handler.stop_requested == ""
         for number in (getattr(signal, name), signal.SIGUSR1):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             assert handler.stop_requested == name
     assert [*map(signal.getsignal, handled)] == before
 
@@ -69,13 +60,8 @@ def test_ignored_signals_stay_ignored():
     """As `nohup` asks for."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        process = start()
-        process.send_signal(signal.SIGHUP)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=1200)[0] == "SIGTERM\n"
         with stop_at_once(), PreemptionHandler() as handler:
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert handler.stop_requested == ""
             assert "SIGHUP" not in not_ignored(FORWARDED)
     finally:
@@ -84,14 +70,15 @@ def test_ignored_signals_stay_ignored():
 
 @pytest.mark.fault(14)
 def test_second_signal_exits_immediately():
-    process = start("save")
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "SIGTERM\n"
-    time.sleep(0.6)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=1200)
-    assert process.returncode == ExitCode.STOPPED
+    program = [sys.executable, "-c", LOOP]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "SIGTERM\n"
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANG_SECONDS) == ExitCode.STOPPED
 
 
 def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]):
@@ -110,25 +97,20 @@ def test_a_rank_leaves_the_second_signal_to_its_launcher(
     monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(tmp_path / "rank-0"))
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     with PreemptionHandler() as handler:
-        os.kill(os.getpid(), signal.SIGTERM)
-        now[0] += 3.0
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            now[0] += 3.0
         assert handler.stop_requested == "SIGTERM"
 
 
 def test_outside_the_main_thread_only_the_time_limit_works():
-    before = signal.getsignal(signal.SIGTERM)
-    seen: list[object] = []
-
-    def run() -> None:
+    def run() -> tuple[object, str]:
         with PreemptionHandler(time_limit_seconds=0.0) as handler:
-            seen.append(signal.getsignal(signal.SIGTERM))
-            seen.append(handler.stop_requested)
+            return signal.getsignal(signal.SIGTERM), handler.stop_requested
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [before, "time limit 0s"]
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(run).result()
+    assert found == (signal.getsignal(signal.SIGTERM), "time limit 0s")
 
 
 @pytest.mark.usefixtures("now")
@@ -155,12 +137,3 @@ def test_time_limit_reserves_steps_a_save_and_what_comes_next():
     assert in_groups.reserve_seconds == 1.5 * (20 * 2 + 10)
     in_groups.observe(50)
     assert in_groups.stop_requested == "time limit 1m40s"
-
-
-def test_loop_stops_before_the_time_limit(now: list[float]):
-    handler = PreemptionHandler(time_limit_seconds=50.0)
-    handler.observe(save_seconds=10.0)
-    while not handler.stop_requested:
-        now[0] += 2.0
-        handler.observe(2.0)
-    assert now[0] == 132.0  # 1.5 * (2 + 10) before the end

@@ -45,14 +45,14 @@ def run(tmp_path: Path) -> Path:
 
 def write_rows(run: Path, first: int, last: int) -> Path:
     """Append train rows of steps first to last, then an eval and a sample row."""
-    rows: list[dict[str, Any]] = []
-    for step in range(first, last + 1):
-        place = {"step": step, "tokens": 8 * step, "elapsed_seconds": 1.0}
-        rows.append({"kind": "train", **place, "loss": 2.5, "mfu": None, "grad_norm": "nan"})
-    rows.append({"kind": "eval", **place, "task": "piqa", "acc": 0.5, "stderr": {"acc": 0.1}})
-    rows.append({"kind": "sample", **place, "text": ["x"]})
+    values: dict[str, Any] = {"loss": 2.5, "mfu": None, "grad_norm": "nan"}
+    rows = [{"kind": "train", "step": step, **values} for step in range(first, last + 1)]
+    rows.append({"kind": "eval", "step": last, "task": "piqa", "acc": 0.5, "stderr": {"acc": 0.1}})
+    rows.append({"kind": "sample", "step": last, "text": ["x"]})
     with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows:
+            place = {"tokens": 8 * row["step"], "elapsed_seconds": 1.0}
+            file.write(json.dumps(row | place) + "\n")
     return run
 
 
@@ -129,29 +129,24 @@ def test_a_sink_process_that_fails_is_a_warning(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "sync-nonsense.log").read_text().startswith("error: ")
 
 
-def test_tensorboard_files_hold_the_numbers(tmp_path: Path):
+def test_tensorboard_files_hold_the_numbers(run: Path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write_rows(tmp_path, 1, 4)
-    assert main(["sync", str(tmp_path), "--to", "tensorboard"]) == ExitCode.DONE
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(step, 2.5) for step in (1, 2, 3, 4)]
+    assert main(["sync", str(run), "--to", "tensorboard"]) == ExitCode.DONE
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    losses = events.Scalars("train/loss")
+    assert [(event.step, event.value) for event in losses] == [(n, 2.5) for n in (1, 2, 3, 4)]
     assert [event.value for event in events.Scalars("eval/piqa/acc")] == [0.5]
-    assert abs(events.Scalars("train/loss")[-1].wall_time - time.time()) < 3600
+    assert abs(losses[-1].wall_time - time.time()) < 3600
     assert "settings" in events.Tags()["tensors"]
 
 
-def test_wandb_takes_the_project_of_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_takes_the_project_of_its_environment(run: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_PROJECT", "other-project")
-    monkeypatch.setenv("WANDB_TAGS", "tiny-tag")
-    write_rows(tmp_path, 1, 4)
-    assert main(["sync", str(tmp_path), "--to", "wandb"]) == ExitCode.DONE
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for name, value in (("MODE", "offline"), ("PROJECT", "other-project"), ("TAGS", "tiny-tag")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert main(["sync", str(run), "--to", "wandb"]) == ExitCode.DONE
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
     for text in (b"other-project", b"tiny-tag"):  # written by another process
         wait_until(lambda text=text: text in file.read_bytes())

@@ -17,22 +17,13 @@ from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.distributed.comm import Comm
 from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
-from megatoken.train import checkpoint_saver, compilation, preemption
+from megatoken.train import compilation, preemption
 from megatoken.train import train as pretrain
-from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
-from tests.tiny_run import (
-    assert_equal_tensors,
-    read_column,
-    read_losses,
-    read_rows,
-    stop_at,
-    tiny_run,
-)
+from tests.tiny_run import assert_equal_tensors, read_column, read_losses, stop_at, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -69,43 +60,29 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
-    out, statuses = tmp_path / "run", dict[tuple[str, int], dict[str, Any]]()
+    statuses = dict[tuple[str, int], dict[str, Any]]()
 
     def keep(row: dict[str, Any]) -> None:
-        statuses[row["kind"], row["step"]] = json.loads((out / "status.json").read_text())
+        at = row["kind"], row["step"]
+        statuses[at] = json.loads((tmp_path / "status.json").read_text())
 
-    fit(config, out, callbacks=[keep])
+    fit(config, tmp_path, callbacks=[keep])
     keep({"kind": "end", "step": 12})
     trained = [("train", step) for step in range(1, 13)]
-    ends = [("val", 12), ("save", 12), ("end", 12)]
-    seen = [at for at in statuses if at[0] != "event"]
-    assert sorted(seen[-3:]) == sorted(ends)
-    assert seen[:-3] == [("val", 0), *trained[:6], ("val", 6), *trained[6:]]
-    row = read_rows(out, "train")[1]  # the row of a step is written before its status
-    speed = row["loss"], row["tokens_per_second"]
-    for at, state, phase, step, numbers in (
-        (("val", 0), "running", "validate", 0, (None, None)),
-        (("train", 3), "running", "step", 2, speed),
-        (("val", 6), "running", "validate", 6, None),
-        (("end", 12), "done", "", 12, None),
-    ):
-        status = statuses[at]
-        assert (status["state"], status["phase"], status["step"]) == (state, phase, step)
-        assert numbers in (None, (status["loss"], status["tokens_per_second"]))
-    assert statuses["train", 3]["eta_seconds"] >= 0 == status["eta_seconds"]
-    assert status["total_steps"] == 12
-
-
-def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    events: list[str] = []
-    monkeypatch.setattr(Comm, "barrier", lambda comm: events.append("all meet"))
-    monkeypatch.setattr(checkpoint_saver, "prune", lambda *_, **__: events.append("prune"))
-    every_six = Action(every=6, call=lambda: events.append("action"))
-    monkeypatch.setattr(pretrain, "list_actions", lambda run, saver: [every_six])
-    fit(config, tmp_path / "run")
-    assert events == ["prune", "all meet", *3 * ["action", "all meet"], "prune", "all meet"]
+    seen = [at for at in statuses if at[0] not in ("event", "save")]
+    val = [("val", step) for step in (0, 6, 12)]
+    assert seen == [val[0], *trained[:6], val[1], *trained[6:], val[2], ("end", 12)]
+    shown = {at: (row["state"], row["phase"], row["step"]) for at, row in statuses.items()}
+    assert shown["val", 0] == ("running", "validate", 0)
+    assert shown["train", 3] == ("running", "step", 2)  # the row is written before its status
+    assert shown["val", 6] == ("running", "validate", 6)
+    assert shown["end", 12] == ("done", "", 12)
+    for key in ("loss", "tokens_per_second"):
+        assert statuses["val", 0][key] is None
+        assert statuses["train", 3][key] == read_column(tmp_path, key)[2]
+    end = statuses["end", 12]
+    assert statuses["train", 3]["eta_seconds"] >= 0 == end["eta_seconds"]
+    assert end["total_steps"] == 12
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
