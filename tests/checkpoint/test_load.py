@@ -248,7 +248,10 @@ def shard(state: TrainState, optimizer: str, rank: int, shards: int) -> Any:
         state.sharded, dims=dims, trained=local, local_params=local, slices=parts, n_copies=copies
     )
     return SimpleNamespace(
-        **{"model": state.model, "sharded": sharded, "scaler": state.scaler, "step": state.step},
+        model=state.model,
+        sharded=sharded,
+        scaler=state.scaler,
+        step=state.step,
         optimizer=OPTIMIZERS[optimizer](local.values()),
         comm=Comm(DistEnv(rank=rank, world_size=shards)),
     )

@@ -68,11 +68,11 @@ def test_variables_round_trip():
 
 
 def test_jobs_have_ports_of_their_own():
-    jobs = (OPEN_MPI, STEP, f"{OPEN_MPI} PMIX_NAMESPACE=2", f"{STEP} SLURM_JOB_ID=2")
-    ports = {read_dist_env(spell(line)).port for line in jobs}
-    assert len(ports) == 4
-    assert all(10_000 <= port < 50_000 for port in ports)
-    assert read_dist_env(spell(f"{STEP} MASTER_PORT=7")).port == 7
+    for other in (f"{OPEN_MPI} PMIX_NAMESPACE=2", f"{STEP} SLURM_JOB_ID=2"):
+        ports = {read_dist_env(spell(line)).port for line in (OPEN_MPI, STEP, other)}
+        assert len(ports) == 3
+        assert all(10_000 <= port < 50_000 for port in ports)
+        assert read_dist_env(spell(f"{other} MASTER_PORT=7")).port == 7
 
 
 def test_first_host_of_a_list():

@@ -55,12 +55,11 @@ def test_gae_is_the_weighted_sum_of_temporal_differences():
     mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).double()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row, n in enumerate(lengths):
-        after = torch.cat([values[row, :n], torch.zeros(1).double()])
-        deltas = rewards[row, :n] + gamma * after[1:] - after[:-1]
-        sums = [((gamma * lam) ** torch.arange(n - t).double()) @ deltas[t:] for t in range(n)]
-        expected = torch.stack([*sums, *[torch.zeros(()).double()] * (6 - n)])
-        torch.testing.assert_close(advantages[row], expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(returns[row], expected + values[row] * mask[row])
+        r, v = rewards[row].tolist(), [*values[row, :n].tolist(), 0.0]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+        expected = [sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)]
+        assert advantages[row].tolist() == pytest.approx(expected + [0.0] * (6 - n), abs=1e-12)
+    torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
 def test_whitening_does_not_depend_on_the_split():

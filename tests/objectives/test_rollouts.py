@@ -60,8 +60,13 @@ def open_run(
     events: list[dict[str, object]] = []
     scorer = AnswerScorer(device=device, micro_batch=4, loss_chunk=step_config.loss_chunk)
     learner = Learner(
-        **{"config": config, "out": out, "dataset": None, "policy": state, "device": device},
-        **{"scorer": scorer, "console": Console(quiet=True)},
+        config=config,
+        out=out,
+        dataset=None,
+        policy=state,
+        device=device,
+        scorer=scorer,
+        console=Console(quiet=True),
         log_event=lambda **row: events.append(row),
     )
     return Job(state, step_config, learner, events)

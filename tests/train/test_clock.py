@@ -45,7 +45,7 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
             wait_and_write(log, 1, 3)
         rows = read_metrics(tmp_path)
         assert [row["elapsed_seconds"] for row in rows] == [2.0, 4.0, 6.0, expected + 1]
-        assert [row["kind"] for row in rows] == ["train", "train", "event", "train"]
+        assert [row["step"] for row in rows] == [1, 2, 3, 3]
 
 
 def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: Path):

@@ -148,20 +148,19 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
-    first, second, third = rates = {1: 50.0, 2: 90.0}, {1: 60.0, 4: 100.0}, {1: 70.0}
-    left = iter(rates)
-    monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(left))
+    rates = iter([{1: rate, 2: rate} for rate in (50.0, 60.0, 70.0)])
+    monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
 
-    def find(n_layer: int = 2, **settings: object) -> dict[int, float]:
+    def find(n_layer: int = 2, **settings: object) -> float:
         model = replace(TINY_GPT, n_layer=n_layer)
         key = step_key(tiny_config(**settings), model, CPU, ParallelDims(), "off")
-        return find_rates(tiny_state(), tiny_step_config(), CPU, 8, "off", key)
+        return find_rates(tiny_state(), tiny_step_config(), CPU, 8, "off", key)[1]
 
-    assert find() == find(n_layer=5, machine__micro_batch=2) == first
+    assert find() == find(n_layer=5, machine__micro_batch=2) == 50.0
     cache = tmp_path / "micro_batches.json"
     cache.write_text(json.dumps({key: {} for key in json.loads(cache.read_text())}))  # damaged
-    assert find() == find() == second
-    assert find(machine__activation_checkpointing="block") == third
+    assert find() == find() == 60.0
+    assert find(machine__activation_checkpointing="block") == 70.0
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
