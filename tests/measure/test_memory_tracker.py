@@ -30,19 +30,6 @@ def test_storages_are_counted_once_until_they_are_freed():
         assert tracker.peak_bytes == 40
 
 
-def test_fake_tensors_count_like_real_ones():
-    def compute() -> int:
-        with MemoryTracker() as tracker:
-            weight = torch.ones(64, 32, requires_grad=True)
-            hidden = torch.ones(16, 32) @ weight.T
-            torch.nn.functional.gelu(hidden).square().sum().backward()  # type: ignore[no-untyped-call]
-        return tracker.peak_bytes
-
-    with FakeTensorMode():
-        fake_peak = compute()
-    assert fake_peak == compute() > 64 * 32 * 4 * 2
-
-
 def test_gradients_at_the_peak_are_counted():
     with MemoryTracker() as tracker:
         tracker.count_gradients = lambda: 7
@@ -50,24 +37,21 @@ def test_gradients_at_the_peak_are_counted():
     assert tracker.gradients_at_peak == 7
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*is deprecated:FutureWarning"
-)  # newer names are not in the oldest torch
+# Newer names are not in the oldest torch.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("processes", [2, 8])
 def test_ring_traffic(processes: int):
-    size, n = 4000, processes
-    with fake_process_group(n):
-        mesh = init_device_mesh("cpu", (n,))
+    with fake_process_group(processes):
+        mesh = init_device_mesh("cpu", (processes,))
         with FakeTensorMode(), MemoryTracker() as tracker:
-            whole, part = torch.zeros(1000), torch.zeros(1000 // n)
+            whole, part = torch.zeros(1000), torch.zeros(1000 // processes)
             dist.all_reduce(whole)
-            assert tracker.sent_bytes["allreduce"] == 2 * size * (n - 1) // n
             dist.all_gather_into_tensor(whole, part)
             dist.reduce_scatter_tensor(part, whole)
             dist.broadcast(whole, src=0)
             sharded = DTensor.from_local(part, mesh, [Shard(0)])
             sharded.redistribute(placements=[Replicate()]).to_local()
-            assert tracker.sent_bytes["allgather"] == 2 * size * (n - 1) // n
-            assert tracker.sent_bytes["reducescatter"] == size * (n - 1) // n
-            assert tracker.sent_bytes["broadcast"] == size * (n - 1) // n
+    rounds = {"allreduce": 2, "allgather": 2, "reducescatter": 1, "broadcast": 1}
+    once = 4000 * (processes - 1) // processes
+    assert tracker.sent_bytes == {name: count * once for name, count in rounds.items()}
     assert not dist.is_initialized()
