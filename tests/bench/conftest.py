@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatoken.bench import runner
+from megatoken.config.presets import PRESETS
 from tests.ranks import FORKS, run_shortened
+from tests.tiny_model import TINY_GPT
 
 
 def make_process(
@@ -18,7 +20,8 @@ def make_process(
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Pipe=FORKS.Pipe, Process=make_process)
     monkeypatch.setattr(runner, "SPAWN", context)
     monkeypatch.setattr(runner, "MOST_STEPS", 3)
+    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)

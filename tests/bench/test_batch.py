@@ -1,7 +1,6 @@
 """batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from benchmarks import batch
 from benchmarks.__main__ import build_parser
 from megatoken.bench.main import run_bench
 from megatoken.bench.workload import Workload, build_workload
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError
@@ -31,9 +29,11 @@ def build(micro_batch: int = 1) -> Workload:
 
 def test_mfu_is_the_share_of_a_peak():
     assert describe_mfu(1.0, TINY_GPT, 0.0) == {"mfu": None, "mfu_causal": None}
-    for name, causal in (("mfu", False), ("mfu_causal", True)):
-        share = describe_mfu(3.0, TINY_GPT, 2e15)[name]
-        assert share == pytest.approx(3 * flops_per_token(TINY_GPT, causal=causal) / 2e15)
+    flops = {"mfu": False, "mfu_causal": True}
+    shares = {
+        name: 3 * flops_per_token(TINY_GPT, causal=causal) / 2e15 for name, causal in flops.items()
+    }
+    assert describe_mfu(3.0, TINY_GPT, 2e15) == pytest.approx(shares)
 
 
 def test_resized_workload_takes_the_same_step():
@@ -65,8 +65,7 @@ def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: py
 
 
 def test_command_writes_its_answer_as_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(PRESETS, "tiny", replace(TINY_GPT, seq_len=8))
-    words = f"batch --preset tiny --largest 3 --repeats 2 --device cpu --out {tmp_path}"
+    words = f"batch --preset tiny --seq-len 8 --largest 3 --repeats 2 --device cpu --out {tmp_path}"
     options = build_parser().parse_args(words.split())
     answer = run_bench(batch.run_batch, options, QUIET, ["megatoken", "x"])
     record = json.loads((tmp_path / "batch.json").read_text())

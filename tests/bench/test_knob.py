@@ -58,7 +58,7 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     monkeypatch.setenv("ADDED", "123")
     names = ("build_failing", "build_exiting", "build_summing", "build_summing")
     specs = [replace(SPEC, builder=f"{__name__}:{name}", prepare_process=False) for name in names]
-    measured: list[int] = []
+    measured = []
     for workers in measure_workers([SPEC, *specs], 2, QUIET):
         measured.append(sum(bool(worker.seconds) for worker in workers))
     assert measured == [1, 1, 1, 2, 3]

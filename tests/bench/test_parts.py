@@ -21,7 +21,6 @@ from megatoken.bench.parts import (
 from megatoken.bench.workload import Workload, build_workload
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ExitCode
@@ -42,7 +41,7 @@ def build(model_config: ModelConfig = TINY_GPT, **machine: Any) -> Workload:
 
 def groups_by_name(workload: Workload) -> dict[str, set[str]]:
     """The groups of every operation of a step, by its name."""
-    groups: dict[str, set[str]] = defaultdict(set)
+    groups = defaultdict(set)
     for event in profile_step(workload):
         groups[event.name].add(find_group(event))
     return groups
@@ -182,10 +181,9 @@ def test_sums_are_sums():
     assert {part["share_of_peak"] for part in unknown} == {None}
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):
-    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
-    sizes = "--preset tiny --repeats 1 --seq-len 8 --device cpu"
-    words = f"bench parts {sizes} --trace --out {tmp_path} --batch-tokens"
+def test_command(tmp_path: Path, ask: Ask):
+    words = "bench parts --preset tiny --repeats 1 --seq-len 8 --device cpu"
+    words = f"{words} --trace --out {tmp_path} --batch-tokens"
     answer = ask(f"{words} 32 machine.micro_batch=2 machine.attention=blocked")
     assert (answer["micro_batch"], "blocked" in answer["forms"]) == (2, True)
     assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.products import Layer, build_products, list_layers
 from megatoken.config.presets import PRESETS
@@ -24,9 +23,7 @@ def test_products_are_those_of_a_step(preset: str):
 @pytest.mark.parametrize("chunk", [0, 6])
 def test_products_are_those_of_autograd(chunk: int):
     layer = Layer(name="up", rows=6, width=3, out=5, has_bias=chunk == 0, calls=2, chunk=chunk)
-    results: dict[str, Tensor] = {}
-    for name, call in build_products(layer, CPU).items():
-        results[name] = call()
+    results = {name: call() for name, call in build_products(layer, CPU).items()}
     noise = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(*size, generator=noise) for size in ((6, 3), (5, 3), (6, 5)))
     y = x.requires_grad_() @ weight.requires_grad_().T

@@ -14,26 +14,31 @@ def figure(median: float, low: float, high: float, repeats: int = 5) -> dict[str
     return {"median": median, "low": low, "high": high, "repeats": repeats}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "cell"),
-    [
-        ("tokens_per_second", figure(1234.5, 1000, 2000), "1,234 (1,000 to 2,000)"),
-        ("seconds", figure(0.0123, 0.01, 0.02), "12.3 ms (10 to 20)"),
-        ("seconds", figure(0.5, 0.4, 2), "500 ms (400 to 2 s)"),
-        ("seconds", figure(2, 2, 2, 1), "2 s"),
-        ("overhead_seconds", -0.032, "-32 ms"),
-        ("seconds_per_token", 2.5e-5, "25 us"),
-        ("flops_per_second", 1.234e12, "1.234 TFLOP/s"),
-        ("peak_memory_bytes", 2.5e9, "2.5 GB"),
-        ("mfu_causal", 0.71987, "72.0%"),
-        ("gain", 1.5, "1.50x"),
-        ("loss", 3.76328, "3.7633"),
-        ("chosen", "fp32", "fp32"),
-        ("mfu", None, ""),
-    ],
-)
-def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str):
-    assert format_cell(key, value) == cell
+CELLS = """
+tokens_per_second 1234.5 1000 2000: 1,234 (1,000 to 2,000)
+seconds 0.0123 0.01 0.02: 12.3 ms (10 to 20)
+seconds 0.5 0.4 2: 500 ms (400 to 2 s)
+overhead_seconds -0.032: -32 ms
+seconds_per_token 2.5e-5: 25 us
+flops_per_second 1.234e12: 1.234 TFLOP/s
+peak_memory_bytes 2.5e9: 2.5 GB
+mfu_causal 0.71987: 72.0%
+gain 1.5: 1.50x
+loss 3.76328: 3.7633
+"""
+
+
+@pytest.mark.parametrize("row", CELLS.strip().splitlines())
+def test_cells_have_the_unit_of_their_key(row: str):
+    words, cell = row.split(": ")
+    key, *numbers = words.split()
+    value, *spread = map(float, numbers)
+    assert format_cell(key, figure(value, *spread) if spread else value) == cell
+
+
+def test_cells_without_a_unit_or_spread():
+    cells = (("seconds", figure(2, 2, 2, 1)), ("chosen", "fp32"), ("mfu", None))
+    assert [format_cell(*cell) for cell in cells] == ["2 s", "fp32", ""]
 
 
 def test_a_ladder_has_one_speedup_wherever_it_is_shown(tmp_path: Path):
