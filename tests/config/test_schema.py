@@ -30,7 +30,7 @@ def test_duration_in_steps():
         assert parse_value(FIELDS["save.every"], text).steps(**sizes) == count
 
 
-VALUES: dict[str, object] = {
+VALUES = {
     "save.every=20000steps": Duration(20000, "steps"),
     "save.every=250": Duration(250, "steps"),
     "save.every=10e9tok": Duration(10e9, "tok"),
