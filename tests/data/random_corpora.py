@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import gzip
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from tests.data.corpus_reference import name_split, read_documents
 from tests.data.small_dataset import stop_after
+from tests.data.test_documents import pack, write
 
 WORDS = "the cat sat naïve 中文 🎈 x1 (y) don't é \u0301 <|end <|endoftext| 3.14 {} [] \\ \\n '"
 WORDS = [*WORDS.split(" "), "\n", "\r\n", "\r", "\t", "  ", '"', ",", ";"]
@@ -59,7 +59,7 @@ class Corpus:
         self.skips = self.chance(0.5)  # unusable rows and documents
         is_text = self.kind == "text"
         self.key = draw.choice(("text", "text", "body")) if is_text else "messages"
-        self.options: dict[str, Any] = {  # of `prepare`
+        self.options = {  # of `prepare`
             "val_fraction": draw.choice((0, 0.01, 0.3, 0.9)),
             "invalid": "skip" if self.skips else "replace",
             "shard_tokens": draw.choice((700, 10**8)),
@@ -95,7 +95,7 @@ class Corpus:
 
     def make_row(self) -> dict[str, Any]:
         draw = self.draw
-        value: Any = self.make_text()
+        value = self.make_text()
         if self.kind == "chats":
             roles = ["system"] * self.chance(0.3) + ["user", "assistant"] * draw.randint(1, 3)
             contents = [self.make_text()[:900].strip() or "x" for _ in roles]
@@ -127,14 +127,9 @@ class Corpus:
         path = self.folder / f"{name}{re.sub('[a-z]+(?=[.])|.none', '', form)}{packing}"
         if path.exists() or path.parent.is_file():
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         middle = len(data) // 2 * self.chance(0.2)
-        parts = [data[:middle], data[middle:]]
-        if packing.startswith(".gz"):
-            parts = map(gzip.compress, parts)
-        elif packing:
-            parts = [pyarrow.compress(part, "zstd", asbytes=True) for part in parts]
-        path.write_bytes(b"".join(parts))
+        parts = [pack(part, packing) for part in (data[:middle], data[middle:])]
+        write(path, b"".join(parts))
 
     def pack_rows(self, form: str, rows: list[dict[str, Any]]) -> bytes:
         if form in (".csv", ".tsv", *PARQUET):
@@ -190,7 +185,7 @@ def read_expected(corpus: Corpus) -> dict[str, list[str]]:
     train = [path for path, split in splits.items() if split in ("", "train")] or [*splits]
     held_out = [path for path in splits if path not in train and splits[path] == "val"]
     held_out = [Path(val)] if val else held_out
-    expected: dict[str, list[str]] = {"train": [], "val": []}
+    expected = {"train": [], "val": []}
     for path in train + held_out:
         for raw in read_documents(path, corpus.key):
             text = raw and re.sub("[\ud800-\udfff]", "\ufffd", raw)

@@ -263,33 +263,37 @@ WORDS = [*WORD_LIST.split(","), *TAGS]
 SPELLED = [*WORDS, *CONTROL, *(token[:-1] for token in CONTROL), "{% endfor %}", "{{ bos_token }}"]
 
 
-def draw_text(draw: random.Random, words: list[str]) -> str:
-    parts = draw.choices([*words, *map(chr, draw.sample(range(0x3100), 9))], k=draw.randrange(9))
-    return "".join(parts)
-
-
 def draw_conversation(draw: random.Random, name: str, words: list[str]) -> list[Message]:
     """Draw turns of user and assistant; with system, tool calls and reasoning if supported."""
     messages = []
-    if name != "turns" and draw.randrange(2):
-        role = draw.choice(("system", "developer"))
-        messages.append(Message(role, draw_text(draw, words)))
+
+    def text() -> str:
+        characters = map(chr, draw.sample(range(0x3100), 9))
+        return "".join(draw.choices([*words, *characters], k=draw.randrange(9)))
+
+    def add(role: str, fields: Any = None) -> None:
+        messages.append(Message(role, text(), 1, fields or {}))
+
+    def add_system(role: str, one_in: int) -> None:
+        if name != "turns" and not draw.randrange(one_in):
+            add(role)
+
+    add_system(draw.choice(("system", "developer")), 2)
     for _ in range(draw.randint(1, 3)):
-        messages.append(Message("user", draw_text(draw, words)))
-        if name != "turns" and not draw.randrange(4):
-            messages.append(Message("system", draw_text(draw, words)))
+        add("user")
+        add_system("system", 4)
         fields = {}
         if name in WITH_REASONING and draw.randrange(2):
-            fields = dict.fromkeys(("thinking", "reasoning_content"), draw_text(draw, words))
+            fields = dict.fromkeys(("thinking", "reasoning_content"), text())
         while name in WITH_TOOLS and draw.randrange(2):
-            arguments = draw.choice(({"a": draw_text(draw, words), "b": [1, None]}, {"c": 2}, {}))
+            arguments = draw.choice(({"a": text(), "b": [1, None]}, {"c": 2}, {}))
             call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-            content = draw_text(draw, words) * draw.randrange(2)
-            messages.append(Message("assistant", content, 1, {**fields, "tool_calls": [call] * 2}))
-            messages += [Message("tool", draw_text(draw, words), 1, {"name": "add"})] * 2
-        messages.append(Message("assistant", draw_text(draw, words), 1, fields))
-        if name != "turns" and not draw.randrange(4):
-            messages.append(Message("system", draw_text(draw, words)))
+            calls = {**fields, "tool_calls": [call] * 2}
+            messages.append(Message("assistant", text() * draw.randrange(2), 1, calls))
+            for _ in range(2):
+                add("tool", {"name": "add"})
+        add("assistant", fields)
+        add_system("system", 4)
     return messages
 
 
@@ -383,34 +387,22 @@ def test_control_tokens_follow_the_last_id():
     assert chat.count_bytes(np.zeros((1, 3), int), np.array([[256, 257, 258]])) == 0
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        *([], "text", [QUESTION], [QUESTION] * 2, [{"role": "critic", "content": "x"}]),
-        *([{"content": "x"}], ["x"], [{"role": [], "content": "x"}]),
-        *([{**QUESTION, "content": content}, ANSWER] for content in (None, 2, " ", "a\ud800")),
-        *([QUESTION, {**ANSWER, **row}] for row in ({"weight": 0.5}, {"weight": 0})),
-        *([QUESTION, {**ANSWER, "content": content}] for content in (" ", None)),
-        [QUESTION, {**ANSWER, "content": ""}, QUESTION, ANSWER],
-        *([QUESTION, {**ANSWER, **row}] for row in ({"tool_calls": 1}, {"name": "a\ud800"})),
-    ],
-)
-def test_rows_that_are_not_a_conversation_are_refused(rows: object):
-    with pytest.raises(DataError):
-        parse_messages(rows, "f:3")
-
-
 def test_messages_keep_their_order_and_other_keys():
     roles = ("developer", "user", "user", "assistant", "tool", "assistant", "system", "assistant")
     rows = [{"role": role, "content": role[0], "name": "n"} for role in roles]
     expected = [Message(role, role[0], fields={"name": "n"}) for role in roles]
     assert parse_messages(rows, "f:1") == expected
-    encoded = {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": "x"}'}}]}
-    rows = [QUESTION, {**ANSWER, "content": None, **encoded, "weight": 1}]
-    calls = [{"function": {"name": "add", "arguments": {"a": "x"}}}]
-    assert parse_messages(rows, "f:1")[1] == Message("assistant", "", 1, {"tool_calls": calls})
+    encoded = {"function": {"name": "add", "arguments": '{"a": "x"}'}}
+    call = {"function": {"name": "add", "arguments": {"a": "x"}}}
     parts = [{"type": "text", "text": text} for text in ("2", "+2")]
-    assert parse_messages([{**QUESTION, "content": parts}, ANSWER], "")[0].content == "2+2"
+    answer = {**ANSWER, "content": None, "tool_calls": [encoded], "weight": 1}
+    assert parse_messages([{**QUESTION, "content": parts}, answer], "f:1") == [
+        Message("user", "2+2"),
+        Message("assistant", "", 1, {"tool_calls": [call]}),
+    ]
+    for fields in ({"content": "a\ud800"}, {"name": "a\ud800"}):
+        with pytest.raises(DataError):
+            parse_messages([QUESTION, {**ANSWER, **fields}], "f:1")
 
 
 def test_messages_to_answer_do_not_end_with_an_answer():
@@ -531,7 +523,7 @@ NAMED = [
     {"name": "default", "template": TEXT_OF_TURN},
     {"name": "tool_use", "template": "{{ tools | length }}" + TEXT_OF_TURN},
 ]
-PLACES: dict[str, dict[str, Any]] = {
+PLACES = {
     "text": {"tokenizer_config.json": {"chat_template": TEXT_OF_TURN}},
     "list": {"tokenizer_config.json": {"chat_template": NAMED}},
     "json": {"chat_template.json": {"chat_template": TEXT_OF_TURN}},

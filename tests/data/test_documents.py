@@ -45,7 +45,7 @@ def write(path: Path, data: bytes | str) -> Path:
 def read_all(source: str | Path | Source, **options: Any) -> tuple[list[str], dict[str, int]]:
     """Texts of all whole documents, and the counts."""
     source = source if isinstance(source, Source) else find_source(str(source))
-    texts, counts = list[str](), Counter[str]()
+    texts, counts = [], Counter()
     chosen = PrepareOptions(**options)
     is_open = False
     for chunk in read_chunks(source, chosen, ReadPosition()):
@@ -93,14 +93,17 @@ def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path):
     write(tmp_path / "deep" / "d.txt", "\ufeff four \n")
     write(tmp_path / "picture.png", b"\x89PNG\0")
     write(tmp_path / ".hidden.txt", "no")
-    texts = ["one", "two\r\n", "three<|endoftext|>still three", " four \n"]
-    assert read_all(tmp_path) == (texts, {"empty": 4})
+    write(tmp_path / "binary.txt", b"text\0text")
+    far = "x" * 9000 + "\0"  # a NUL far from the beginning is a character
+    write(tmp_path / "far.txt", far)
+    texts = ["one", "two\r\n", "three<|endoftext|>still three", " four \n", far]
+    assert read_all(tmp_path) == (texts, {"empty": 4, "binary_files": 1})
 
 
-def pack(data: bytes, compression: str) -> bytes:
-    if compression == ".gz":
+def pack(data: bytes, suffix: str) -> bytes:
+    if suffix.startswith(".gz"):
         return gzip.compress(data)
-    return pyarrow.compress(data, "zstd", asbytes=True) if compression == ".zst" else data
+    return pyarrow.compress(data, "zstd", asbytes=True) if suffix.startswith(".zst") else data
 
 
 def write_rows(path: Path, form: str, rows: list[dict[str, Any]]) -> None:
@@ -187,15 +190,6 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(
     assert f"{path}:{line}" in refuse(path, invalid="fail")
 
 
-@pytest.mark.fault(37)
-def test_binary_files_are_skipped(tmp_path: Path):
-    write(tmp_path / "a.txt", b"text\0text")
-    write(tmp_path / "b.txt", "text")
-    far = "x" * 9000 + "\0"  # a NUL far from the beginning is a character
-    write(tmp_path / "c.txt", far)
-    assert read_all(tmp_path) == (["text", far], {"binary_files": 1})
-
-
 # --- long documents
 # ------------------------------------------------------------------------------------------------
 
@@ -231,7 +225,7 @@ def test_blocks_change_no_text_and_no_id(
         for invalid in ("replace", "skip")
     ]
     expected = [read_all(source, **choice) for choice in choices]
-    options, ids, seams = PrepareOptions(**choices[0]), list[int](), 0
+    options, ids, seams = PrepareOptions(**choices[0]), [], 0
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, size)
         for choice, (texts, counts) in zip(choices, expected, strict=True):
@@ -248,6 +242,18 @@ def test_blocks_change_no_text_and_no_id(
     if not seams:
         texts, _ = expected[0]
         assert ids == [id for text in texts for id in (bpe.eot, *bpe.encode(text).tolist())]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_reading_continues_at_every_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    shrink(monkeypatch, 50)
+    write(tmp_path / name, pack(PROSE.encode() * 9, Path(name).suffix))
+    write(tmp_path / "z.txt", "last")
+    chunks = resume_everywhere(find_source(str(tmp_path)), PrepareOptions(split_points="words"))
+    assert len(chunks) > 5
+    assert chunks[-1].next == ReadPosition(2)
 
 
 def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -387,7 +393,7 @@ def test_bad_rows_are_refused_or_skipped(tmp_path: Path, name: str, content: str
     assert (texts, counts["skipped"]) == (["one", "two"], 1)
 
 
-BAD_FILES: dict[str, bytes] = {
+BAD_FILES = {
     "header.csv": b'"text\na\nb',
     "element.json": b'[{"text": "a"}, {"text": 01}]',
     "end.json": b'[{"text": "a"}',
@@ -439,15 +445,3 @@ def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path):
         write(path.parent / "validation-00000.txt", "not read")
         parquet.write_table(pyarrow.table({"text": [name]}), path)
         assert read_all(find_source(name, root=tmp_path / name)) == ([name], {})
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_reading_continues_at_every_cursor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    shrink(monkeypatch, 50)
-    write(tmp_path / name, pack(PROSE.encode() * 9, Path(name).suffix))
-    write(tmp_path / "z.txt", "last")
-    chunks = resume_everywhere(find_source(str(tmp_path)), PrepareOptions(split_points="words"))
-    assert len(chunks) > 5
-    assert chunks[-1].next == ReadPosition(2)

@@ -106,18 +106,17 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, s
         rows = open_rows(dataset, split)
         ids, marks = rows.read(np.arange(len(rows)))
         assert ids.shape == (len(rows), 65)
+        assert ids.size == len(getattr(dataset, split))
         # A conversation starts in front, and its first token is not trained.
         assert (marks[:, 0] == 2).all()
-        for row_ids, row_marks in zip(ids, marks, strict=True):
-            kept = row_marks < 4
-            assert (row_ids[~kept] == BYTES.eot).all()
-            for at in np.split(np.arange(kept.sum()), np.flatnonzero(row_marks[kept] & 2)[1:]):
-                found.append((row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()))
-        assert len(rows) * 65 == len(getattr(dataset, split))
+        assert (ids[marks >= 4] == BYTES.eot).all()
+        ids, marks = ids[marks < 4], marks[marks < 4]
+        for at in np.split(np.arange(len(ids)), np.flatnonzero(marks & 2)[1:]):
+            found.append((ids[at].tolist(), (marks[at] & 1 == 1).tolist()))
     expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chats(40)]
     assert sorted(found) == sorted(expected)
-    assert dataset.manifest.documents["val"] == 5
-    assert dataset.manifest.source["template"] == "chatml"
+    manifest = dataset.manifest
+    assert (manifest.documents["val"], manifest.source["template"]) == (5, "chatml")
     assert dataset.tokenizer.fingerprint == BYTES.fingerprint
 
 
@@ -218,9 +217,9 @@ def test_an_answer_of_weight_0_is_context(tmp_path: Path):
     for flag in WEIGHTS:
         off, on = (0, 1.0) if flag in ("weight", "loss_mask") else (False, True)
         turns = [USER, {**ANSWER, flag: off}, USER, {**FIVE, flag: on}]
-        other = [{"from": row["role"], "value": row["content"], **row} for row in turns]
-        for key, value in {"messages": turns, "conversations": other}.items():
-            ((_, example),) = read_examples(write_rows(tmp_path / "a.jsonl", [{key: value}]))
+        other = [{"from": turn["role"], "value": turn["content"], **turn} for turn in turns]
+        for row in ({"messages": turns}, {"conversations": other}):
+            ((_, example),) = read_examples(write_rows(tmp_path / "a.jsonl", [row]))
             assert [message.weight for message in example.answers[0]] == [1, 0, 1, 1]
 
 
@@ -236,22 +235,24 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def test_preparing_again_changes_nothing(tmp_path: Path):
-    first, second = tmp_path / "a", tmp_path / "b"
-    for folder in (first, second, first):
-        prepare(tmp_path, chats(9), folder.name)
-    assert read_files(first) == read_files(second)
+    first, rows = tmp_path / "a", chats(9)
+    for name in ("a", "b", "a"):
+        prepare(tmp_path, rows, name)
+    expected = read_files(tmp_path / "b")
+    assert read_files(first) == expected
     manifest = first / "manifest.json"
     time = manifest.stat().st_mtime_ns
-    prepare(tmp_path, chats(9), "a")
+    prepare(tmp_path, rows, "a")
     assert manifest.stat().st_mtime_ns == time
     manifest.unlink()
     with pytest.raises(DataError):
-        prepare(tmp_path, chats(9), "a")
+        prepare(tmp_path, rows, "a")
+    # As a killed preparation leaves it.
     state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
     state["tokens"] = {"train": 0, "val": 0}
-    (first / "progress.json").write_text(json.dumps(state))  # as a killed preparation leaves it
-    prepare(tmp_path, chats(9), "a")
-    assert read_files(first) == read_files(second)
+    (first / "progress.json").write_text(json.dumps(state))
+    prepare(tmp_path, rows, "a")
+    assert read_files(first) == expected
 
 
 def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path):
@@ -270,12 +271,12 @@ def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path):
 
 def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path):
     n_other = len(TEMPLATE.encode(parse_messages([USER, ANSWER], ""))[0]) - len("2+2")
-    row65, row60, row70, row66 = (
-        {"messages": [{**USER, "content": "u" * (length - n_other)}, ANSWER]}
-        for length in (65, 60, 70, 66)
-    )
-    assert len(open_rows(prepare(tmp_path, [row65]), "train")) == 1
-    rows = [row60, row70, row66]
+
+    def row(length: int) -> dict[str, Any]:
+        return {"messages": [{**USER, "content": "u" * (length - n_other)}, ANSWER]}
+
+    assert len(open_rows(prepare(tmp_path, [row(65)]), "train")) == 1
+    rows = [row(60), row(70), row(66)]
     with pytest.raises(DataError, match=r"rows.jsonl:2"):  # the longest
         prepare(tmp_path, rows, "other")
     manifest = prepare(tmp_path, rows, "other", long="skip").manifest
@@ -317,6 +318,21 @@ BAD_ROWS = """
 1: {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER]}
 1: {"messages": [USER, ANSWER], "chat_template_kwargs": [1]}
 1: {"messages": "\udce9"}
+1: {"messages": "text"}
+1: {"messages": []}
+1: {"messages": [USER, USER]}
+1: {"messages": ["x", ANSWER]}
+1: {"messages": [{"content": "x"}, ANSWER]}
+1: {"messages": [{"role": "critic", "content": "x"}, ANSWER]}
+1: {"messages": [{"role": [], "content": "x"}, ANSWER]}
+1: {"messages": [{"role": "user", "content": null}, ANSWER]}
+1: {"messages": [{"role": "user", "content": 2}, ANSWER]}
+1: {"messages": [{"role": "user", "content": " "}, ANSWER]}
+1: {"messages": [USER, {"role": "assistant", "content": " "}]}
+1: {"messages": [USER, {"role": "assistant", "content": null}]}
+1: {"messages": [USER, {"role": "assistant", "content": ""}, USER, ANSWER]}
+1: {"messages": [USER, {"role": "assistant", "content": "4", "weight": 0.5}]}
+1: {"messages": [USER, {"role": "assistant", "content": "4", "tool_calls": 1}]}
 1: {"prompt": [USER, ANSWER], "completion": [{"role": "assistant", "content": " "}]}
 """
 
@@ -350,14 +366,13 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
 
 
 def test_the_first_rows_identify_the_format(tmp_path: Path):
-    def peek(rows: list[Any]) -> str | None:
-        write_rows(tmp_path / "rows.jsonl", rows)
+    def peek(row: Any) -> str | None:
+        write_rows(tmp_path / "rows.jsonl", [row])
         found = peek_format(find_source(str(tmp_path)), "text")
         return found and found.name
 
     (tmp_path / "README.md").write_text("# Rows")  # a dataset card
-    assert peek([{"text": "a"}]) is None
-    assert peek([GOOD]) == "messages"
-    assert peek([{"title": "a"}]) is None
+    names = [peek(row) for row in ({"text": "a"}, GOOD, {"title": "a"})]
+    assert names == [None, "messages", None]
     with pytest.raises(DataError, match=r"output.*response"):
-        peek([{"instruction": "a", "input": ""}])
+        peek({"instruction": "a", "input": ""})

@@ -68,7 +68,7 @@ def flip(store: ObjectStore, name: str, at: int) -> None:
 def test_shards_are_fetched_once_and_read_as_local_ones(
     store: ObjectStore, address: str, tmp_path: Path
 ):
-    made, lines = load_dataset(tmp_path / "made"), list[str]()
+    made, lines = load_dataset(tmp_path / "made"), []
     dataset = load_dataset(address, report=lines.append)
     for found, expected in ((dataset.train, made.train), (dataset.val, made.val)):
         assert np.array_equal(found.read(0, len(found)), expected.read(0, len(expected)))
@@ -96,7 +96,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     files = list_remote(address).files.items()
     missing = {name: size for name, size in files if not (cached / name).exists()}
     assert missing["train_000001.bin"] == 1024 + 2 * 150_001
-    lines: list[str] = []
+    lines = []
     fetch_dataset(address, lines.append)
     assert lines[0].startswith(f"fetching {format_quantity(sum(missing.values()), 'B')} from ")
 
@@ -140,7 +140,7 @@ def test_external_shards(address: str, pattern: str, tmp_path: Path):
 def test_one_process_fetches_and_others_wait(
     store: ObjectStore, address: str, monkeypatch: pytest.MonkeyPatch
 ):
-    fetched, download = list[str](), ObjectStore.download
+    fetched, download = [], ObjectStore.download
 
     def count(self: ObjectStore, name: str, path: Path) -> None:
         fetched.append(name)
