@@ -12,27 +12,25 @@ from tests.conftest import Call
 pytest.importorskip("shtab")
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("megatoken tr", "megatoken train "),
-        ("megatoken bench la", "megatoken bench ladder "),
-        ("megatoken train gpt2-1558", "megatoken train gpt2-1558m "),
-        ("megatoken train llama3-8", "megatoken train llama3-8"),  # a preset, but no recipe
-        ("megatoken plan llama3-8", "megatoken plan llama3-8b "),
-        ("megatoken sweep sft objective.na", "megatoken sweep sft objective.name="),  # no blank
-        (
-            "megatoken sweep sft 'optim.lr=1e-3|2e-3' budget.st",
-            "'optim.lr=1e-3|2e-3' budget.steps=",
-        ),
-        ("megatoken train quickstart data.path=ru", "megatoken train quickstart data.path=runs/"),
-        ("megatoken eval ru", "megatoken eval runs/"),
-        ("megatoken train sft --init ru", "megatoken train sft --init runs/"),
-        ("megatoken report --ser", "megatoken report --serve "),
-    ],
-)
+# What is typed before a tab, and the line then: # is typed next and shows where the cursor is.
+LINES = """
+megatoken tr => megatoken train #
+megatoken bench la => megatoken bench ladder #
+megatoken train gpt2-1558 => megatoken train gpt2-1558m #
+megatoken train llama3-8 => megatoken train llama3-8#
+megatoken plan llama3-8 => megatoken plan llama3-8b #
+megatoken sweep sft objective.na => megatoken sweep sft objective.name=#
+megatoken sweep sft 'optim.lr=1e-3|2e-3' budget.st => 'optim.lr=1e-3|2e-3' budget.steps=#
+megatoken train quickstart data.path=ru => megatoken train quickstart data.path=runs/#
+megatoken eval ru => megatoken eval runs/#
+megatoken train sft --init ru => megatoken train sft --init runs/#
+megatoken report --ser => megatoken report --serve #
+"""  # llama3-8b is a preset, but no recipe
+
+
+@pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_a_tab_at_the_terminal(
-    typed: str, completed: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
     bash = shutil.which("bash")
     if bash is None:
@@ -46,8 +44,9 @@ def test_a_tab_at_the_terminal(
     command = [bash, "--noprofile", "--rcfile", "rc", "-i"]
     with Terminal(command, INPUTRC="inputrc", TERM="dumb") as terminal:
         terminal.read("ready>")
-        terminal.type(f"{typed}\t#")  # what is typed next shows where the cursor is
-        terminal.read(f"{completed}#")
+        typed, completed = line.split(" => ")
+        terminal.type(f"{typed}\t#")
+        terminal.read(completed)
 
 
 def test_zsh_script_names_recipes_and_settings(call: Call):

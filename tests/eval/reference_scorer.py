@@ -34,11 +34,6 @@ def harness_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[i
     return prefix, ids[len(prefix) :]
 
 
-def separate_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Encode context and ending separately, as build-nanogpt and llm.c do."""
-    return tokenizer.encode(prompt[0]).tolist(), tokenizer.encode(prompt[1]).tolist()
-
-
 @torch.no_grad()
 def log_probabilities(model: GPT, context: list[int], continuation: list[int]) -> torch.Tensor:
     """Return the fp32 log-probability of each id of the continuation."""
@@ -48,11 +43,15 @@ def log_probabilities(model: GPT, context: list[int], continuation: list[int]) -
 
 
 def predict(model: GPT, tokenizer: Tokenizer, example: Example) -> tuple[int, int, int]:
-    """Return the choices by sum, by sum per character, and by mean per token of the raw text."""
+    """Return the choices by sum, by sum per character, and by mean per token of the raw text.
+
+    Raw contexts and endings are encoded separately, as by build-nanogpt and llm.c.
+    """
     model.eval()
-    joint = [log_probabilities(model, *harness_ids(p, tokenizer)) for p in example.prompts]
-    raw = [log_probabilities(model, *separate_ids(p, tokenizer)) for p in example.raw_prompts]
-    sums = np.array([float(log_p.sum()) for log_p in joint])
-    per_character = sums / np.array(example.lengths)
-    means = [float(log_p.mean()) for log_p in raw]
-    return int(sums.argmax()), int(per_character.argmax()), int(np.argmax(means))
+    joint = (harness_ids(prompt, tokenizer) for prompt in example.prompts)
+    sums = np.array([float(log_probabilities(model, *ids).sum()) for ids in joint])
+    raw = ([tokenizer.encode(text).tolist() for text in prompt] for prompt in example.raw_prompts)
+    means = [float(log_probabilities(model, *ids).mean()) for ids in raw]
+    scores = (sums, sums / np.array(example.lengths), means)
+    by_sum, by_character, by_token = (int(np.argmax(values)) for values in scores)
+    return by_sum, by_character, by_token

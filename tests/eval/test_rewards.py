@@ -1,5 +1,6 @@
 """Rewards by rule, and user rewards that fail."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -8,28 +9,32 @@ import pytest
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
 
+# Reward, answer, right answer and score.
+RULES = r"""
+["exact", " 42\n", "42", 1]
+["exact", "", "42", 0]
+["number", "It is 1,000.0.", "1000", 1]
+["number", "17-42", "42", 1]
+["number", "17 - -42", "-42", 1]
+["number", "the minus sign: -42", "42", 0]
+["number", "4,2", "42", 0]
+["number", "no number", "42", 0]
+["gsm8k", "17 and 25 are 42\n#### 42", "so it is 42\n#### 42", 1]
+["gsm8k", "#### $1,234", "1234", 1]
+["gsm8k", "42", "#### 42", 0]
+["gsm8k", "#### 41 #### 42", "42", 1]
+["gsm8k", "#### the answer is 42", "42", 0]
+"""
 
-@pytest.mark.parametrize(
-    ("name", "answer", "right", "reward"),
-    [
-        ("exact", " 42\n", "42", 1.0),
-        ("exact", "", "42", 0.0),
-        ("number", "It is 1,000.0.", "1000", 1.0),
-        ("number", "17-42", "42", 1.0),
-        ("number", "17 - -42", "-42", 1.0),
-        ("number", "the minus sign: -42", "42", 0.0),
-        ("number", "4,2", "42", 0.0),
-        ("number", "no number", "42", 0.0),
-        ("number", "9" * 6000, "9" * 6000, 1.0),
-        ("gsm8k", "17 and 25 are 42\n#### 42", "so it is 42\n#### 42", 1.0),
-        ("gsm8k", "#### $1,234", "1234", 1.0),
-        ("gsm8k", "42", "#### 42", 0.0),
-        ("gsm8k", "#### 41 #### 42", "42", 1.0),
-        ("gsm8k", "#### the answer is 42", "42", 0.0),
-    ],
-)
-def test_rule(name: str, answer: str, right: str, reward: float):
-    assert REWARDS[name]("", answer, right) == reward
+
+@pytest.mark.parametrize("row", RULES.strip().splitlines())
+def test_rule(row: str):
+    name, answer, right, score = json.loads(row)
+    assert REWARDS[name]("", answer, right) == score
+
+
+def test_numbers_may_be_long():
+    assert REWARDS["number"]("", "9" * 6000, "9" * 6000) == 1.0
 
 
 def test_user_reward_is_imported_from_the_working_folder(

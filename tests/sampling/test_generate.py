@@ -175,30 +175,31 @@ def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.M
     assert devices == ["cuda", "cpu"]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "kept"),
-    [
-        (1.0, 2, 1.0, [0, 2]),
-        (1.0, 0, 1.0, [0, 2, 3]),
-        (1.0, 0, 0.6, [0, 2]),
-        (1.0, 0, 0.5, [0]),
-        (1.0, 3, 0.9, [0, 2, 3]),
-        (1.0, 99, 1.0, [0, 2, 3]),
-        *((tiny, 0, 1.0, [0]) for tiny in (1e-46, 5e-324)),  # 0 in fp32
-        (1.0, 0, 1e-46, [0]),
-    ],
-)
-def test_top_k_and_top_p_keep_the_likeliest(
-    temperature: float, top_k: int, top_p: float, kept: list[int]
-):
+# Temperature, top_k and top_p, and the ids that they keep of 4. 1e-46 and 5e-324 are 0 in fp32.
+KEPT = """
+1.0 2 1.0    02
+1.0 0 1.0    023
+1.0 0 0.6    02
+1.0 0 0.5    0
+1.0 3 0.9    023
+1.0 99 1.0   023
+1e-46 0 1.0  0
+5e-324 0 1.0 0
+1.0 0 1e-46  0
+"""
+
+
+@pytest.mark.parametrize("row", KEPT.strip().splitlines())
+def test_top_k_and_top_p_keep_the_likeliest(row: str):
+    temperature, top_k, top_p, ids = row.split()
+    kept = [*map(int, ids)]
     probabilities = torch.tensor([0.5, 1e-9, 0.3, 0.2])
     expected = torch.zeros(4)
     expected[kept] = probabilities[kept] / probabilities[kept].sum()
     draws = (torch.arange(8_000) + 0.5) / 8_000
     logits = probabilities.log().expand(8_000, 4)
-    ids = choose_ids(logits, draws, temperature, top_k, top_p)
-    shares = ids.bincount(minlength=4) / 8_000
-    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-3)
+    chosen = choose_ids(logits, draws, float(temperature), int(top_k), float(top_p))
+    torch.testing.assert_close(chosen.bincount(minlength=4) / 8_000, expected, rtol=0, atol=1e-3)
 
 
 @settings(deadline=None, max_examples=50)
