@@ -40,7 +40,7 @@ def write_run(
         for step in range(1, steps + 1)
     ]
     scores = {"acc": 0.26, "acc_norm": 0.3, "stderr": {"acc": 0.004, "acc_norm": 0.005}}
-    rows: list[dict[str, Any]] = [
+    rows = [
         *(
             {"kind": "train", "loss": 4.0 + 1 / place["step"], **speeds, **place}
             for place in places

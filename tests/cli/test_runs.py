@@ -18,7 +18,7 @@ GONE = 2**22 + 1  # above the largest pid of Linux
 
 def write_run(folder: Path, *overrides: str, **status: Any) -> Path:
     resolved = resolve("quickstart", ["budget.steps=100", *overrides])
-    rows: list[dict[str, Any]] = [{"kind": "val", "step": 90, "tokens": 9, "loss": 3.25}]
+    rows = [{"kind": "val", "step": 90, "tokens": 9, "loss": 3.25}]
     for step in (99, 100):
         place = {"step": step, "tokens": step, "elapsed_seconds": step / 1234.5}
         rows.append({"kind": "train", **place, "loss": 400 / step, "tokens_per_second": 9.0})
@@ -35,30 +35,26 @@ def list_runs(ask: Ask, words: object) -> dict[str, dict[str, Any]]:
 
 
 def test_states_progress_and_losses(tmp_path: Path, ask: Ask, call: Call):
-    write_run(tmp_path / "a" / "finished")
-    live = write_run(
-        tmp_path / "live", state="running", step=40, eta_seconds=61.0, phase="validate"
-    )
+    write_run(tmp_path / "a/finished")
+    live = {"state": "running", "step": 40, "eta_seconds": 61.0, "phase": "validate"}
+    folder = write_run(tmp_path / "live", **live)
     write_run(tmp_path / "dead", state="running", pid=GONE)
     write_run(tmp_path / "elsewhere", "objective.name=sft", state="running", pid=GONE, host="other")
-    write_run(tmp_path / "failed", state="failed", message="loss is nan")
-    copy = write_run(tmp_path / "copy")
-    (copy / "status.json").unlink()
-    (copy / "mirror.json").write_text('{"run": "1"}')
-    broken = write_run(tmp_path / "broken")
-    (broken / "config.yaml").unlink()
-    (broken / "status.json").write_text("{")
+    failed = {"state": "failed", "message": "loss is nan"}
+    write_run(tmp_path / "failed", **failed)
+    (write_run(tmp_path / "copy") / "status.json").unlink()
+    (tmp_path / "copy/mirror.json").write_text('{"run": "1"}')
+    (write_run(tmp_path / "broken") / "config.yaml").unlink()
+    (tmp_path / "broken/status.json").write_text("{")
     (tmp_path / "config.yaml").write_text("of another program")
     finished = {"state": "done", "step": 100, "total_steps": 100, "loss": 4.0, "val_loss": 3.25}
     finished |= {"objective": "pretrain", "tokens_per_second": 1234.5, "message": ""}
-    size = sum(path.stat().st_size for path in live.iterdir())
-    running = {"state": "running", "step": 40, "eta_seconds": 61.0, "phase": "validate"}
-    expected: dict[str, dict[str, Any]] = {
+    expected = {
         "finished": finished | {"eta_seconds": 0.0},
-        "live": running | {"bytes": size},
+        "live": live | {"bytes": sum(path.stat().st_size for path in folder.iterdir())},
         "dead": {"state": "dead"},
         "elsewhere": {"state": "running", "objective": "sft"},
-        "failed": {"state": "failed", "message": "loss is nan"},
+        "failed": failed,
         "copy": {"state": "copy", "step": 100},
         "broken": {"state": "broken"},
     }

@@ -65,16 +65,18 @@ def test_sigint_ends_it_with_a_json_object(model: Path, ask: Ask):
     assert answer["address"].startswith("http://127.0.0.1:")
 
 
+REFUSED = """--host 0.0.0.0
+--port 65536
+--port USED
+--parallel 0
+--queue -1
+--host no.such.host.invalid --api-key k"""
+
+
 def test_refused_options(model: Path, call: Call):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        for options in (
-            "--host 0.0.0.0",
-            "--port 65536",
-            "--parallel 0",
-            "--queue -1",
-            f"--port {listener.getsockname()[1]}",
-            "--host no.such.host.invalid --api-key k",
-        ):
+        used = str(listener.getsockname()[1])
+        for options in REFUSED.replace("USED", used).splitlines():
             code, _, error = call(f"serve {model} {options}")
             assert (code, error.count("\n")) == (ExitCode.CONFIG, 1)
     assert call("serve /no/such/run")[0] == ExitCode.CHECKPOINT

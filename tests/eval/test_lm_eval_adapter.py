@@ -48,7 +48,7 @@ doc_to_target: "{{question}}"
 metric_list: [{metric: bits_per_byte}]
 """,
 }
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {
         "question": f"Question {n}: {'why ' * n}",
         "choices": ["because", f"no {n}", "b"],
@@ -127,7 +127,7 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path):
     expected = ask(theirs, max_gen_toks=30)
     assert ask(ours, max_gen_toks=30) == expected
     stops = [text[3:5] for text in expected[:3]]
-    requests: list[dict[str, Any]] = [{"until": stops, "max_new_tokens": 20}]
+    requests = [{"until": stops, "max_new_tokens": 20}]
     for settings in (*requests, {"until": expected[0][7], "max_gen_toks": 47}):
         assert ask(ours, **settings) == ask(theirs, **settings)
     with pytest.raises(ConfigError):

@@ -74,7 +74,7 @@ def test_accepted_requests(served: Served):
 
 
 def test_choices_and_prompts(served: Served):
-    options: dict[str, Any] = {"seed": 7, "max_tokens": 9}
+    options = {"seed": 7, "max_tokens": 9}
     texts = [
         served.choose(prompt, **options | {"seed": seed})["text"]
         for prompt in ("ab", "q")
@@ -95,7 +95,7 @@ def test_choices_and_prompts(served: Served):
 
 def test_log_probabilities(served: Served):
     model, tokenizer = build_model()
-    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+    options = {"max_tokens": 6, "temperature": 0}
     choice = served.choose("ab", logprobs=2, **options)
     logprobs = choice["logprobs"]
     assert "".join(logprobs["tokens"]) == choice["text"]
@@ -112,13 +112,12 @@ def test_log_probabilities(served: Served):
     chosen = [entry["logprob"] for entry in content]
     assert [entry["top_logprobs"][0]["logprob"] for entry in content] == chosen
     events = served.stream(CHAT, messages=[user("x")], logprobs=True, **options)
-    lists = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
-    streamed = [entry["logprob"] for logs in lists if logs for entry in logs["content"]]
+    streamed = [event["choices"][0]["logprobs"]["content"][0]["logprob"] for event in events]
     assert streamed == pytest.approx(chosen, abs=1e-4)
 
 
 def test_second_turn_reuses_the_first_and_answers_alike():
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+    options = {"temperature": 0, "max_tokens": 9}
     with serve() as reusing, serve() as other:
         first = reusing.chat("abc", **options)
         turn = [user("abc"), first["choices"][0]["message"], user("d")]
@@ -206,7 +205,7 @@ def test_metrics(served: Served):
 def test_official_client(served: Served):
     openai = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{served.port}/v1"
-    options: dict[str, Any] = {"model": "tiny", "messages": [user("Hi")], "tools": TOOLS}
+    options = {"model": "tiny", "messages": [user("Hi")], "tools": TOOLS}
     options |= {"seed": 1, "max_tokens": 8}
     refused = {"response_format": {"type": "json_object"}}
     refused |= {"reasoning_effort": "low", "min_p": 0.1, "skip_special_tokens": False}

@@ -35,7 +35,7 @@ def generate_text(prompt: str, tokens: int, **options: Any) -> str:
 
 
 def test_completion_equals_generate(served: Served):
-    options: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
+    options = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
     text = generate_text("ab", 20, **options)
     answer = served.complete("ab", max_tokens=20, **options)
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
@@ -52,7 +52,7 @@ def test_completion_equals_generate(served: Served):
 
 def test_chat_uses_the_template(served: Served):
     messages = [("system", "be"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    rows: list[Any] = [{"role": role, "content": content} for role, content in messages]
+    rows = [{"role": role, "content": content} for role, content in messages]
     rows[3]["content"] = [{"type": "text", "text": "c"}]
     model, tokenizer = build_model()
     ids, _ = find_template(tokenizer).encode([Message(*row) for row in messages], reply=True)
@@ -82,7 +82,7 @@ def test_stop_token_ends_an_answer_and_is_not_shown(served: Served):
 
 
 def test_stream_is_the_same_text_in_pieces(served: Served):
-    options: dict[str, Any] = {"seed": 5, "max_tokens": 30, "temperature": 1.2}
+    options = {"seed": 5, "max_tokens": 30, "temperature": 1.2}
     [plain] = served.chat("x", **options)["choices"]
     body = options | {"messages": [user("x")], "stream_options": {"include_usage": True}}
     events = served.stream(CHAT, **body)
@@ -106,7 +106,7 @@ def test_stop_text_cuts_the_answer_and_is_never_shown_in_part(served: Served):
     free = generate_text("q", 30, temperature=0)
     stop = ["\0never", free[11:14]]
     expected = free[: free.index(free[11:14])]
-    body: dict[str, Any] = {"prompt": "q", "max_tokens": 30, "temperature": 0}
+    body = {"prompt": "q", "max_tokens": 30, "temperature": 0}
     choice = served.choose(stop=stop, **body)
     assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
     pieces = [event["choices"][0] for event in served.stream(COMPLETIONS, stop=stop, **body)]
@@ -118,7 +118,7 @@ def test_stop_text_cuts_the_answer_and_is_never_shown_in_part(served: Served):
 
 def test_truncation_drops_the_oldest_turns(served: Served):
     turns = [{"role": ("user", "assistant")[i % 2], "content": str(i) * 40} for i in range(5)]
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
+    body = {"temperature": 0, "max_tokens": 30}
     refused = served.post(CHAT, messages=turns, **body)
     code = refused.json()["error"]["code"]
     assert (refused.status_code, code) == (400, "context_length_exceeded")
@@ -172,14 +172,14 @@ def test_free_row_takes_a_request_without_a_queue():
 
 
 def test_api_key():
-    keys = {None: 401, "wrong": 401, "\xfc": 401, "open-sesame": 200}
+    keys = {"Bearer wrong": 401, "Bearer \xfc": 401, "": 401, "Bearer open-sesame": 200}
     with serve(api_key="open-sesame") as served:
         for key, status in keys.items():
-            headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
+            headers = {"Authorization": key.encode("latin-1")}
             assert served.client.get("/v1/models", headers=headers).status_code == status
-        assert served.post(COMPLETIONS, prompt="a").status_code == 401
         for path in ("/health", "/"):
             assert served.client.get(path).status_code == 200
+        assert served.post(COMPLETIONS, prompt="a").status_code == 401
 
 
 def test_foreign_hosts_and_content_types_are_refused(served: Served):
