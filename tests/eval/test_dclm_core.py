@@ -138,11 +138,6 @@ def read_rows(bundle: Path, name: str) -> list[Row]:
     return rows
 
 
-def list_right(metrics: Row) -> list[bool]:
-    score = "pred" if metrics["acc_token_mean"] is None else "pred_token_mean"
-    return [example[score] == example["gold"] for example in metrics["examples"]]
-
-
 @pytest.mark.parametrize(("name", "limit"), [("bytes", 0), ("bpe:290", 0), ("bytes", 12)])
 def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str, limit: int):
     tokenizer = make_tokenizer(name)
@@ -155,7 +150,9 @@ def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str,
         rows = read_rows(bundle, task[0])[: limit or None]  # few-shot examples are among these
         expected = [is_right(model, tokenizer, task, rows, i) for i in range(len(rows))]
         metrics = result["tasks"][task[0]]
-        assert list_right(metrics) == expected
+        choice = "pred" if metrics["acc_token_mean"] is None else "pred_token_mean"
+        right = [example[choice] == example["gold"] for example in metrics["examples"]]
+        assert right == expected
         assert limit or task[0] == "long_words" or 0 < sum(expected) < len(rows)
         accuracy, baseline = sum(expected) / len(rows), task[4] / 100
         centered.append((accuracy - baseline) / (1 - baseline))

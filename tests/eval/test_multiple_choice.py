@@ -57,12 +57,14 @@ def test_first_of_equal_choices_wins_and_an_empty_choice_never_does():
 
 def test_token_may_span_context_and_choice():
     tokenizer = load_tokenizer("bpe:300", lambda: iter(["lower lowest low " * 50]))
-    together = encode_prompt(("low", "est"), tokenizer, 64, together=True)
-    assert together.ids == tokenizer.encode("lowest").tolist()
-    assert together.n_targets == len(together.ids) - len(tokenizer.encode("low"))
-    separate = encode_prompt(("low", "est"), tokenizer, 64, together=False)
-    assert separate.ids == [*tokenizer.encode("low"), *tokenizer.encode("est")]
-    assert separate.n_targets == len(tokenizer.encode("est"))
+    lo, west, lowest = (tokenizer.encode(word).tolist() for word in ("lo", "west", "lowest"))
+    assert lowest[: len(lo)] != lo
+    for together, ids, n_targets in (
+        (True, lowest, len(lowest) - len(lo)),
+        (False, lo + west, len(west)),
+    ):
+        encoded = encode_prompt(("lo", "west"), tokenizer, 64, together=together)
+        assert (encoded.ids, encoded.n_targets) == (ids, n_targets)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -95,13 +97,17 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted():
 def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path):
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
     warnings: list[str] = []
-    config = EvalConfig(tasks="hellaswag?, lambada", tasks_data=str(tmp_path))
-    assert list(read_tasks(config, BYTES, 256, warnings.append)) == ["lambada"]
+
+    def read(tasks: str) -> list[str]:
+        config = EvalConfig(tasks=tasks, tasks_data=str(tmp_path))
+        return [*read_tasks(config, BYTES, 256, warnings.append)]
+
+    assert read("hellaswag?, lambada") == ["lambada"]
     assert len(warnings) == 1
-    with pytest.raises(DataError):
-        read_tasks(replace(config, tasks="hellaswag,lambada?"), BYTES, 256, pytest.fail)
-    with pytest.raises(ConfigError):
-        read_tasks(replace(config, tasks="helaswag?"), BYTES, 256, pytest.fail)
+    for tasks, error in ("hellaswag,lambada?", DataError), ("helaswag?", ConfigError):
+        with pytest.raises(error):
+            read(tasks)
+    assert len(warnings) == 1
 
 
 def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path):

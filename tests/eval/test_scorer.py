@@ -114,12 +114,9 @@ def test_compiled_model_is_scored_uncompiled():
     model = make_model(seq_len=48)
     expected = score(model, EXAMPLES)
 
-    def fail(*_: object) -> None:
-        raise AssertionError("compiled")
-
     for block in model.blocks:
-        block.compile(backend=fail)
-    assert score(torch.compile(model, backend=fail), EXAMPLES) == expected  # type: ignore[arg-type]
+        block.compile(backend=pytest.fail)
+    assert score(torch.compile(model, backend=pytest.fail), EXAMPLES) == expected  # type: ignore[arg-type]
 
 
 def test_dropout_is_off_and_training_mode_is_restored():
@@ -140,8 +137,7 @@ def test_padding_ids_have_no_probability():
 def test_greedy_and_sequences_without_targets():
     model = make_model().eval()
     ids = [*b"the word "]
-    with torch.no_grad():
-        argmax = int(model.logits(torch.tensor([ids]))[0, -1].argmax())
+    argmax = int(model.logits(torch.tensor([ids]))[0, -1].argmax())
     choices = ([*ids, argmax], 1), ([*ids, argmax ^ 1], 1), ([*ids[:-1], 0, argmax], 2), (ids, 0)
     (scores,) = score_trees(model, [make_tree(*choices)], CPU, SINGLE)
     assert scores.greedy.tolist() == [True, False, False, True]

@@ -1,6 +1,5 @@
 """The growing cache: bounded memory, and prompts that begin with an earlier sequence."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -87,10 +86,9 @@ def test_least_recently_used_sequence_is_dropped_first():
 
 
 def test_token_bytes_are_those_of_the_tensors():
-    model = build(TINY_LLAMA)
-    with BatchDecoder(model, rows=1) as decoder:
+    with BatchDecoder(build(TINY_LLAMA), rows=1) as decoder:
         decoder.add(0, Request([1, 2], Sampling(3)))
         decoder.step()
-        tensors = decoder._cache._layers
-    n_bytes = sum(tensor.nbytes for tensor in tensors)
-    assert n_bytes == token_bytes(TINY_LLAMA, torch.float32) * math.prod(tensors[0].shape[1:4:2])
+        n_bytes = sum(layer.nbytes for layer in decoder._cache._layers)
+        _, rows, _, capacity, _ = decoder._cache._layers[0].shape
+    assert n_bytes == token_bytes(TINY_LLAMA, torch.float32) * rows * capacity

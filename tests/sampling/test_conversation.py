@@ -78,8 +78,9 @@ def test_full_turns_are_dropped_from_the_beginning():
     messages = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
     kept = {first: [SYSTEM, *messages[first:]] for first in (1, 3, 5)}
     ids = {first: ENCODE(kept[first])[0] for first in kept}
-    for first, full in ids.items():  # 4 new tokens, of which the last is never read
-        assert fit_context(ENCODE, messages, len(full) + 3, 4) == (kept[first], full)
+    for first in kept:  # 4 new tokens, of which the last is never read
+        fitted = fit_context(ENCODE, messages, len(ids[first]) + 3, 4)
+        assert fitted == (kept[first], ids[first])
     assert fit_context(ENCODE, messages, len(ids[1]) + 2, 4)[1] == ids[3]
     assert fit_context(ENCODE, messages[1:], len(ids[5]), 1)[0] == [MORE]
     with pytest.raises(ConfigError):

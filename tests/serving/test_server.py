@@ -191,9 +191,9 @@ def test_foreign_hosts_and_content_types_are_refused(served: Served):
             assert response.status_code == status
             assert status == 200 or response.json()["error"]["type"] == "invalid_request_error"
     for content_type, status in {"application/json; charset=utf-8": 200, "text/plain": 415}.items():
-        content = '{"model": "tiny", "prompt": "a"}'
+        body = '{"model": "tiny", "prompt": "a"}'
         headers = {"Content-Type": content_type}
-        response = served.client.post(COMPLETIONS, content=content, headers=headers)
+        response = served.client.post(COMPLETIONS, content=body, headers=headers)
         assert response.status_code == status
         assert "Access-Control-Allow-Origin" not in response.headers
     with serve(hosts=["*"]) as open_server:
