@@ -5,7 +5,6 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,24 +88,23 @@ def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int):
 
 
 def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path):
-    path = tmp_path / "chats.jsonl"
-
-    def read(*rows: dict[str, Any], limit: int = 0) -> list[Question]:
-        return read_questions(str(write_jsonl(path, rows)), limit)
-
     roles = ("system", "user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "sqarb", strict=True)]
-    question = Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
-    assert read({"messages": messages}) == [question]
-    rows = [{"prompt": "q", "answer": 4}, {"prompt": "p", "answer": "5"}]
-    assert [question.right for question in read(*rows)] == ["4", "5"]
-    assert len(read(*rows, limit=1)) == 1
-    with pytest.raises(DataError):
-        read({"prompt": "q", "chosen": "a", "rejected": "b"})
+    path = tmp_path / "chats.jsonl"
+    write_jsonl(path, [{"messages": messages}])
+    assert read_questions(str(path), 0) == [
+        Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
+    ]
+    write_jsonl(path, [{"prompt": "q", "answer": 4}, {"prompt": "p", "answer": "5"}])
+    assert [question.right for question in read_questions(str(path), 0)] == ["4", "5"]
+    assert len(read_questions(str(path), 1)) == 1
     questions = read_questions("exercises-test", 0)
     assert [(question.messages[0].content, question.right) for question in questions] == [
         (exercise.question, exercise.answer) for exercise in list_exercises(held_out=True)
     ]
+    write_jsonl(path, [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(DataError):
+        read_questions(str(path), 0)
 
 
 def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path, call: Call):
