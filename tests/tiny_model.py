@@ -103,6 +103,15 @@ def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:
     torch.testing.assert_close(tree, expected, rtol=1e-4, atol=1e-4)
 
 
+def enlarge(model: GPT, factor: float = 6.0) -> GPT:
+    """Enlarge the initial matrices of a model, so that its logits differ clearly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(factor)
+    return model
+
+
 def learn(model: GPT, ids: torch.Tensor, steps: int = 3) -> list[float]:
     """Train on one batch with torch's AdamW; return the losses before each step and at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)

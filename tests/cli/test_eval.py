@@ -42,12 +42,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(text, folder / "other", tokenizer="bpe:300", val_fraction=0.0)
     write_external(folder / "foreign.bin", np.arange(200, dtype=np.uint16))
     write_jsonl(folder / "rows.jsonl", [{"goal": "no text"}])
-    endings = ((7, "wall"), (5, "wall"), (3, "floor"))
+    endings = (" on the wall, take {} down", " on the wall, take {} off", " on the floor, take {}")
     rows = [
         {
             "activity_label": "Beer",
             "ctx": f"{n} bottles of beer",
-            "endings": [f" on the {thing}, take {n % k} down" for k, thing in endings],
+            "endings": [ending.format(n % 7) for ending in endings],
             "label": n % 3,
         }
         for n in range(40)

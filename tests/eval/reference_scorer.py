@@ -12,6 +12,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.eval.tasks import Example, Prompt
 from megatoken.model.gpt import GPT
 from tests.tiny_model import CPU as CPU
+from tests.tiny_model import enlarge
 
 SINGLE = Comm(DistEnv())
 
@@ -19,11 +20,7 @@ SINGLE = Comm(DistEnv())
 def make_model(vocab_size: int = 257, seq_len: int = 256, n_layer: int = 2, **fields: Any) -> GPT:
     """Return a model with weights so large that choices differ clearly."""
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer}
-    model = GPT(ModelConfig(n_head=2, d_model=16, d_ff=32, **sizes, **fields))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5.0 if parameter.dim() > 1 else 1.0)
-    return model
+    return enlarge(GPT(ModelConfig(n_head=2, d_model=16, d_ff=32, **sizes, **fields)), 5.0)
 
 
 def harness_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -26,6 +26,7 @@ from megatoken.system.device import Device
 from tests import tiny_model
 from tests.conftest import Call
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
+from tests.tiny_model import enlarge
 
 TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
 TINY_LLAMA = replace(
@@ -46,13 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(model_config: ModelConfig = TINY, seed: int = 0) -> GPT:
-    """Return a model with enlarged initial weights, so that logits differ."""
-    model = GPT(model_config, seed=seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(6)
-    return model.eval()
+    return enlarge(GPT(model_config, seed=seed)).eval()
 
 
 @settings(deadline=None, max_examples=15)

@@ -19,6 +19,7 @@ from megatoken.serving.app import build_app, build_server, listen
 from megatoken.serving.engine import Engine
 from megatoken.serving.protocol import ServedModel
 from tests.processes import HANG_SECONDS
+from tests.tiny_model import enlarge
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -34,11 +35,8 @@ def build_model(*, chat: bool = True) -> tuple[GPT, Tokenizer]:
     """Return a byte-level model whose random weights write letters that depend on the prompt."""
     tokenizer = load_tokenizer("bytes")
     tokenizer = add_control_tokens(tokenizer) if chat else tokenizer
-    model = GPT(SIZES, vocab_size=tokenizer.vocab_size).eval()
+    model = enlarge(GPT(SIZES, vocab_size=tokenizer.vocab_size)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(6)
         assert model.head is not None
         model.head.weight[: ord("a")] *= 0.2
         model.head.weight[ord("z") + 1 :] *= 0.2
