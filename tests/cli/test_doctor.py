@@ -26,36 +26,21 @@ def test_this_machine_can_train(tmp_path: Path, ask: Ask, monkeypatch: pytest.Mo
         assert bool(finding["remedy"]) == (finding["state"] != "good")
 
 
-LEAVE = "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit()\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "seconds", "reason", "advice"),
-    [
-        (
-            r"sys.stderr.write('no route to host\n'); sys.exit(1)",
-            HANG_SECONDS,
-            "no route",
-            "firewall",
-        ),
-        (f"import time; time.sleep({HANG_SECONDS})", 0.4, "two processes did not meet", "load"),
-        # Rank 1 connects to rank 0, which has exited.
-        (
-            LEAVE + doctor.PROGRAM.replace("JOIN_SECONDS = 30", "JOIN_SECONDS = 1"),
-            HANG_SECONDS,
-            "rank 1 of 2 could not join",
-            "firewall",
-        ),
-    ],
-)
-def test_processes_that_fail_or_hang_are_bad(
-    program: str, seconds: float, reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(doctor, "PROGRAM", program)
-    monkeypatch.setattr(doctor, "MEET_SECONDS", seconds)
-    finding = doctor.check_collective(HERE)
-    assert (finding.state, finding.found[: len(reason)]) == ("bad", reason)
-    assert advice in finding.remedy
+def test_processes_that_fail_or_hang_are_bad(monkeypatch: pytest.MonkeyPatch):
+    fail = r"sys.stderr.write('no route to host\n'); sys.exit(1)"
+    hang = f"import time; time.sleep({HANG_SECONDS})"
+    leave = "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit()\n"
+    join = doctor.PROGRAM.replace("JOIN_SECONDS = 30", "JOIN_SECONDS = 1")
+    for program, seconds, reason, advice in (
+        (fail, HANG_SECONDS, "no route to host", "firewall"),
+        (hang, 0.4, "two processes did not meet", "load"),
+        (leave + join, HANG_SECONDS, "rank 1 of 2 could not join", "firewall"),  # of rank 0
+    ):
+        monkeypatch.setattr(doctor, "PROGRAM", program)
+        monkeypatch.setattr(doctor, "MEET_SECONDS", seconds)
+        finding = doctor.check_collective(HERE)
+        assert (finding.state, finding.found[: len(reason)]) == ("bad", reason)
+        assert advice in finding.remedy
 
 
 def test_a_failed_check_sets_the_exit_code(
