@@ -5,9 +5,12 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.convert.models import read_fields
 
-VARIABLES = read_fields("""
+def read_table(table: str) -> dict[str, str]:
+    return dict(line.split() for line in table.strip().splitlines())
+
+
+VARIABLES = read_table("""
 HF_TOKEN canary01-hub-token
 HUGGING_FACE_HUB_TOKEN canary02-old-hub-token
 WANDB_API_KEY canary03aaaabbbbccccdddd
@@ -23,7 +26,7 @@ HTTPS_PROXY http://user:canary12-proxy@127.0.0.1:9
 HF_ENDPOINT http://user:canary13-mirror@127.0.0.1:9
 """)
 # Words that stand for secrets in the lines and files below; most are known by their form alone.
-SECRETS = read_fields(f"""
+SECRETS = read_table(f"""
 ADDRESS https://user:canary14-pass@host/data
 BUCKET s3://KEYID:canary15/sec/ret@bucket/data
 TOKEN https://canary16-token@host/x
