@@ -14,26 +14,16 @@ from megatoken.bench.workload import Workload, build_workload
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError
-from megatoken.model.flops import describe_mfu, flops_per_token
+from tests.bench.test_parts import TORCH
 from tests.tiny_model import CPU, TINY_GPT
 
 # With fixed kernels: each size is measured by itself, and may be fastest with others.
-FIXED = {"attention": "flash", "gemm_backend": "torch", "fused": "off", "adamw": "fused"}
-MACHINE = MachineConfig(device="cpu", precision="fp32", **FIXED)
+MACHINE = MachineConfig(device="cpu", precision="fp32", **TORCH)
 QUIET = Console(quiet=True)
 
 
 def build(micro_batch: int = 1) -> Workload:
     return build_workload(TINY_GPT, MACHINE, batch_seqs=micro_batch, micro_batch=micro_batch)
-
-
-def test_mfu_is_the_share_of_a_peak():
-    assert describe_mfu(1.0, TINY_GPT, 0.0) == {"mfu": None, "mfu_causal": None}
-    flops = {"mfu": False, "mfu_causal": True}
-    shares = {
-        name: 3 * flops_per_token(TINY_GPT, causal=causal) / 2e15 for name, causal in flops.items()
-    }
-    assert describe_mfu(3.0, TINY_GPT, 2e15) == pytest.approx(shares)
 
 
 def test_resized_workload_takes_the_same_step():

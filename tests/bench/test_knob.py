@@ -21,17 +21,14 @@ from megatoken.bench.report import Row
 from megatoken.bench.runner import Worker
 from megatoken.bench.training import Training, build_training
 from megatoken.bench.worker import WorkerSpec
-from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.system import environment
-from tests.tiny_model import CPU
+from tests.tiny_model import CPU, TINY_GPT
 
 QUIET = Console(quiet=True)
-MODEL = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)
-SPEC = WorkerSpec(model_config=MODEL, batch_seqs=4, device="cpu")
-SIZES = "--n-layer 1 --n-head 2 --d-model 32 --vocab-size 128 --seq-len 16 --batch-seqs 4"
+SPEC = WorkerSpec(model_config=TINY_GPT, batch_seqs=4, device="cpu")
 
 
 def make_training(spec: WorkerSpec, step: Callable[[Batch], float]) -> Training:
@@ -115,8 +112,8 @@ def test_undisturbed_rounds_are_those_with_fast_probes(monkeypatch: pytest.Monke
 
 def test_training_starts_at_the_uniform_loss_and_learns():
     """Also with an unpadded vocabulary: a micro-batch that is measured may differ in the last bits."""
-    unpadded = replace(MODEL, vocab_size=97, vocab_multiple=1, tie_embeddings=False)
-    for model in (MODEL, unpadded):
+    unpadded = replace(TINY_GPT, vocab_multiple=1, tie_embeddings=False)
+    for model in (TINY_GPT, unpadded):
         spec = replace(SPEC, model_config=model, micro_batch=4)
         first, again = (build_training(spec, ExitStack()) for _ in range(2))
         before, after = (first.run(steps)["loss"] for steps in (1, 9))
@@ -126,7 +123,8 @@ def test_training_starts_at_the_uniform_loss_and_learns():
 
 
 def test_values_are_interleaved_with_the_first(tmp_path: Path):
-    words = f"knob activation_checkpointing {SIZES} --repeats 2 --device cpu --out {tmp_path}"
+    words = "knob activation_checkpointing --preset tiny --batch-seqs 4 --repeats 2"
+    words = f"{words} --device cpu --out {tmp_path}"
     rows = run_bench(run_knob, build_parser().parse_args(words.split()), QUIET, [])["rows"]
     losses = {row["chosen"]: row["loss"] for row in rows}  # each value chooses its kernels
     assert {(row["chosen"], row["loss"]) for row in rows} == losses.items()
