@@ -35,6 +35,7 @@ def test_sizes_of_a_depth(depth: int, heads: int):
     assert sizes == (depth, width, heads, 4 * width)
     weights = count_matmul_parameters(replace(model, value_embeddings=False))
     assert config.budget.tokens == 20 * weights
+    assert load_config(f"depth-{depth}", "budget.tokens=1e6").budget.tokens == 1e6
 
 
 def test_learning_rates_follow_width_and_batch():
@@ -42,14 +43,6 @@ def test_learning_rates_follow_width_and_batch():
     ratio = (large.budget.batch_tokens / small.budget.batch_tokens) ** 0.5
     assert large.optim.matrix_lr / small.optim.matrix_lr == pytest.approx(ratio, rel=0.01)
     assert large.optim.lr / small.optim.lr == pytest.approx(ratio / 4**0.5, rel=0.01)
-
-
-def test_derived_settings_have_a_rule_and_can_be_overridden():
-    resolved = resolve("depth-6", ["budget.tokens=1e6"])
-    assert resolved.config.budget.tokens == 1_000_000
-    assert resolved.origins["budget.tokens"] == "command line"
-    assert resolved.origins["model.n_head"] == "depth-6: heads of 128"
-    assert len(resolved.notes) == 8
 
 
 @pytest.mark.parametrize("name", ["depth-0", "depth-201", "depth12"])

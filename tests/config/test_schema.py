@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatoken.config.fields import SETTINGS, Duration, parse_time, parse_value
 from megatoken.config.load import format_value
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS, Config, build_config, flatten
+from megatoken.config.schema import FIELDS, Config, build_config
 from megatoken.config.validate import validate
 
 
@@ -167,8 +167,3 @@ def test_total_steps():
 def test_wall_clock_times():
     times = {"": 0, "90": 90, "90m": 5400, "11h30m": 41400, "2d": 172800}
     assert {text: parse_time(text) for text in times} == times
-
-
-def test_flatten_is_the_inverse_of_build():
-    config = read("model.n_layer=3 optim.lr=0.5")
-    assert build_config(flatten(config)) == config

@@ -155,11 +155,9 @@ class Corpus:
                 rows[1][self.key] = None
             schema = pyarrow.schema([(key, draw.choice(TYPES)) for key in keys])
             stream = io.BytesIO()
-            options = {
-                "compression": draw.choice(("none", "snappy", "zstd", "gzip")),
-                "row_group_size": draw.choice((1, 7, 1000)),
-            }
-            parquet.write_table(pyarrow.Table.from_pylist(rows, schema), stream, **options)
+            table = pyarrow.Table.from_pylist(rows, schema)
+            codec, size = draw.choice(("none", "snappy", "zstd", "gzip")), draw.choice((1, 7, 1000))
+            parquet.write_table(table, stream, compression=codec, row_group_size=size)
             return stream.getvalue()
         text = io.StringIO()
         delimiter = "\t" if form == ".tsv" else draw.choice(",,;" if len(keys) > 1 else ",")
