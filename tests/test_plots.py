@@ -21,15 +21,21 @@ pytest.importorskip("matplotlib")
 def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
     """Write a log with a last training loss of 3.5 and a last validation loss of 3.25."""
     folder.mkdir(parents=True)
-    rows = []
-    for step in range(1, steps + 1):
-        place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
-        values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
-        rows.append({"kind": "train", **place, "loss": 3.5 if step == steps else 9.0, **values})
-    rows.append({"kind": "val", **place, "loss": 3.25})
-    rows.append({"kind": "eval", **place, "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
+    rows: list[dict[str, Any]] = [{"kind": "train", "loss": 9.0, **values} for _ in range(steps)]
+    rows[-1]["loss"] = 3.5
+    rows.append({"kind": "val", "loss": 3.25})
+    rows.append({"kind": "eval", "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
+    with (folder / "metrics.jsonl").open("w") as log:
+        for number, row in enumerate(rows, start=1):
+            step = min(number, steps)
+            place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
+            print(json.dumps(place | row), file=log)
     return folder
+
+
+def plot(words: object) -> int:
+    return main(["plot", *str(words).split()])
 
 
 def read_texts(picture: Path) -> set[str]:
@@ -47,8 +53,7 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
         assert {*values, *titles, label, str(runs[0]), str(runs[1])} <= texts
     assert {"1M", "2M", "3M", "4M", "50,000", "100,000"} <= read_texts(tmp_path / "tokens.svg")
     assert {"2", "4", "6", "8"} <= read_texts(tmp_path / "seconds.svg")
-    words = ["plot", *map(str, runs[1:]), "--x", "seconds", "--out", f"{tmp_path}/long.svg"]
-    assert main(words) == ExitCode.DONE
+    assert plot(f"{runs[1]} {runs[2]} --x seconds --out {tmp_path}/long.svg") == ExitCode.DONE
     # 8 minutes and 2 hours
     assert {"time (hours)", *map(str, runs[1:])} <= read_texts(tmp_path / "long.svg")
     many_steps = write_rows(tmp_path / "many", steps=150, seconds=1.0)  # enough to be smoothed
@@ -60,15 +65,14 @@ def test_values_and_steps_may_be_missing(tmp_path: Path, capsys: pytest.CaptureF
     with (run / "metrics.jsonl").open("a") as log:
         log.write('{"kind": "train", "step": 3, "tokens": 30, "loss": 1e99, "lr": "nan"}\n')
         log.write('{"kind": "eval", "step": 3, "tokens": 30, "task": "piqa", "acc": null}\n{half')
-    started = tmp_path / "started"
+    started, picture = tmp_path / "started", tmp_path / "x.svg"
     started.mkdir()
     (started / "metrics.jsonl").write_text('{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}\n')
-    picture = tmp_path / "x.svg"
-    assert main(["plot", str(started), str(run), "--out", str(picture)]) == ExitCode.DONE
+    assert plot(f"{started} {run} --out {picture}") == ExitCode.DONE
     assert {"3.2500 val", str(run)} <= read_texts(picture)
     assert capsys.readouterr().out == f"{picture}\n"
-    assert main(["plot", str(started)]) == ExitCode.DATA
-    assert main(["plot", str(run), "--out", f"{tmp_path}/x.docx"]) == ExitCode.CONFIG
+    assert plot(started) == ExitCode.DATA
+    assert plot(f"{run} --out {tmp_path}/x.docx") == ExitCode.CONFIG
 
 
 def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
@@ -81,17 +85,14 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     write_hf(folder, draw_model(), byte_tokenizer(), "fp32")
     files = sorted(folder.iterdir())
     monkeypatch.chdir(tmp_path)
-    for words, target in (
-        (["tiny.bin"], "plots/tiny"),
-        (["model"], "plots/model"),
-        (["model", "--out", "mine"], "mine"),
-    ):
-        assert main(["plot", *words, "--pictures"]) == ExitCode.DONE
+    targets = {"tiny.bin": "plots/tiny", "model": "plots/model", "model --out mine": "mine"}
+    for words, target in targets.items():
+        assert plot(f"{words} --pictures") == ExitCode.DONE
         pictures = [f"{target}/positions.png", f"{target}/matrix.png"]
         assert capsys.readouterr().out.split() == pictures
         assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
     assert sorted(folder.iterdir()) == files
-    assert main(["plot", "model"]) == ExitCode.DATA
+    assert plot("model") == ExitCode.DATA
 
 
 def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
@@ -99,8 +100,8 @@ def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
     run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
     write_hf(run, draw_model(FAMILIES["llama-tied"]), byte_tokenizer(), "fp32")
     out = tmp_path / "pictures"
-    assert main(["plot", str(run), "--pictures", "--out", str(out)]) == ExitCode.DONE
-    assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["curves.png", "matrix.png"]
+    assert plot(f"{run} --pictures --out {out}") == ExitCode.DONE
+    assert {*tmp_path.rglob("*.png")} == {out / "curves.png", out / "matrix.png"}
     assert len(list(out.iterdir())) == 2
     from matplotlib.image import imread
 

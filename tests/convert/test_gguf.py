@@ -13,7 +13,6 @@ from tokenizers import pre_tokenizers
 
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
-from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.gguf import GELU_TOLERANCE
 from megatoken.convert.hf.export import TOLERANCE
@@ -78,7 +77,7 @@ def write(
     folder: Path, model: GPT, tokenizer: Tokenizer | None = None, dtype: str = "fp32"
 ) -> dict[str, Any]:
     loaded = LoadedModel(model, tokenizer or byte_tokenizer(), "it")
-    return export(loaded, "gguf", folder / "out", dtype, Console(quiet=True))
+    return export(loaded, "gguf", folder / "out", dtype)
 
 
 def list_tensors(file: Path) -> list[Any]:

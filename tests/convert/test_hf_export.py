@@ -14,8 +14,8 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
-from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
@@ -51,7 +51,7 @@ def test_an_export_is_the_same_model(
     """It has the same logits, gradients, text and ids, is read back, and holds no padding."""
     model = draw_model(FAMILIES[family])
     source, folder = str(save_run(tmp_path / "run", model)), tmp_path / "hf"
-    answer = export(source, "hf", folder, "fp32", Console(quiet=True))
+    answer = export(source, "hf", folder)
     assert answer["verified"]
     assert answer["max_relative_difference"] <= TOLERANCE
     capfd.readouterr()
@@ -212,10 +212,20 @@ def test_published_sizes_have_the_parameters_of_transformers(name: str):
 
 def export_model(model: GPT, folder: Path, to: str = "hf", dtype: str = "fp32") -> dict[str, Any]:
     loaded = LoadedModel(model, byte_tokenizer(), "it")
-    return export(loaded, to, folder / "out", dtype, Console(quiet=True))
+    return export(loaded, to, folder / "out", dtype)
 
 
-UNSUPPORTED = """
+UNSUPPORTED_GPT2 = """
+- model_type: opt
+- activation_function: relu
+- scale_attn_by_inverse_layer_idx: true
+- layer_norm_epsilon: 0
+- tie_word_embeddings: false
+- n_head: 3
+- n_layer: 3
+- n_layer: 10_000_000
+"""
+UNSUPPORTED_LLAMA = """
 - rope_scaling: {type: dynamic, factor: 2.0}
 - rope_parameters: {rope_type: longrope}
 - rope_parameters: {rope_type: default, partial_rotary_factor: 0.5}
@@ -228,12 +238,19 @@ UNSUPPORTED = """
 """
 
 
-def test_unsupported_configs_are_refused(tmp_path: Path):
-    model_config = replace(FAMILIES["llama-untied"], n_kv_head=2)
+@pytest.mark.parametrize(
+    ("model_config", "table"),
+    [
+        (TINY_GPT, UNSUPPORTED_GPT2),
+        (replace(FAMILIES["llama-untied"], n_kv_head=2), UNSUPPORTED_LLAMA),
+    ],
+)
+def test_unsupported_configs_are_refused(model_config: ModelConfig, table: str, tmp_path: Path):
     write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
+    load_hf(str(tmp_path))
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
-    for change in yaml.safe_load(UNSUPPORTED):
+    for change in yaml.safe_load(table):
         path.write_text(json.dumps(written | change))
         with pytest.raises(CheckpointError):
             load_hf(str(tmp_path))
@@ -255,6 +272,7 @@ def test_models_that_no_format_has_are_refused(tmp_path: Path):
     assert choose_family(config).model_type == "gpt2"  # fields without effect do not matter
 
 
+@pytest.mark.filterwarnings("ignore:43 ids without a token")
 def test_unused_ids_are_left_out_and_without_transformers_nothing_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

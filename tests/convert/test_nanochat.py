@@ -9,70 +9,68 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.chat_template import Message, find_template
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import CheckpointError, DataError
+from tests.tables import read_table
+from tests.tiny_model import draw
 
 tiktoken = pytest.importorskip("tiktoken")
 
-SIZES = {
-    "sequence_len": 300,
-    "vocab_size": 280,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_kv_head": 2,
-    "n_embd": 32,
-}
+SIZES = dict(sequence_len=300, vocab_size=280, n_layer=3, n_head=4, n_kv_head=2, n_embd=32)
 # Rotary base, factor of queries and keys, largest gate, window, channels of the gates, whether smeared.
-VERSIONS: dict[str, tuple[float, float, int, int, int, bool]] = {
-    "2025": (1e4, 1, 0, 0, 0, False),
-    "January 11": (1e4, 1, 0, 150, 0, False),
-    "January 16": (1e4, 1, 2, 150, 32, False),
-    "March 9": (1e5, 1.15, 3, 128, 12, False),
-    "March 14": (1e5, 1.2, 3, 128, 12, True),
-}
+VERSIONS = yaml.safe_load("""
+"2025": [1.0e+4, 1, 0, 0, 0, false]
+January 11: [1.0e+4, 1, 0, 150, 0, false]
+January 16: [1.0e+4, 1, 2, 150, 32, false]
+March 9: [1.0e+5, 1.15, 3, 128, 12, false]
+March 14: [1.0e+5, 1.2, 3, 128, 12, true]
+""")
 WORDS = (b"th", b"the", b" the", b"in", b"ing", b"wo", b"  ", b"\n\n", b"12", "\u00e9".encode())
-SPECIAL = (
-    "<|bos|>",
-    *(
-        f"<|{role}_{end}|>"
-        for role in ("user", "assistant", "python", "output")
-        for end in ("start", "end")
-    ),
-)
+SPECIAL = ["<|bos|>"]
+for role in ("user", "assistant", "python", "output"):
+    SPECIAL += [f"<|{role}_start|>", f"<|{role}_end|>"]
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
 
+# Rows of a vocabulary of 280, padded to a multiple of 64.
+SHAPES = """
+transformer.wte.weight 320 32
+transformer.h.LAYER.attn.c_q.weight 32 32
+transformer.h.LAYER.attn.c_k.weight 16 32
+transformer.h.LAYER.attn.c_v.weight 16 32
+transformer.h.LAYER.attn.c_proj.weight 32 32
+transformer.h.LAYER.mlp.c_fc.weight 128 32
+transformer.h.LAYER.mlp.c_proj.weight 32 128
+lm_head.weight 320 32
+"""
+LAMBDAS = "resid_lambdas 3\nx0_lambdas 3\n"
+VALUE_EMBEDDINGS = """\
+value_embeds.0.weight 320 16
+value_embeds.2.weight 320 16
+transformer.h.0.attn.ve_gate.weight 2 CHANNELS
+transformer.h.2.attn.ve_gate.weight 2 CHANNELS
+"""
+SMEARED = "smear_gate.weight 1 24\nsmear_lambda 1\nbackout_lambda 1\n"
+
+
 def make_state(version: str = "2025") -> dict[str, Tensor]:
     _, _, _, _, channels, smeared = VERSIONS[version]
-    width, kv = SIZES["n_embd"], 16
-    rows = 320  # 280, padded to a multiple of 64
-    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (rows, width)}
-    for layer in range(SIZES["n_layer"]):
-        block = f"transformer.h.{layer}."
-        for name, n in (("q", width), ("k", kv), ("v", kv), ("proj", width)):
-            shapes[f"{block}attn.c_{name}.weight"] = (n, width)
-        shapes[f"{block}mlp.c_fc.weight"] = (4 * width, width)
-        shapes[f"{block}mlp.c_proj.weight"] = (width, 4 * width)
-    shapes["lm_head.weight"] = (rows, width)
-    if version != "2025":
-        shapes |= dict.fromkeys(("resid_lambdas", "x0_lambdas"), (SIZES["n_layer"],))
-    for layer in (0, 2) if channels else ():
-        shapes[f"value_embeds.{layer}.weight"] = (rows, kv)
-        shapes[f"transformer.h.{layer}.attn.ve_gate.weight"] = (2, channels)
-    if smeared:
-        shapes |= {"smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
-        for name, shape in shapes.items()
-    }
+    table = SHAPES + LAMBDAS * (version != "2025") + SMEARED * smeared
+    table += VALUE_EMBEDDINGS.replace("CHANNELS", str(channels)) * (channels > 0)
+    tables = [read_table(table.replace("LAYER", str(layer))) for layer in range(3)]
+    state = {}
+    for seed, (name, sizes) in enumerate((tables[0] | tables[1] | tables[2]).items()):
+        shape = [*map(int, sizes.split())]
+        state[name] = draw(*shape, seed=seed) * 0.3 + (len(shape) == 1)
+    return state
 
 
 def make_encoding() -> Any:
@@ -119,18 +117,16 @@ def forward(state: dict[str, Tensor], ids: Tensor, version: str) -> Tensor:
         gates = state["smear_lambda"] * (x[1:, :24] @ state["smear_gate.weight"].T).sigmoid()
         x = torch.cat([x[:1], x[1:] + gates * x[:-1]])
     x0 = middle = x
-    for layer in range(SIZES["n_layer"]):
+    for layer in range(3):
         if "resid_lambdas" in state:
             x = state["resid_lambdas"][layer] * x + state["x0_lambdas"][layer] * x0
-        block = {
-            name.split(".")[-2]: weight
-            for name, weight in state.items()
-            if name.startswith(f"transformer.h.{layer}.attn")
-        }
-        mlp = [state[f"transformer.h.{layer}.mlp.c_{name}.weight"] for name in ("fc", "proj")]
-        q, k, v = ((norm(x) @ block[f"c_{part}"].T).split(8, -1) for part in "qkv")
+        block = f"transformer.h.{layer}."
+        q, k, v = (
+            (norm(x) @ state[f"{block}attn.c_{part}.weight"].T).split(8, -1) for part in "qkv"
+        )
         if channels and layer != 1:
-            gates = largest_gate * (norm(x)[:, :channels] @ block["ve_gate"].T).sigmoid()
+            gate = state[f"{block}attn.ve_gate.weight"]
+            gates = largest_gate * (norm(x)[:, :channels] @ gate.T).sigmoid()
             values = state[f"value_embeds.{layer}.weight"][ids].split(8, -1)
             v = [each + gates[:, [i]] * values[i] for i, each in enumerate(v)]
         hidden = distance < 0
@@ -141,8 +137,9 @@ def forward(state: dict[str, Tensor], ids: Tensor, version: str) -> Tensor:
             scores = norm(rotate(q[head])) @ norm(rotate(k[head // 2])).T / 8**0.5
             scores = (scale**2 * scores).masked_fill(hidden, -torch.inf)
             heads.append(scores.softmax(-1) @ v[head // 2])
-        x = x + torch.cat(heads, -1) @ block["c_proj"].T
-        x = x + F.relu(norm(x) @ mlp[0].T).square() @ mlp[1].T
+        x = x + torch.cat(heads, -1) @ state[f"{block}attn.c_proj.weight"].T
+        up = norm(x) @ state[f"{block}mlp.c_fc.weight"].T
+        x = x + F.relu(up).square() @ state[f"{block}mlp.c_proj.weight"].T
         middle = x if layer == 1 else middle
     if smeared:
         x = x - state["backout_lambda"] * middle
@@ -198,21 +195,16 @@ def test_conversation_is_rendered_as_in_nanochat(tmp_path: Path):
 
 
 def test_other_versions_and_missing_meta_are_named(tmp_path: Path):
-    gate = "transformer.h.1.attn.ve_gate.weight"
-    for number, (tensor, fields, name) in enumerate(
-        (
-            ("value_embed.weight", {}, "value_embed.weight"),
-            (gate, {}, "ve_gate"),
-            ("", {"n_experts": 8}, "n_experts"),
-            ("", {}, r"model_config — .*meta_000010\.json"),
-        )
-    ):
-        state = make_state() | ({tensor: torch.zeros(2, 12)} if tensor else {})
-        folder = write_nanochat(tmp_path / str(number), state, **fields)
-        if "meta" in name:
-            (folder / "meta_000010.json").unlink()
-        with pytest.raises(CheckpointError, match=name):
+    for name in ("value_embed.weight", "transformer.h.1.attn.ve_gate.weight"):
+        folder = write_nanochat(tmp_path / name, make_state() | {name: torch.zeros(2, 12)})
+        with pytest.raises(CheckpointError, match=name.removeprefix("transformer.h.1.attn.")):
             load_pretrained(folder)
+    folder = write_nanochat(tmp_path, make_state(), n_experts=8)
+    with pytest.raises(CheckpointError, match="n_experts"):
+        load_pretrained(folder)
+    (folder / "meta_000010.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model_config — .*meta_000010\.json"):
+        load_pretrained(folder)
 
 
 class Call:

@@ -22,6 +22,7 @@ from megatoken.model.flops import (
 )
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from tests.convert.models import FAMILIES
 from tests.tables import read_table
 from tests.tiny_model import TINY_GEMMA, TINY_LLAMA, TINY_MODERN, TINY_OLMO
 
@@ -102,19 +103,13 @@ def test_published_counts():
 
 
 ODD = ModelConfig(n_layer=3, n_head=3, d_model=15, d_ff=7, vocab_size=131, seq_len=5)
-OTHERS = {
-    "tiny": TINY,
+OTHERS = FAMILIES | {
     "odd": ODD,
-    "llama": TINY_LLAMA,
     "modern": TINY_MODERN,
-    "gemma": TINY_GEMMA,
-    "olmo": TINY_OLMO,
-    "biases of attention": replace(TINY_GEMMA, bias_in="attention", norm="layernorm"),
-    "biases of an MLP": replace(TINY_GEMMA, bias_in="mlp"),
+    "biases of layer norms": replace(TINY_GEMMA, bias_in="attention", norm="layernorm"),
     "all switches of a GPT-2": replace(
         ODD, qk_norm=True, embedding_norm=True, value_embeddings=True
     ),
-    "no biases": replace(ODD, bias=False),
     "a value head": replace(TINY_LLAMA, value_head=True),
     "adapters": replace(TINY_LLAMA, lora_rank=3),
     "adapters and a value head": replace(ODD, lora_rank=2, value_head=True),
