@@ -16,21 +16,18 @@ from megatoken.system.machine import find_compiler
 needs_compiler = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 
 
-def build(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "megatoken.native.build", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=given_environment() | variables
-    )
+def build(folder: Path, compiler: str) -> int:
+    command = [sys.executable, "-m", "megatoken.native.build", str(folder)]
+    return subprocess.run(command, env=given_environment() | {"CXX": compiler}).returncode
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 @needs_compiler
 def test_a_library_that_is_cut_short_is_named(share: float, tmp_path: Path):
     """The loader would end the process by a bus error."""
-    source = tmp_path / "empty.c"
-    source.touch()
     path = tmp_path / library_name("portable")
-    subprocess.run([find_compiler(), "-shared", str(source), "-o", str(path)], check=True)
+    command = [find_compiler(), "-shared", "-xc", "/dev/null", "-o", str(path)]
+    subprocess.run(command, check=True)
     contents = path.read_bytes()
     path.write_bytes(contents[: int(len(contents) * share)])
     with pytest.raises(ConfigError):
@@ -43,11 +40,9 @@ def test_an_old_compiler_makes_what_it_knows(tmp_path: Path):
         '#!/bin/sh\ncase "$*" in *-march=*) exit 1;; esac\nfor last; do :; done; echo x > "$last"\n'
     )
     compiler.chmod(0o755)
-    done = build(str(tmp_path / "out"), CXX=str(compiler))
-    assert done.returncode == 0, done.stderr
+    assert build(tmp_path / "out", str(compiler)) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == [library_name("portable")]
-    done = build(str(tmp_path / "none"), CXX="false")
-    assert done.returncode == 1
+    assert build(tmp_path / "none", "false") == 1
 
 
 def test_amx_is_built_with_the_kernels_that_test_it(

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatoken.native import build
-from megatoken.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
+from megatoken.native.build import (
+    INSTRUCTION_SETS,
+    compile_library,
+    library_name,
+    runnable_instruction_sets,
+)
 from megatoken.native.selection import find_amx_fault, find_library
 from megatoken.system.machine import find_compiler
-from tests.native.conftest import EMULATED_AMX, FOLDER, compile_once
+from tests.native.conftest import EMULATED_AMX, compile_once
 
 needs_avx512_bf16 = pytest.mark.skipif(
     not find_compiler() or "avx512_bf16" not in runnable_instruction_sets(),
@@ -25,7 +30,7 @@ def choose(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
     Their counterparts are in the same folder, on a processor with AMX.
     """
-    for path in (compile_once("avx512_bf16", FOLDER), amx):
+    for path in (compile_once("avx512_bf16"), amx):
         (folder / path.name).symlink_to(path)
     monkeypatch.setattr(build, "cpu_features", lambda: {*INSTRUCTION_SETS["amx"][0]})
     library = find_library(folder=folder)
@@ -35,7 +40,7 @@ def choose(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 @needs_avx512_bf16
 def test_kernels_that_agree_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    amx = compile_once("amx", FOLDER / "emulated", EMULATED_AMX)
+    amx = compile_once("amx", "emulated", EMULATED_AMX)
     assert choose(tmp_path, amx, monkeypatch) == ("amx", "")
 
 
@@ -63,7 +68,7 @@ def test_a_wrong_tile_is_found(
     (sources / file).write_text(text.replace(right, wrong))
     with monkeypatch.context() as patch:
         patch.setattr(build, "SOURCES", sources)
-        planted = compile_once("amx", tmp_path / "planted", (*EMULATED_AMX, "-O0"))
+        planted = compile_library("amx", tmp_path / "planted", (*EMULATED_AMX, "-O0"))
     assert planted.name == name
     instruction_set, fault = choose(tmp_path, planted, monkeypatch)
     assert (instruction_set, case in fault) == ("avx512_bf16", True), fault
@@ -75,7 +80,7 @@ def test_real_tiles_that_linux_refuses_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The first tile instruction would kill the process."""
-    chosen = choose(tmp_path, compile_once("amx", FOLDER), monkeypatch)
+    chosen = choose(tmp_path, compile_once("amx", "O0", ("-O0",)), monkeypatch)
     assert chosen == ("avx512_bf16", "Linux does not grant its tiles")
 
 
