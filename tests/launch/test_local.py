@@ -106,18 +106,13 @@ def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path):
 
 
 @pytest.mark.fault(14)
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["train"], ExitCode.STOPPED),
-        (["describe"], -signal.SIGTERM),
-        (["train", "--ending", "x"], -signal.SIGTERM),
-    ],
-)
-def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(words: list[str], code: int):
-    assert subprocess.run([sys.executable, "-c", EARLY, *words]).returncode == code
-    assert __main__.STOP_SIGNALS == STOP_SIGNALS
-    assert __main__.STOPPED == ExitCode.STOPPED
+def test_a_signal_before_the_command_is_imported_is_a_stop_of_training():
+    codes = {"train": ExitCode.STOPPED, "describe": -signal.SIGTERM}
+    codes["train --ending x"] = -signal.SIGTERM
+    for line, code in codes.items():
+        command = [sys.executable, "-c", EARLY, *line.split()]
+        assert subprocess.run(command).returncode == code, line
+    assert (__main__.STOP_SIGNALS, __main__.STOPPED) == (STOP_SIGNALS, ExitCode.STOPPED)
 
 
 @pytest.mark.fault(50)

@@ -1,10 +1,18 @@
-"""Models of the null GPU's tests."""
+"""Models and runs of the null GPU's tests."""
 
 from dataclasses import replace
 
+from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
+from megatoken.errors import ExitCode
 
 
 def shrink(config: ModelConfig, n_layer: int) -> ModelConfig:
     """Return the model with fewer layers, which are alike."""
     return replace(config, n_layer=n_layer)
+
+
+def train_and_extend(line: str) -> None:
+    """Train a run, then one step more."""
+    for more in ("", " --extend 1steps"):
+        assert main(f"{line}{more}".split()) == ExitCode.DONE

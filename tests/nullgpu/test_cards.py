@@ -37,7 +37,7 @@ TESTED = [gpu for gpu in CARDS.values() if gpu.architecture in CAPABILITIES]
 
 
 @pytest.mark.parametrize("gpu", TESTED, ids=lambda gpu: gpu.name)
-def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: Path) -> None:
+def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: Path):
     card = {
         "NULLGPU_NAME": gpu.driver,
         "NULLGPU_BYTES": str(gpu.memory_bytes),

@@ -15,7 +15,7 @@ from tests.nullgpu.models import shrink
 from tests.tiny_run import write_shards
 
 
-def test_separated_documents_are_copied_without_a_wait(tmp_path: Path) -> None:
+def test_separated_documents_are_copied_without_a_wait(tmp_path: Path):
     dataset = load_dataset(
         write_shards(tmp_path).removeprefix("data.path="), external_tokenizer="bytes"
     )
@@ -30,7 +30,7 @@ def test_separated_documents_are_copied_without_a_wait(tmp_path: Path) -> None:
     assert counts.syncs == 0
 
 
-def test_a_save_waits_once_and_reuses_its_pinned_memory() -> None:
+def test_a_save_waits_once_and_reuses_its_pinned_memory():
     machine = MachineConfig(device="cuda", compile="off")
     state = build_workload(
         shrink(PRESETS["gpt2-124m"], 2), machine, batch_seqs=1, micro_batch=1

@@ -7,6 +7,7 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.errors import ExitCode
+from tests.nullgpu.models import train_and_extend
 from tests.tiny_run import read_column, read_events, read_rows
 
 RECIPES = ("gpt2-124m", "gpt3-125m", "llama-110m", "modern-124m", "modern-hf-124m")
@@ -35,8 +36,7 @@ def test_a_run_trains_validates_samples_saves_and_resumes(
     dataset: Path, tmp_path: Path, recipe: str, mode: str
 ):
     line = f"train {recipe} data.path={dataset} {SETTINGS} machine.compile={mode} --out {tmp_path}"
-    for more in ("", " --extend 1steps"):
-        assert main(f"{line}{more}".split()) == ExitCode.DONE
+    train_and_extend(line)
     assert list(read_column(tmp_path, "loss")) == [1, 2, 3]
     assert list(read_column(tmp_path, "loss", "val")) == [0, 1, 2, 3]
     assert read_rows(tmp_path, "sample")

@@ -351,10 +351,6 @@ def flip_newest(chaos: Chaos) -> None:
     chaos.damaged.append(newest)
 
 
-def delete_checkpoint(chaos: Chaos) -> None:
-    shutil.rmtree(two_checkpoints(chaos))
-
-
 def half_line(chaos: Chaos) -> None:
     chaos.kill()
     with (chaos.out / "metrics.jsonl").open("ab") as file:
@@ -383,7 +379,7 @@ FAULTS: dict[str, Fault] = {
     "SIGTERM during a start": stop_at_start,
     "processes suspended, then continued": pause_all,
     "bit flipped in the newest checkpoint": flip_newest,
-    "newest checkpoint deleted": delete_checkpoint,
+    "newest checkpoint deleted": lambda chaos: shutil.rmtree(two_checkpoints(chaos)),
     "log ends in half a line or junk": half_line,
     "config.yaml or another file damaged or removed": damage_file,
     "data missing at a start": missing_data,

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy
+import yaml
 from safetensors.numpy import save_file
 
 from megatoken.checkpoint import commit as protocol
@@ -46,17 +47,22 @@ protocol.RETRY_SECONDS = (0.0, 0.0)
 class Scenario:
     """An operation's checkpoints before and after it; newest: the newest valid before and after."""
 
-    before: tuple[int, ...]
-    damaged: tuple[int, ...]
-    after: tuple[int, ...]
-    newest: tuple[int, int]
+    before: list[int]
+    damaged: list[int]
+    after: list[int]
+    newest: list[int]
 
 
-SCENARIOS = {
-    "save": Scenario((10, 20), (), (10, 20, 30), (20, 30)),
-    "replace": Scenario((10, 20, 30), (30,), (10, 20, 30), (20, 30)),
-    "prune": Scenario((10, 15, 20, 30, 40, 50, 60), (40, 60), (20, 30, 40, 50, 60), (50, 50)),
-}
+STEPS = yaml.safe_load("""
+save: {before: [10, 20], damaged: [], after: [10, 20, 30], newest: [20, 30]}
+replace: {before: [10, 20, 30], damaged: [30], after: [10, 20, 30], newest: [20, 30]}
+prune:
+  before: [10, 15, 20, 30, 40, 50, 60]
+  damaged: [40, 60]
+  after: [20, 30, 40, 50, 60]
+  newest: [50, 50]
+""")
+SCENARIOS = {name: Scenario(**steps) for name, steps in STEPS.items()}
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point],
     root = work / f"{scenario}-plain"
     shutil.copytree(template, root)
     calls = list(trace(operate(scenario, root), root.with_suffix(".log")))
-    assert tuple(protocol.list_steps(root)) == SCENARIOS[scenario].after
+    assert protocol.list_steps(root) == SCENARIOS[scenario].after
     begin, end = ([mark in line for _, _, line in calls].index(True) for mark in (BEGIN, END))
     calls = calls[begin + 1 : end]
     points = [
@@ -164,7 +170,7 @@ def try_point(point: Point, template: Path, work: Path) -> str:
     protocol.remove_leftovers(root)
     assert not list(root.glob(".tmp-*")), "leftovers were not removed"
     apply_operation(point.scenario, root)
-    assert tuple(protocol.list_steps(root)) == scenario.after, protocol.list_steps(root)
+    assert protocol.list_steps(root) == scenario.after
     check_complete(point.scenario, root)
     shutil.rmtree(root)
     log.unlink()

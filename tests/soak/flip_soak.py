@@ -3,13 +3,12 @@
     python -m tests.soak.flip_soak --flips 10000 --clean 1000
 
 Two runs with two checkpoints each, one with whole tensors and one with the slices of three ranks, and a prepared
-dataset with its tokenizer, in one process. A flip takes a random file and a random bit of it. Found means: the error
+dataset with its tokenizer. A flip takes a random file and a random bit of it. Found means: the error
 names that file, and of a checkpoint the one before is chosen; of a dataset's tokenizer its folder is named. Clean loads
 verify and load the same files; none may raise or warn.
 """
 
 import random
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -18,45 +17,27 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
-from megatoken.checkpoint.commit import commit, find_newest, step_folder
+from megatoken.checkpoint.commit import find_newest, step_folder
 from megatoken.checkpoint.load import load_checkpoint_model
-from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import AsyncSave, copy_tensors
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import INPUTS_NAME
-from megatoken.data.tokenizer import load_tokenizer
-from tests.checkpoint.test_load import shard, trained
+from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import list_files
-from tests.tiny_run import flip_bit
+from tests.tiny_run import flip_bit, write_shards
 
 STEPS = (1, 2)
-RANKS = 3
 
 
 def write_runs(folder: Path) -> dict[str, Path]:
-    """Two folders of checkpoints: with whole tensors, and with a pair of files for each of three ranks."""
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.save(folder / "tokenizer")
-    (folder / "config.yaml").write_text("version: 2\n")
-    files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
-    roots = {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
-    for steps in STEPS:
-        saved = AsyncSave(
-            roots["whole"], trained(steps), **files, meta={"tokenizer": tokenizer.fingerprint}
-        ).finish()
-        ranks = [shard(trained(steps, "adamw"), "adamw", rank, RANKS) for rank in range(RANKS)]
-        for rank in ranks:  # an optimizer of its own: one step gives it its state
-            for parameter in rank.sharded.local_params.values():
-                parameter.grad = parameter.detach() * 0.1
-            rank.optimizer.step()
-        writers = {name: writer for rank in ranks for name, writer in copy_tensors(rank)[0].items()}
-        names = [name for name in verify(saved).files if not name.endswith(".safetensors")]
-        writers |= {name: partial(shutil.copyfile, saved / name) for name in names}
-        commit(roots["sharded"], steps, writers, meta=verify(saved).meta)
-    return roots
+    """Train two steps in one process, and in three that split weights and moments."""
+    data = write_shards(folder / "shards")
+    settings = data, f"budget.steps={STEPS[-1]} save.every=1steps"
+    train_on_ranks(1, folder / "whole", *settings)
+    train_on_ranks(3, folder / "sharded", *settings, "machine.sharding=zero3")
+    return {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
 
 
 def write_data(folder: Path) -> Path:

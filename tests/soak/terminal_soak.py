@@ -17,11 +17,13 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import yaml
 
 from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import read_object
@@ -40,7 +42,6 @@ from tests.soak.tiny_job import (
 from tests.tiny_run import fingerprint, newest_step, read_column
 
 SAVED, RAN_ON = "saved", "ran on"
-Stream = Literal["terminal", "null", "full", "pipe", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +49,27 @@ class Case:
     """What a run's stdin, stdout and stderr are, and what happens to them.
 
     hang_up: when the terminal is closed: in this phase of the run, "draft": while a checkpoint is written, "": never.
-    controls: the terminal sends SIGHUP when it is closed, which `nohup` ignores. prepare: called with the command and
-    the run folder first. Of a pipe one line is read, then it is closed.
+    controls: the terminal sends SIGHUP when it is closed, which `nohup` ignores. has_blocked_files: status, samples
+    and plots cannot be written. Of a pipe one line is read, then it is closed.
     """
 
     name: str
     end: str
-    streams: tuple[Stream, Stream, Stream] = ("terminal",) * 3
+    streams: Sequence[str] = ("terminal",) * 3
     hang_up: str = ""
     controls: bool = True
     nohup: bool = False
     nproc: int = 1
     words: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    prepare: Callable[[Sequence[str], Path], object] | None = None
+    has_blocked_files: bool = False
 
     @property
     def layout(self) -> Layout:
         return Layout(self.nproc, "none", micro_batch=3)
 
 
-def block_files(_: Sequence[str], out: Path) -> None:
+def block_files(out: Path) -> None:
     """Put folders in the place of files that a run writes, and files in the place of folders."""
     out.mkdir()
     (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')
@@ -77,29 +78,30 @@ def block_files(_: Sequence[str], out: Path) -> None:
     (out / "status.json").mkdir()
 
 
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0"}
-NO_STDIN: tuple[Stream, Stream, Stream] = ("null", "full", "full")
-CASES = (
-    Case("terminal closed in a step", SAVED, hang_up="step"),
-    Case("terminal closed in an evaluation", SAVED, hang_up="validate"),
-    Case("terminal closed while a checkpoint is written", SAVED, hang_up="draft"),
-    Case("terminal closed, two processes", SAVED, hang_up="step", nproc=2),
-    Case("nohup, terminal closed", RAN_ON, hang_up="step", nohup=True),
-    Case("dead terminal without a signal", RAN_ON, hang_up="step", controls=False),
-    Case("dead terminal before the first line", RAN_ON, hang_up="start", controls=False),
-    Case("output to /dev/full", RAN_ON, NO_STDIN),
-    Case("output to /dev/full, two processes", RAN_ON, NO_STDIN, nproc=2),
-    Case("| head -1, terminal closed", SAVED, ("terminal", "pipe", "terminal"), hang_up="step"),
-    Case("2>&1 | head -1, two processes", RAN_ON, ("terminal", "pipe", "pipe"), nproc=2),
-    Case("stdin, stdout and stderr closed", RAN_ON, ("closed", "closed", "closed")),
-    Case(
-        "status, samples and plots cannot be written",
-        RAN_ON,
-        prepare=block_files,
-        words=("log.plots=true",),
-    ),
-    Case("a locale without UTF-8, a dumb terminal", RAN_ON, environment=ASCII | {"TERM": "dumb"}),
-)
+CASES_OF_ENDS = """
+saved:
+  terminal closed in a step: {hang_up: step}
+  terminal closed in an evaluation: {hang_up: validate}
+  terminal closed while a checkpoint is written: {hang_up: draft}
+  terminal closed, two processes: {hang_up: step, nproc: 2}
+  "| head -1, terminal closed": {streams: [terminal, pipe, terminal], hang_up: step}
+ran on:
+  nohup, terminal closed: {hang_up: step, nohup: true}
+  dead terminal without a signal: {hang_up: step, controls: false}
+  dead terminal before the first line: {hang_up: start, controls: false}
+  output to /dev/full: {streams: ["null", full, full]}
+  output to /dev/full, two processes: {streams: ["null", full, full], nproc: 2}
+  2>&1 | head -1, two processes: {streams: [terminal, pipe, pipe], nproc: 2}
+  stdin, stdout and stderr closed: {streams: [closed, closed, closed]}
+  status, samples and plots cannot be written: {has_blocked_files: true}
+  a locale without UTF-8, a dumb terminal:
+    environment: {LC_ALL: C, PYTHONUTF8: "0", PYTHONIOENCODING: ascii, PYTHONCOERCECLOCALE: "0", TERM: dumb}
+"""
+CASES = [
+    Case(name, end, **options)
+    for end, cases in yaml.safe_load(CASES_OF_ENDS).items()
+    for name, options in cases.items()
+]
 
 
 class Terminal:
@@ -171,8 +173,9 @@ def start(case: Case, words: Sequence[str], streams: Sequence[int], terminal: Te
 def disturb(case: Case, recipe: Path, out: Path) -> int:
     """Run a case to its end; return the exit code."""
     words = command(recipe, out, case.layout, case.words)
-    if case.prepare:
-        case.prepare(words, out)
+    if case.has_blocked_files:
+        block_files(out)
+        words.append("log.plots=true")
     terminal = Terminal()
     try:
         with open_streams(case, terminal) as streams:
