@@ -140,6 +140,17 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(beats: Heartbeat, tmp_p
     assert Watchdog(tmp_path, [0], 1).read(0)[1:] == (2, "step")
 
 
+# Phase, step, seconds that it takes, and its limit.
+LIMITS = """
+step 80 3.0 8.0
+step 81 0.1 15.0
+validate 81 100.0 inf
+step 82 0.1 15.0
+validate 83 1.0 500.0
+save 83 1.0 300.0
+"""
+
+
 @pytest.mark.fault(48)
 def test_limits_follow_what_was_measured(
     beats: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,12 +173,9 @@ def test_limits_follow_what_was_measured(
     assert limits == [inf, inf, inf, 450.0]
     for step in range(4, 80):
         limit_after("step", step, 0.1)
-    assert limit_after("step", 80, 3.0) == 8.0
-    assert limit_after("step", 81, 0.1) == 15.0
-    assert limit_after("validate", 81, 100.0) == inf
-    assert limit_after("step", 82, 0.1) == 15.0
-    assert limit_after("validate", 83, 1.0) == 500.0
-    assert limit_after("save", 83, 1.0) == 300.0
+    for line in LIMITS.strip().splitlines():
+        phase, number, seconds, limit = line.split()
+        assert limit_after(phase, int(number), float(seconds)) == float(limit), line
     limit_after("step", 84, 0.0)
     with beats.during("save", 84):
         assert limit_after("save", 84, 70.0) == 300.0

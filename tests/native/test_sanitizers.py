@@ -12,6 +12,7 @@ from megatoken.native import build
 from megatoken.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
 from megatoken.system.machine import find_compiler
 from tests.native.conftest import EMULATED_AMX, FOLDER
+from tests.processes import HANG_SECONDS
 
 MEMORY = "address,undefined"
 DRIVERS = [
@@ -38,7 +39,7 @@ def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str,
     if not program.exists():
         options = *options, f"-fsanitize={sanitizers}"
         compile_driver([compiler, *build.OPTIONS, *options], source, program)
-    result = subprocess.run([program], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=HANG_SECONDS)
     if "unexpected memory mapping" in result.stderr:
         pytest.skip("this kernel maps memory where the thread sanitizer keeps its own")
     assert (result.returncode, result.stderr, result.stdout) == (0, "", output)

@@ -40,7 +40,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_a_child_dies_with_its_parent(tmp_path: Path):
     log = tmp_path / "pid"
-    child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(9999)"
     parent = "import time; from pathlib import Path; from megatoken.system.process import Child; "
     parent += f"Child({python_command(child)!r}, stdout=Path({str(log)!r})); time.sleep(100)"
     with subprocess.Popen(python_command(parent), start_new_session=True) as process:
