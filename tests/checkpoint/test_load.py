@@ -33,15 +33,7 @@ from megatoken.model.gpt import GPT
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.processes import HANG_SECONDS, wait_until
-from tests.tiny_model import (
-    CPU,
-    TINY_GPT,
-    TINY_LLAMA,
-    tiny_batch,
-    tiny_rows,
-    tiny_state,
-    tiny_step_config,
-)
+from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
 from tests.tiny_run import flip_bit
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -168,7 +160,6 @@ def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path
     resumed = new_state(optimizer, seed=99)
     restore_state(saved, manifest, resumed)
     assert resumed.step == steps
-    assert manifest.meta["dataset"] == "d"
     for each in (state, resumed):
         for step in range(steps, steps + 3):
             train_step(each, tiny_step_config(), CPU, tiny_batch(step))
@@ -294,15 +285,8 @@ def test_optimizer_state_is_resharded_like_its_parameters(optimizer: str, tmp_pa
     resume(resaved, [new_state(optimizer, seed=7), *two])
 
 
-def test_load_checkpoint_model(tmp_path: Path):
-    """The names of the manifest are a file format: old checkpoints have them."""
-    model_config = replace(TINY_LLAMA, tie_embeddings=False, rope_factor=2.0)
-    state = tiny_state(model_config=model_config)
-    saved, manifest = save(state, tmp_path)
-    model = load_checkpoint_model(saved, manifest)
-    assert model.config == model_config
-    inputs, _ = tiny_rows()
-    assert torch.equal(model(inputs), state.model(inputs))
+def test_the_shape_in_a_manifest_keeps_its_names(tmp_path: Path):
+    """They are a file format: old checkpoints have them."""
     names = (
         "n_layer n_head n_kv_head d_model d_ff vocab_size seq_len norm norm_eps positions rope_theta "
         "rope_factor rope_low rope_high rope_context mlp bias tied vocab_multiple qk_norm "
@@ -310,7 +294,7 @@ def test_load_checkpoint_model(tmp_path: Path):
         "value_head head_dim norm_position rope_scaling rope_attention rope_local_theta "
         "nope_interval bias_in qk_norm_over embedding_scale lora_rank lora_alpha smear backout"
     )
-    assert set(manifest.meta["shape"]) == set(names.split())
+    assert {*save(tiny_state(), tmp_path)[1].meta["shape"]} == {*names.split()}
 
 
 def test_the_loss_scale_is_halved_by_an_overflow_and_restored_or_keeps_its_start(tmp_path: Path):

@@ -94,6 +94,5 @@ def collect_ranks(
 
 
 def _write_answer(rank: int, work: Callable[..., dict[str, Any]], folder: Path) -> None:
-    dist_env = read_dist_env()
-    answer = json.dumps(work(dist_env, folder))
-    (folder / f"{rank} of {dist_env.world_size}.json").write_text(answer)
+    env = read_dist_env()
+    (folder / f"{rank} of {env.world_size}.json").write_text(json.dumps(work(env, folder)))

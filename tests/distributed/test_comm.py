@@ -32,14 +32,13 @@ def test_ranks_that_do_not_meet(
     monkeypatch.setattr(comm, "JOIN_SECONDS", 1)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1] if is_taken else find_free_port()
-        dist_env = DistEnv(rank=rank, world_size=2, local_rank=0, local_world_size=1, port=port)
+        dist_env = DistEnv(rank=rank, world_size=2, port=port)
         with pytest.raises(PeerError, match=reason), join_process_group(dist_env, "cpu"):
             pass
 
 
 def join_often(rank: int, port: int) -> None:
     """Join again and again at one address, as a program does that trains twice."""
-    pytest.MonkeyPatch().setattr(comm, "JOIN_SECONDS", 20)
     dist_env = replace(read_dist_env(), port=port)
     for _ in range(20):
         with join_process_group(dist_env, "cpu") as two:
@@ -60,7 +59,7 @@ def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pyt
 
 def join_at(port: int) -> None:
     pytest.MonkeyPatch().setattr(comm, "ANSWER_SECONDS", 1)
-    dist_env = DistEnv(rank=1, world_size=2, local_world_size=1, port=port)
+    dist_env = DistEnv(rank=1, world_size=2, port=port)
     with join_process_group(dist_env, "cpu"):
         pass
 

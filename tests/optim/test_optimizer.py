@@ -31,12 +31,6 @@ def build_sgd(
     return torch.optim.SGD(groups, lr=optim.lr, momentum=0.9)
 
 
-@pytest.fixture
-def sgd() -> str:
-    register_optimizer("test-sgd", OptimizerSpec(build=build_sgd, bytes_per_param=4))
-    return "test-sgd"
-
-
 def test_adamw_takes_every_setting_and_decays_matrices_only():
     optim = OptimConfig(lr=3e-4, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
     matrices, vectors = build_optimizer(small_model(), optim).param_groups
@@ -46,13 +40,11 @@ def test_adamw_takes_every_setting_and_decays_matrices_only():
     assert [param.shape for param in vectors["params"]] == 3 * [(6,)]
 
 
-def test_a_registered_optimizer_is_counted(sgd: str):
+def test_a_registered_optimizer_is_counted_and_group_rates_keep_their_ratio_to_the_schedule():
+    register_optimizer("test-sgd", OptimizerSpec(build=build_sgd, bytes_per_param=4))
     model = ModelConfig(n_layer=2, n_head=2, d_model=32, vocab_size=128, seq_len=16).resolve(0)
-    assert 2 * count_optimizer_bytes(sgd, model) == count_optimizer_bytes("adamw", model) > 0
-
-
-def test_group_rates_keep_their_ratio_to_the_schedule(sgd: str):
-    optimizer = build_optimizer(small_model(), OptimConfig(name=sgd, lr=0.5))  # type: ignore[arg-type]
+    assert 2 * count_optimizer_bytes("test-sgd", model) == count_optimizer_bytes("adamw", model) > 0
+    optimizer = build_optimizer(small_model(), OptimConfig(name="test-sgd", lr=0.5))  # type: ignore[arg-type]
     assert rates_of(optimizer) == [0.5, 0.05]
     set_lr(optimizer, 0.2)
     assert rates_of(optimizer) == pytest.approx([0.2, 0.02])

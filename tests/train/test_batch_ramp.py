@@ -1,7 +1,9 @@
 """A batch that grows: the same curve on any number of processes, resumed, and without the batches that are skipped."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatoken.config.batch_ramp import BatchRamp
@@ -43,13 +45,12 @@ def test_tokens_and_warm_up_follow_the_sizes_and_skipped_batches_leave_theirs_ou
 def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path):
     write_shards(tmp_path)
     tokens = load_dataset(tmp_path / "train_0.npy", external_tokenizer="bytes").train
-    fixed = {"seq_len": 16, "seed": 3}
-    flat = DataLoader(tokens, batch_size=12, **fixed)
-    ramped = DataLoader(tokens, batch_size=12, ramp=BatchRamp(48, 192, 1000), **fixed)
-    entries = [window for step in range(5) for window in list_windows(flat, step)]
-    assert [len(list_windows(ramped, step)) * 16 for step in range(12)] == SIZES
-    assert [window for step in range(10) for window in list_windows(ramped, step)] == entries[
-        : sum(SIZES[:10]) // 16
-    ]
+    fixed: dict[str, Any] = {"seq_len": 16, "seed": 3, "batch_size": 12}
+    ramp = BatchRamp(48, 192, 1000)
+    flat, ramped = (DataLoader(tokens, **fixed, ramp=each) for each in (None, ramp))
+    entries = np.concatenate([list_windows(flat, step) for step in range(5)])
+    windows = [list_windows(ramped, step) for step in range(12)]
+    assert [len(each) * 16 for each in windows] == SIZES
+    assert np.array_equal(np.concatenate(windows[:10]), entries[: sum(SIZES[:10]) // 16])
     with pytest.raises(ConfigError):
-        DataLoader(tokens, batch_size=12, ramp=BatchRamp(48, 192, 1000), dp_size=2, **fixed)
+        DataLoader(tokens, **fixed, ramp=ramp, dp_size=2)

@@ -186,7 +186,7 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA])
 def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config: ModelConfig):
     """It repeats dropout."""
     plain, gelu, block = (kept_bytes(what, model_config) for what in ("none", "gelu", "block"))

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -110,23 +110,6 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
     assert_equal_tensors(tmp_path, clean)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a small disk with these options."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
-            pytest.skip("may not mount a disk here")
-        return folder
-
-    yield mount
-    if os.path.ismount(folder):
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.fault(8)
 def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
     settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,18 +123,25 @@ def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
 @pytest.mark.fault(18, 19)
 @pytest.mark.parametrize("options", ["size=4m", "size=64k", "ro,size=1m"])
 def test_a_small_a_full_and_a_read_only_disk_are_refused(
-    settings: str, options: str, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    settings: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """In 4 MB the tensors alone would fit."""
-    folder = disk(options)
-    if options == "size=64k":
-        with pytest.raises(OSError, match="No space left"):
-            (folder / "filler").write_bytes(b"x" * 100_000)
-    if options.startswith("ro"):
-        monkeypatch.setattr(pretrain, "build_train_state", lambda *_, **__: pytest.fail("built"))
-    monkeypatch.setattr(pretrain, "train_step_async", lambda *_: pytest.fail("a step was made"))
-    with pytest.raises(StorageError):
-        train(folder / "run", settings)
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a disk here")
+    try:
+        if options == "size=64k":
+            with pytest.raises(OSError, match="No space left"):
+                (tmp_path / "filler").write_bytes(b"x" * 100_000)
+        if options.startswith("ro"):
+            monkeypatch.setattr(
+                pretrain, "build_train_state", lambda *_, **__: pytest.fail("built")
+            )
+        monkeypatch.setattr(pretrain, "train_step_async", lambda *_: pytest.fail("a step was made"))
+        with pytest.raises(StorageError):
+            train(tmp_path / "run", settings)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def train_by_command(rank: int, settings: str, outs: list[Path]) -> None:

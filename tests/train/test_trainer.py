@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.config.fields import Duration
 from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.convert.export import export
@@ -28,20 +27,19 @@ from tests.tiny_run import assert_equal_tensors, read_column, read_losses, stop_
 
 @pytest.fixture(scope="module")
 def config(data: str) -> Config:
-    return tiny_run(f"{data} evaluate.every=6steps evaluate.tokens=256 save.every=0").config
+    return build_config(data)
+
+
+def build_config(data: str, *settings: str) -> Config:
+    own = "evaluate.every=6steps evaluate.tokens=256 save.every=0"
+    return tiny_run(data, own, *settings).config
 
 
 def fit(config: Config, out: Path, **options: Any) -> Summary:
     return Trainer(config, out, console=Console(quiet=True), **options).fit()
 
 
-def change(config: Config, section: str, **values: object) -> Config:
-    return replace(config, **{section: replace(getattr(config, section), **values)})
-
-
-def test_a_finished_run_was_not_stopped(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_finished_run_was_not_stopped(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The time limit passes after the last action."""
     clock = SimpleNamespace(monotonic=time.monotonic)
     monkeypatch.setattr(preemption, "time", clock)
@@ -52,7 +50,7 @@ def test_a_finished_run_was_not_stopped(
         report_end(*arguments)
 
     monkeypatch.setattr(pretrain, "report_end", pass_time)
-    summary = fit(change(config, "save", time_limit="9h"), tmp_path / "run")
+    summary = fit(build_config(data, "save.time_limit=9h"), tmp_path / "run")
     assert (summary.code, summary.reason, summary.tokens) == (ExitCode.DONE, "", 12 * 192)
 
 
@@ -87,7 +85,7 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_validation_and_samples_do_not_recompile_the_blocks(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compiled: list[bool] = []
 
@@ -100,8 +98,8 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
             block.compile(backend=keep_graph)
 
     monkeypatch.setattr(compilation, "_compile_blocks", compile_blocks)
-    compiling = change(config, "machine", compile="blocks", gemm_backend="torch")
-    fit(change(compiling, "sample", every=Duration(6), at_start=True, tokens=4), tmp_path / "run")
+    sampling = "sample.every=6 sample.at_start=true sample.tokens=4"
+    fit(build_config(data, sampling, "machine.compile=blocks"), tmp_path / "run")
     assert compiled
     assert all(compiled)
 
@@ -138,7 +136,7 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
 
     model = build()
     with pytest.raises(ConfigError):
-        Trainer(change(config, "budget", batch_tokens=100), tmp_path / "run")
+        Trainer(replace(config, budget=replace(config.budget, batch_tokens=100)), tmp_path / "run")
     for options in (
         {"model": model, "nproc": 2},
         {"optimizer": momentum_sgd(model)},
@@ -160,16 +158,15 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config
         fit(config, out, model=model, optimizer=slow)
 
 
-def test_registered_attention_is_a_setting_that_checkpoints_record(config: Config, tmp_path: Path):
+def test_registered_attention_is_a_setting_that_checkpoints_record(data: str, tmp_path: Path):
     def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return explicit_attention(q / 2, k, v, **options)
 
     register_attention("test-halved", halved)
     flash, out = tmp_path / "flash", tmp_path / "halved"
-    other = change(config, "machine", attention="test-halved")
-    assert tiny_run("machine.attention=test-halved").config.machine == other.machine
+    config = build_config(data)
     fit(config, flash, callbacks=[stop_at(3)])
-    fit(other, out, callbacks=[stop_at(3)])
+    fit(build_config(data, "machine.attention=test-halved"), out, callbacks=[stop_at(3)])
     assert read_losses(out) != read_losses(flash)
     with pytest.raises(ConfigError, match=r"machine\.attention"):
         fit(config, out)
@@ -182,18 +179,17 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
 
 
 def test_attention_without_masks_is_refused_before_the_first_step(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # gone afterwards
     register_attention("test-causal", explicit_attention, supports_mask=False)
-    sampling = change(config, "sample", every=Duration(1))
     with pytest.raises(ConfigError):
-        fit(change(sampling, "machine", attention="test-causal"), tmp_path / "run")
+        fit(build_config(data, "sample.every=1 machine.attention=test-causal"), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_two_processes_started_from_python_train_as_one(config: Config, tmp_path: Path):
-    short = change(config, "budget", steps=2)
+def test_two_processes_started_from_python_train_as_one(data: str, tmp_path: Path):
+    short = build_config(data, "budget.steps=2")
     alone, split = (fit(short, tmp_path / str(nproc), nproc=nproc) for nproc in (1, 2))
     assert (split.code, split.steps, split.tokens) == (ExitCode.DONE, 2, alone.tokens)
     assert split.loss == pytest.approx(alone.loss, rel=1e-6)
