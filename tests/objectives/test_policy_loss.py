@@ -26,7 +26,7 @@ def test_group_advantages_are_standard_scores_and_0_without_a_difference():
     for row, found in zip(rewards.tolist(), group_advantages(rewards).tolist(), strict=True):
         mean, deviation = statistics.mean(row), statistics.stdev(row)
         assert found == pytest.approx([(r - mean) / (deviation + 1e-4) for r in row], abs=1e-12)
-    equal = torch.full((1, 3), 0.1)  # whose mean is rounded
+    equal = torch.full((1, 3), 0.1, dtype=torch.float64)  # whose mean is rounded
     assert group_advantages(equal).tolist() == [[0.0, 0.0, 0.0]]
     assert (has_difference(rewards).all(), has_difference(equal).any()) == (True, False)
 

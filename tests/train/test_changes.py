@@ -59,7 +59,6 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path):
     for key, old in flatten(OLD).items():
         (change,) = list_changes(OLD, with_value(OLD, key, another(FIELDS[key], old)))
         assert change.key == key
-        assert change.old != change.new
         # Another dataset is refused when it is opened.
         resume = "free" if key in ("data.path", "model.preset") else resume_class(key)
         for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):

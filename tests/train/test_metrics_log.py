@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatoken.errors import DataError, MegatokenError, StorageError
 from megatoken.system.atomic_write import replace_file
 from megatoken.system.metrics_log import START, MetricsLogger, read_metrics, read_new_rows
+from tests.processes import HANG_SECONDS
 from tests.ranks import FORKS, start_process
 
 
@@ -24,7 +25,7 @@ def hold(folder: Path, answers: "Queue[str]") -> None:
     try:
         with MetricsLogger.open(folder):
             answers.put(str(os.getpid()))
-            time.sleep(10_000)
+            time.sleep(HANG_SECONDS)
     except MegatokenError:
         answers.put("refused")
 
@@ -129,7 +130,7 @@ def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path):
     answers = FORKS.Queue()
     processes = [start_process(hold, tmp_path, answers) for _ in range(3)]
     try:
-        (owner,) = {answers.get(timeout=1200) for _ in processes} - {"refused"}
+        (owner,) = {answers.get(timeout=HANG_SECONDS) for _ in processes} - {"refused"}
         with pytest.raises(StorageError, match=f"pid {owner} on "):
             MetricsLogger.open(tmp_path)
         (tmp_path / ".owner.json").unlink()

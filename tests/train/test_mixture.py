@@ -26,13 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def mixed(folder: Path) -> str:
-    return (
-        f"data.path={folder}/letters:0.75,{folder}/digits:0.25 evaluate.every=6 evaluate.tokens=256"
-    )
-
-
 def test_batches_have_the_shares_of_their_sources(folder: Path):
     mixture = load_mixture(f"{folder}/letters:3,{folder}/digits:1", external_tokenizer="bytes")
     assert [part.share for part in mixture.parts] == [0.75, 0.25]
@@ -45,10 +38,9 @@ def test_batches_have_the_shares_of_their_sources(folder: Path):
         assert n_digits == pytest.approx(3 * (step + 1), abs=3)
 
 
-def test_each_source_is_validated_and_the_mean_has_the_weights(
-    folder: Path, mixed: str, tmp_path: Path
-):
-    train(tmp_path / "run", mixed)
+def test_each_source_is_validated_and_the_mean_has_the_weights(folder: Path, tmp_path: Path):
+    mixed = f"data.path={folder}/letters:0.75,{folder}/digits:0.25"
+    train(tmp_path / "run", mixed, "evaluate.every=6 evaluate.tokens=256")
     rows = read_rows(tmp_path / "run", "val")
     assert [row["step"] for row in rows] == [0, 6, 12]
     for row in rows:
@@ -60,7 +52,7 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
         train(tmp_path / "run", f"data.path={folder}/letters:0.5,{folder}/digits:0.5")
 
 
-def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Path):
+def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text of letters, and more of it " * 50)
     bpe, letters, digits = tmp_path / "bpe", folder / "letters", folder / "digits"
     # The last two: what the error recommends, and the tokenizer's file, which has another name.
@@ -83,7 +75,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, mixed: str, tmp_path: Pat
         with pytest.raises(ConfigError):
             load_mixture(weighted)
     with pytest.raises(ConfigError):
-        train(tmp_path / "run", mixed, "data.order=sequential")
+        train(tmp_path / "run", f"data.path={letters}:0.75,{digits}:0.25 data.order=sequential")
 
 
 def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path):
