@@ -84,14 +84,6 @@ def newest_step(out: Path) -> int:
     return max(list_steps(out / "checkpoints"), default=0)
 
 
-def flip_bit(path: Path, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
-
-
 def read_tensors(out: Path) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer's state of the newest checkpoint, by file and name."""
     folder = step_folder(out / "checkpoints", newest_step(out))

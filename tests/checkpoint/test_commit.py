@@ -16,7 +16,7 @@ from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.commit import commit, find_newest, list_steps, prune, remove_leftovers
 from megatoken.checkpoint.manifest import hash_file, verify
 from megatoken.errors import StorageError
-from tests.tiny_run import flip_bit
+from tests.flip import flip_bit
 
 ROOT = Path(__file__).parents[2]
 

@@ -32,9 +32,9 @@ from megatoken.errors import CheckpointError, ConfigError, MegatokenError, Stora
 from megatoken.model.gpt import GPT
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
+from tests.flip import flip_bit
 from tests.processes import HANG_SECONDS, wait_until
 from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
-from tests.tiny_run import flip_bit
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

@@ -35,6 +35,7 @@ from typing import Any
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.errors import ExitCode
 from megatoken.system.metrics_log import read_metrics
+from tests.flip import flip_bit
 from tests.processes import children, group_members
 from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
@@ -49,7 +50,7 @@ from tests.soak.tiny_job import (
     wait_for,
     write_recipe,
 )
-from tests.tiny_run import fingerprint, flip_bit, newest_step
+from tests.tiny_run import fingerprint, newest_step
 
 WORDS = "budget.steps=1000000 save.every=20 log.every=5 evaluate.every=100 sample.every=200"
 DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10

@@ -33,9 +33,9 @@ from safetensors.numpy import save_file
 from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.manifest import verify
 from megatoken.errors import ExitCode, MegatokenError
+from tests.flip import flip_bit
 from tests.soak.options import parse_options, report
 from tests.soak.strace import format_injection, run_traced, trace, try_points
-from tests.tiny_run import flip_bit
 
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN = "/soak-begins"

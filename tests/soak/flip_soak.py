@@ -23,10 +23,11 @@ from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import INPUTS_NAME
+from tests.flip import flip_bit
 from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import list_files
-from tests.tiny_run import flip_bit, write_shards
+from tests.tiny_run import write_shards
 
 STEPS = (1, 2)
 

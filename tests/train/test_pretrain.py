@@ -36,10 +36,10 @@ from megatoken.train.state import TrainState
 from megatoken.train.step import forward_loss
 from megatoken.train.train import Summary
 from tests import tiny_run
+from tests.flip import flip_bit
 from tests.ranks import start_process
 from tests.tiny_run import (
     fingerprint,
-    flip_bit,
     newest_step,
     read_column,
     read_events,

@@ -18,8 +18,9 @@ from megatoken.errors import CheckpointError, PeerError
 from megatoken.train import train as pretrain
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
+from tests.flip import flip_bit
 from tests.ranks import run_ranks
-from tests.tiny_run import flip_bit, read_column, read_events, read_losses, train
+from tests.tiny_run import read_column, read_events, read_losses, train
 
 
 class TwoRanks(Comm):
