@@ -301,7 +301,8 @@ def full_disk(chaos: Chaos) -> None:
 
     chaos.wait_for(has_failed)
     filler.unlink()
-    chaos.wait_for(lambda: last_logged(chaos) > first)
+    lost = last_logged(chaos)  # or a row later, which could not be written
+    chaos.wait_for(lambda: last_logged(chaos) > lost)
     chaos.full.append((first, last_logged(chaos)))
 
 
