@@ -1,5 +1,6 @@
 """A model, a device and a plan small enough to train in milliseconds: what many tests start from."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -89,6 +90,18 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the error's norm as a share of the exact values', which is 0 only if both are."""
     found, exact = found.detach().double(), exact.detach().double()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+def differentiate(
+    fn: Callable[..., torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    dy: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Return what a function computes of inputs, in their dtype or another, and its gradients."""
+    given = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in inputs]
+    y = fn(*given)
+    return [y.detach(), *torch.autograd.grad(y, given, None if dy is None else dy.to(y.dtype))]
 
 
 def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:

@@ -18,18 +18,22 @@ from megatoken.estimate.ladder import plan_rungs
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.published import LADDER
 from megatoken.system.gpus import GPUS
+from tests.tables import read_table
 
-MPT = {  # layers, heads and width
-    "125M": "12 12 768",
-    "350M": "24 16 1024",
-    "760M": "24 12 1536",
-    "1.3B": "24 16 2048",
-    "3B": "32 20 2560",
-    "7B": "32 32 4096",
-    "13B": "40 40 5120",
-}
-OLD = "PyTorch of 2022: FSDP without today's overlap, no FlashAttention"
-SLOW_ATTENTION = "its Triton attention of 2023 is slower at long contexts"
+# Layers, heads and width.
+MPT = """
+125M 12 12 768
+350M 24 16 1024
+760M 24 12 1536
+1.3B 24 16 2048
+3B 32 20 2560
+7B 32 32 4096
+13B 40 40 5120
+"""
+REASONS = """
+old PyTorch of 2022: FSDP without today's overlap, no FlashAttention
+attention its Triton attention of 2023 is slower at long contexts
+"""
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,22 @@ class Published:
 def mpt(name: str) -> ModelConfig:
     """Return a model of llm-foundry, GPT-3's shapes without biases: mpt-SIZE-CONTEXT."""
     _, size, seq_len = name.split("-")
-    n_layer, n_head, d_model = map(int, MPT[size].split())
+    n_layer, n_head, d_model = map(int, read_table(MPT)[size].split())
     sizes = {"n_layer": n_layer, "n_head": n_head, "d_model": d_model, "d_ff": 4 * d_model}
     return ModelConfig(**sizes, seq_len=int(seq_len), vocab_size=50368, bias=False)
 
 
 # The constants that rungs of published.LADDER set, by device and name.
-LADDER_SETS = {
-    "H100 fp32": "fp32 share",
-    "H100 compile": "host",
-    "H100 fused AdamW": "host",
-    "T4 fp32": "fp32 share",
-    "T4 fused AdamW": "products",
-    "A100-80GB fp32": "fp32 share",
-    "A100-80GB bf16": "explicit attention",
-    "A100-80GB fused AdamW": "products",
-}
+LADDER_SETS = """
+H100 fp32: fp32 share
+H100 compile: host
+H100 fused AdamW: host
+T4 fp32: fp32 share
+T4 fused AdamW: products
+A100-80GB fp32: fp32 share
+A100-80GB bf16: explicit attention
+A100-80GB fused AdamW: products
+"""
 # source | run | model | GPUs | micro-batch x steps | tokens/s | layout | constant or reason
 TABLE = """
 Journey | 1558M, 16 x 1,024, 8 a step | gpt2-1558m | 8 H100 | 16x8 |    320000
@@ -82,7 +86,7 @@ Composer | 1.3B, 1B tokens in 7.1 h | gpt3-1.3b | 8 A100-40GB |  4x8 |  39123.63
 Composer | 1.3B, 20B tokens in 1.5 days | gpt3-1.3b | 32 A100-40GB |  4x2 | 154320.99 | eager explicit block zero3 | old
 Composer | 1.3B, 1B tokens in 0.5 h | gpt3-1.3b | 128 A100-40GB |  2x1 | 555555.56 | eager explicit block zero3 | old
 foundry | 125M, context 1,024 | mpt-125M-1024 | 8 A100-80GB | 64x2 |   1251751 | eager zero3
-foundry | 125M, context 8,192 | mpt-125M-8192 | 8 A100-80GB |  8x2 |    723142 | eager zero3 | slow attention
+foundry | 125M, context 8,192 | mpt-125M-8192 | 8 A100-80GB |  8x2 |    723142 | eager zero3 | attention
 foundry | 350M, context 2,048 | mpt-350M-2048 | 8 A100-80GB | 32x2 |    470263 | eager zero3
 foundry | 760M, context 2,048 | mpt-760M-2048 | 8 A100-80GB | 24x2 |    259472 | eager zero3
 foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 8 A100-80GB | 14x4 |    164109 | eager zero3
@@ -97,7 +101,7 @@ foundry | 760M, context 2,048 | mpt-760M-2048 | 8 H100 | 24x2 |    505177 | eage
 foundry | 1.3B, context 1,024 | mpt-1.3B-1024 | 8 H100 | 18x4 |    391287 | eager zero3
 foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 8 H100 | 14x1 |    363645 | eager zero3
 foundry | 1.3B, context 2,048 | mpt-1.3B-2048 | 256 H100 | 12x1 |  10894207 | eager zero3 | waiting
-foundry | 3B, context 8,192 | mpt-3B-8192 | 8 H100 |  3x6 |    132626 | eager zero3 | slow attention
+foundry | 3B, context 8,192 | mpt-3B-8192 | 8 H100 |  3x6 |    132626 | eager zero3 | attention
 foundry | 3B, context 2,048 | mpt-3B-2048 | 512 H100 |  8x1 |  11092218 | eager zero3
 foundry | 7B, context 2,048 | mpt-7B-2048 | 8 H100 |  6x1 |     85144 | eager zero3 | products
 foundry | 7B, context 2,048 | mpt-7B-2048 | 512 H100 |  6x1 |   4951479 | eager zero3
@@ -109,16 +113,15 @@ modded | 124M, 64 x 1,024, plain GPT | gpt2-124m | 8 H100 | 64x1 |   3696000
 torchtitan | LLaMA 3.1 8B, context 8,192 | llama3-8b | 8 H100 |  1x1 |     46080 | eager block zero3
 torchtitan | the same, compiled | llama3-8b | 8 H100 |  1x1 |     53360 | block zero3
 """
-LAYOUT_WORDS = {
-    "precision": "fp32 tf32 fp16",
-    "program": "eager fused",
-    "attention": "explicit",
-    "adamw": "foreach",
-    "sharding": "zero1 zero3",
-    "checkpointing": "gelu block",
-}
-LAYOUT_FIELDS = {word: field for field, words in LAYOUT_WORDS.items() for word in words.split()}
-REASONS = {"old": OLD, "slow attention": SLOW_ATTENTION}
+LAYOUT_FIELDS = """
+eager program
+fused program
+explicit attention
+zero1 sharding
+zero3 sharding
+gelu checkpointing
+block checkpointing
+"""
 
 
 def read_row(line: str) -> Published:
@@ -130,10 +133,11 @@ def read_row(line: str) -> Published:
     if source in ("llm.c", "foundry"):
         layout = replace(layout, gradient_bytes=2)
     for word in words.split():
-        layout = replace(layout, **{LAYOUT_FIELDS[word]: word})
+        layout = replace(layout, **{read_table(LAYOUT_FIELDS)[word]: word})
     config = PRESETS[model] if model in PRESETS else mpt(model)
     predicted = estimate_step(config, GPUS[gpu], layout).tokens_per_second
-    sets, reason = ("", REASONS[note]) if note in REASONS else (note, "")
+    reason = read_table(REASONS).get(note, "")
+    sets = "" if reason else note
     return Published(source, what, int(count), gpu, float(rate), predicted, sets, reason)
 
 
@@ -141,6 +145,7 @@ def read_ladder(device: str) -> list[Published]:
     """Return the published rungs of a device, with predictions of the same settings and batches."""
     rungs = [rung for rung in LADDER if rung.device == device]
     config = resolve_preset("gpt2-124m", ()).config
+    sets = dict(line.split(": ") for line in LADDER_SETS.strip().splitlines())
     rows = plan_rungs(config, PRESETS["gpt2-124m"], GPUS[device], rungs)
     return [
         Published(
@@ -150,7 +155,7 @@ def read_ladder(device: str) -> list[Published]:
             device,
             row["published"],
             row["tokens_per_second"],
-            sets=LADDER_SETS.get(f"{device} {rung.name}", ""),
+            sets=sets.get(f"{device} {rung.name}", ""),
         )
         for rung, row in zip(rungs, rows, strict=True)
     ]

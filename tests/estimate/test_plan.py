@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatoken.cli.arguments import parse
-from megatoken.cli.main import main
 from megatoken.cli.recipe import find_model
 from megatoken.config.load import load_config
 from megatoken.config.model_config import ModelConfig
@@ -18,18 +17,14 @@ from megatoken.config.schema import Config
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 from megatoken.estimate.compute_optimal import fitted_loss, split_compute
-from megatoken.estimate.plan import (
-    Plan,
-    count_evaluated_tokens,
-    find_deadline,
-    plan_run,
-    scale_gpus,
-)
+from megatoken.estimate.plan import Plan, count_evaluated_tokens, plan_run, scale_gpus
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import GPUS
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
 from tests.convert.models import TINY_GPT, draw_model, save_run
+from tests.tables import read_table
+from tests.tiny_run import write_jsonl
 
 A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
@@ -73,13 +68,11 @@ def test_what_makes_it_fit():
         assert plan_recipe(published).fits
 
 
-@pytest.mark.parametrize(
-    "words", ["gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"]
-)
-def test_nothing_is_recomputed_that_fits(words: str):
+def test_nothing_is_recomputed_that_fits():
     """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
-    layout = plan_recipe(words).layout
-    assert (layout.micro_steps, layout.checkpointing) == (1, "none")
+    for words in ("gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"):
+        layout = plan_recipe(words).layout
+        assert (layout.micro_steps, layout.checkpointing) == (1, "none"), words
 
 
 def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
@@ -93,8 +86,9 @@ def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
 
 
 def test_what_does_not_fit_has_no_price(ask: Ask):
-    answer = ask("plan gpt3-175b --gpus 8xH100")
-    assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
+    answer = ask("plan gpt3-175b --gpus 8xH100 --deadline 1h")
+    keys = ("hours", "gpu_hours", "dollars", "energy_kwh", "deadline")
+    assert [answer[key] for key in keys] == [None] * 5
     assert answer["fewest_gpus"] == 48
     fitting = [gpus for gpus in (32, 48, 1024) if plan_recipe(f"gpt3-175b {gpus}xH100").fits]
     assert fitting == [48, 1024]  # 32 is the next divisor of 1,536 sequences
@@ -128,21 +122,22 @@ def test_muon_adds_its_products_to_the_optimizer():
     assert eight == pytest.approx(one / 8)
 
 
-PROGRAMS = {  # precision and program, by GPU and machine.precision
-    "T4 fp32": ("fp32", "compiled"),  # no TF32 before Ampere
-    "V100-32GB fp32": ("fp32", "compiled"),
-    "T4 bf16": ("bf16", "compiled"),  # emulated
-    "RTX-3090 fp32": ("tf32", "compiled"),
-    "P100 auto": ("fp32", "eager"),
-    "GTX-1080Ti auto": ("fp32", "eager"),
-}
+# GPU, machine.precision; precision, program. Before Ampere there is no TF32, and bf16 is emulated.
+PROGRAMS = """
+T4 fp32 fp32 compiled
+V100-32GB fp32 fp32 compiled
+T4 bf16 bf16 compiled
+RTX-3090 fp32 tf32 compiled
+P100 auto fp32 eager
+GTX-1080Ti auto fp32 eager
+"""
 
 
-@pytest.mark.parametrize("row", PROGRAMS)
+@pytest.mark.parametrize("row", PROGRAMS.strip().splitlines())
 def test_products_in_a_precision_that_the_card_lacks_are_fp32(row: str):
-    gpu, given = row.split()
+    gpu, given, *expected = row.split()
     plan = plan_recipe(f"shakespeare 1x{gpu} machine.micro_batch=1 machine.precision={given}")
-    assert (plan.layout.precision, plan.layout.program) == PROGRAMS[row]
+    assert [plan.layout.precision, plan.layout.program] == expected
     plain = estimate_step(plan.model, plan.gpu, replace(plan.layout, precision="fp32"))
     assert (plan.step.products == plain.products) == (plan.layout.precision != "tf32")
 
@@ -152,15 +147,6 @@ def test_the_form_of_adamw_counts():
     for given, counted in {"auto": "fused", "loop": "foreach", "foreach": "foreach"}.items():
         plan = plan_recipe(f"shakespeare 1xH100 machine.adamw={given}")
         assert plan.step == estimate_step(plan.model, H100, Layout(program="fused", adamw=counted))
-
-
-def test_deadline_is_the_fewest_gpus():
-    config, model = read_model("gpt2-124m")
-    plan = find_deadline(config, model, A100, 2.0)
-    assert plan is not None
-    fewer = plan_run(config, model, A100, plan.layout.gpus // 2)
-    assert plan.hours <= 2.0 < fewer.hours
-    assert find_deadline(config, model, A100, 0.01) is None
 
 
 def test_compute_optimal_split():
@@ -224,7 +210,9 @@ def test_json_of_the_command(ask: Ask):
     assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
     rate = answer["tokens_per_second"]
     assert answer["tokens_per_second_low"] < rate < answer["tokens_per_second_high"]
-    assert answer["deadline"]["hours"] <= 60
+    gpus, hours = (answer["deadline"][key] for key in ("gpus", "hours"))
+    fewer = plan_recipe(f"gpt3-1.3b {gpus // 2}xA100-40GB", tokens=answer["tokens"])
+    assert hours <= 60 < fewer.hours
     assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
     family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
     assert {name: row["tokens"] for name, (row,) in answer["family"].items()} == {
@@ -244,13 +232,13 @@ def test_a_family_on_several_gpu_counts_at_fixed_tokens_and_two_prices(ask: Ask)
     assert plan.dollars == [1.5 * plan.gpu_hours, 5 * plan.gpu_hours]
 
 
-LADDERS = {
-    "H100": "fp32, TF32 alone, bf16, flash attention, compile, fused AdamW, TF32 on top",
-    "T4": "fp32, fp16, compile, flash attention, padded vocabulary, fused AdamW",
-    "L4": "fp32, TF32 alone, bf16, flash attention, compile, fused AdamW",
-    "V100-32GB": "fp32, fp16, compile, flash attention, fused AdamW",
-    "P100": "fp32, flash attention, fused AdamW",
-}
+LADDERS = read_table("""
+H100 fp32, TF32 alone, bf16, flash attention, compile, fused AdamW, TF32 on top
+T4 fp32, fp16, compile, flash attention, padded vocabulary, fused AdamW
+L4 fp32, TF32 alone, bf16, flash attention, compile, fused AdamW
+V100-32GB fp32, fp16, compile, flash attention, fused AdamW
+P100 fp32, flash attention, fused AdamW
+""")
 
 
 @pytest.mark.parametrize("gpu", LADDERS)
@@ -313,40 +301,37 @@ def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
     assert {row["hours"] for row in answer["scaling"]} == {None}
 
 
-def test_an_output_has_one_speedup_and_one_time(capsys: pytest.CaptureFixture[str]):
+def test_an_output_has_one_speedup_and_one_time(call: Call):
     """The family's rows are relative to one GPU, as the run's. The head adds the ramp's time."""
-    assert (
-        main(["plan", "gpt3-1.3b", "--gpus", "128xA100-40GB", "--tokens", "1e9"]) == ExitCode.DONE
-    )
-    printed = capsys.readouterr().out
+    _, printed, _ = call("plan gpt3-1.3b --gpus 128xA100-40GB --tokens 1e9")
     rate = f"{plan_recipe('gpt3-1.3b 128xA100-40GB').tokens_per_second:,.0f}"
     first, second = re.findall(rf" 128 +([\d.]+) +{rate} +[\d.]+% +(\w+) ", printed)
     assert first == second
     assert f"{first[1]}, with the batch ramp" in printed
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "gpt2-124m",
-        "gpt2-124m --gpus 8xA10000",
-        "gpt2-124m --gpus 7xH100",
-        "gpt2-124m --gpus 8xH100 --price nan",
-        "gpt2-124m --gpus 8xH100 --budget 0.01",
-        "gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9",
-        "gpt2-124m --gpus 8xT4 --budget 5",
-        "gpt2-124m --gpus 8xH100 --deadline 5",
-        "gpt2-124m --gpus 8xH100 --tokens 0",
-        "gpt2-124m --gpus 8xH100 --plot plan.foo",
-        "gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h",
-        "gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256",
-        "--gpus 8xH100 --budget 5000",
-        "gpt3-175b --gpus 1000xH100",
-    ],
-)
-def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", *words.split()]) == ExitCode.CONFIG
-    assert capsys.readouterr().err.count("\n") == 1
+REFUSED = """
+gpt2-124m
+gpt2-124m --gpus 8xA10000
+gpt2-124m --gpus 7xH100
+gpt2-124m --gpus 8xH100 --price nan
+gpt2-124m --gpus 8xH100 --budget 0.01
+gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9
+gpt2-124m --gpus 8xT4 --budget 5
+gpt2-124m --gpus 8xH100 --deadline 5
+gpt2-124m --gpus 8xH100 --tokens 0
+gpt2-124m --gpus 8xH100 --plot plan.foo
+gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h
+gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256
+--gpus 8xH100 --budget 5000
+gpt3-175b --gpus 1000xH100
+"""
+
+
+@pytest.mark.parametrize("words", REFUSED.strip().splitlines())
+def test_refused_commands(words: str, call: Call):
+    code, _, printed = call(f"plan {words}")
+    assert (code, printed.count("\n")) == (ExitCode.CONFIG, 1)
 
 
 def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
@@ -372,16 +357,14 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
 
 
 def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, call: Call
 ):
     run, data, rows = tmp_path / "run", tmp_path / "data", tmp_path / "rows.jsonl"
     save_run(run, draw_model())
-    rows.write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400)))
-    prepare = f"prepare {rows} --out {data} --val-fraction 0.1 --tokenizer bytes --context 24"
+    write_jsonl(rows, [{"prompt": f"{n}", "completion": "b"} for n in range(400)])
+    call(f"prepare {rows} --out {data} --val-fraction 0.1 --tokenizer bytes --context 24")
     plan = f"plan sft --gpus 1xA100-80GB --json model.init={run} data.path={data}"
-    for words in (prepare, f"{plan} budget.batch_tokens=240"):
-        assert main(words.split()) == ExitCode.DONE
-    printed = capsys.readouterr()
+    _, answer, printed = call(f"{plan} budget.batch_tokens=240")
     n_rows = load_dataset(data).manifest.tokens("train") // 25
-    assert json.loads(printed.out.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
-    assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed.err
+    assert json.loads(answer.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
+    assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed

@@ -1,6 +1,5 @@
 """Laws are found again from losses that follow them; runs that fix no law are refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +7,13 @@ import numpy as np
 import pytest
 
 from megatoken.checkpoint.manifest import CheckpointManifest, encode_manifest, encode_model_config
-from megatoken.cli.main import main
 from megatoken.errors import DataError, ExitCode
 from megatoken.estimate.scaling_law import choose_terms, fit_law, interval, list_variables, resample
 from megatoken.model.flops import count_matmul_parameters
-from tests.conftest import Ask
+from megatoken.system.metrics_log import read_metrics
+from tests.conftest import Ask, Call
 from tests.tiny_model import TINY_GPT
+from tests.tiny_run import write_jsonl
 
 # Hoffmann et al. 2022, equation 10.
 E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
@@ -70,8 +70,7 @@ def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
     checkpoint = folder / "checkpoints" / "step-00000007"
     checkpoint.mkdir(parents=True)
     row = {"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0}
-    rows = (row, row | {"kind": "val", "loss": loss})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "metrics.jsonl", [row, row | {"kind": "val", "loss": loss}])
     (folder / "status.json").write_text('{"state": "done"}')
     facts = {"shape": encode_model_config(model), "tokenizer": "t", "dataset": "d"} | meta
     (checkpoint / "manifest.json").write_bytes(encode_manifest(CheckpointManifest(7, facts, {})))
@@ -100,43 +99,39 @@ def test_command_fits_holds_out_and_extrapolates(runs: str, tmp_path: Path, ask:
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("status.json", '{"state": "stopped"}'),
-        ("metrics.jsonl", '{"kind": "train", "step": 7, "tokens": 1}\n'),
-        ("metrics.jsonl", ""),
-        ("checkpoints", ""),
-    ],
-)
-def test_runs_that_do_not_count_are_refused(
-    runs: str, capsys: pytest.CaptureFixture[str], name: str, content: str
-):
+INCOMPLETE = """
+status.json {"state": "stopped"}
+metrics.jsonl {"kind": "train", "step": 7, "tokens": 1}
+metrics.jsonl {}
+checkpoints -
+"""
+
+
+@pytest.mark.parametrize("line", INCOMPLETE.strip().splitlines())
+def test_runs_that_do_not_count_are_refused(runs: str, call: Call, line: str):
+    name, content = line.split(maxsplit=1)
     path = Path(runs.split()[3]) / name
     if path.is_dir():
         path.rename(path.with_name("gone"))
     else:
-        path.write_text(content)
-    assert main(["scaling", *runs.split()]) == ExitCode.DATA
-    assert "w64-100000" in capsys.readouterr().err
+        path.write_text(f"{content}\n")
+    code, _, printed = call(f"scaling {runs}")
+    assert (code, "w64-100000" in printed) == (ExitCode.DATA, True)
 
 
-def test_a_check_that_is_far_off_is_a_warning(runs: str, capsys: pytest.CaptureFixture[str]):
+def test_a_check_that_is_far_off_is_a_warning(runs: str, call: Call):
     for is_far_off in (False, True):
-        assert main(["scaling", *runs.split()]) == ExitCode.DONE
-        assert ("warning" in capsys.readouterr().out) == is_far_off
+        code, printed, _ = call(f"scaling {runs}")
+        assert (code, "warning" in printed) == (ExitCode.DONE, is_far_off)
         log = Path(runs.split()[-1]) / "metrics.jsonl"  # of the largest
-        rows = map(json.loads, log.read_text().splitlines())
-        rows = [row | {"loss": row["loss"] * 1.05} for row in rows]
-        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(log, [row | {"loss": row["loss"] * 1.05} for row in read_metrics(log.parent)])
 
 
 def test_other_tokenizers_are_refused_and_other_data_warned_of(
-    runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: str, tmp_path: Path, call: Call
 ):
     other = write_run(tmp_path / "other", 32, 800_000, tokenizer="u")
-    assert main(["scaling", *runs.split(), str(other)]) == ExitCode.DATA
-    capsys.readouterr()
+    assert call(f"scaling {runs} {other}")[0] == ExitCode.DATA
     other = write_run(tmp_path / "more", 32, 800_000, dataset="e")
-    assert main(["scaling", *runs.split(), str(other)]) == ExitCode.DONE
-    assert "warning" in capsys.readouterr().out
+    code, printed, _ = call(f"scaling {runs} {other}")
+    assert (code, "warning" in printed) == (ExitCode.DONE, True)

@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,22 +76,14 @@ def compile_cross_entropy(arch: int, dtype: str, softcap: float, overwrite: bool
 
 def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
     """Return registers and spilled bytes of ptxas, and memory accesses and barriers of the loops."""
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        options = f"-v --gpu-name={target[1]} {file.name} -o /dev/null"
-        command = [get_ptxas(arch).path, *options.split()]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = re.search(r"Used (\d+) registers", output)
-    spills = re.search(r"(\d+) bytes spill stores", output)
-    assert registers is not None
-    assert spills is not None
+    target = re.findall(r"\.target (\w+)", ptx)[0]
+    options = f"-v --gpu-name={target} /dev/stdin -o /dev/null"
+    command = [get_ptxas(arch).path, *options.split()]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, input=ptx).stderr
     loops = list_loops(ptx)
     return {
-        "registers": int(registers[1]),
-        "spilled_bytes": int(spills[1]),
+        "registers": int(re.findall(r"Used (\d+) registers", output)[0]),
+        "spilled_bytes": int(re.findall(r"(\d+) bytes spill stores", output)[0]),
         "load_bits": sorted(width for loop in loops for width in list_widths(loop, "ld")),
         "store_bits": sorted(width for loop in loops for width in list_widths(loop, "st")),
         "barriers": sum(loop.count("bar.sync") for loop in loops),
@@ -101,12 +92,8 @@ def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
 
 def list_loops(ptx: str) -> list[str]:
     """Return the bodies of the loops: from a label to the branch back to it."""
-    loops = []
-    for match in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE):
-        end = re.search(rf"bra(?:\.uni)?\s+{re.escape(match[1])};", ptx[match.end() :])
-        if end:
-            loops.append(ptx[match.end() : match.end() + end.start()])
-    return loops
+    loop = r"^(?=(\$\w+):(.*?)bra(?:\.uni)?\s+\1;)"
+    return [body for _, body in re.findall(loop, ptx, re.MULTILINE | re.DOTALL)]
 
 
 def list_widths(loop: str, operation: str) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatoken.model.gpt import GPT, set_activation_checkpointing, set_block_kernels
 from megatoken.model.kernels import cublaslt
 from tests.nullgpu.counters import is_loaded
-from tests.tiny_model import TINY_GPT, draw, relative_error
+from tests.tiny_model import TINY_GPT, differentiate, draw, relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or is_loaded(), reason="needs an NVIDIA GPU"
@@ -26,13 +26,11 @@ def draw_scaled(*shape: int, seed: int) -> Tensor:
 def test_values_and_gradients(rows: int, width: int, out: int):
     shapes = (rows, width), (out, width), (out,), (rows, out)
     *inputs, dy = (draw_scaled(*shape, seed=seed) for seed, shape in enumerate(shapes))
-    results = []
-    for dtype, linear in ((torch.bfloat16, cublaslt.linear_gelu), (torch.float64, F.linear)):
-        given = [x.to(dtype).requires_grad_() for x in inputs]
-        y: Any = linear(*given)
-        y = y[0] if dtype == torch.bfloat16 else F.gelu(y, approximate="tanh")
-        results.append([y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))])
-    for ours, exact in zip(*results, strict=True):
+    found = differentiate(lambda *x: cublaslt.linear_gelu(*x)[0], inputs, dy)
+    expected = differentiate(
+        lambda *x: F.gelu(F.linear(*x), approximate="tanh"), inputs, dy, torch.float64
+    )
+    for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert relative_error(ours, exact) < LIMIT
 

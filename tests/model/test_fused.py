@@ -3,10 +3,12 @@
 On a machine without a GPU it runs in Triton's interpreter, which tests/conftest.py switches on.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatoken.model.kernels import LOSS
+from megatoken.model.kernels import LOSS, fp8
 from megatoken.model.kernels import cross_entropy as softmax
 from tests.tiny_model import draw
 
@@ -37,16 +39,25 @@ def test_loss(
     monkeypatch.setattr(softmax, "WARPS", warps)
     targets = torch.arange(rows, device=DEVICE) * 7 % vocabulary
     targets[rows // 2] = -1 if rows > 1 else 0
+    grad8 = torch.zeros(rows, padded, dtype=fp8.E5M2, device=DEVICE)
+    triton = LOSS["triton"]
     results = []
-    for name in ("torch", "triton"):
+    for fn in (LOSS["torch"], triton, partial(triton, grad8_NV=grad8)):
         logits = 3 * draw(rows, padded, dtype=dtype).to(DEVICE)
-        loss = LOSS[name](logits, targets, vocabulary, softcap, overwrite=True)
+        loss = fn(logits, targets, vocabulary, softcap, overwrite=True)
         results.append([loss, logits.float()])
-    for fused, plain in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(fused, plain, **BOUNDS[dtype])
-    assert torch.count_nonzero(results[1][1][:, vocabulary:]) == 0
-    assert torch.count_nonzero(results[1][1][targets < 0]) == 0
-    assert (results[1][0] == 0).sum() == (rows > 1)
+    plain, (loss, grad), with_grad8 = results
+    torch.testing.assert_close([loss, grad], plain, **BOUNDS[dtype])
+    assert torch.count_nonzero(grad[:, vocabulary:]) == torch.count_nonzero(grad[targets < 0]) == 0
+    assert (loss == 0).sum() == (rows > 1)
+    assert all(map(torch.equal, with_grad8, (loss, grad)))
+    if dtype == torch.float32:  # bf16 would be rounded twice
+        found, expected = grad8.float(), (grad * fp8.SOFTMAX_FACTOR).to(fp8.E5M2).float()
+        is_equal = found == expected
+        if DEVICE == "cpu":  # the interpreter rounds subnormals and carries (7.9 to 8) differently
+            is_equal |= expected.abs() < torch.finfo(fp8.E5M2).tiny
+            is_equal |= (expected.abs().frexp().mantissa == 0.5) & (2 * found == expected)
+        assert is_equal.all()
 
 
 def test_loss_without_overwrite_leaves_the_logits():

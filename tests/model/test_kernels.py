@@ -2,6 +2,7 @@
 training, sampling and scoring alike, or refused."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.selection import find_library
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
-from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, draw
+from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, differentiate, draw
 
 ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))
 SIZES = """
@@ -49,15 +50,16 @@ def causal(
 @pytest.mark.parametrize("window", [0, 1, 50, 70, 128, 500])
 def test_attention_equals_the_formula(name: str, sizes: str, window: int):
     B, H, K, T, D = map(int, sizes.split())
-    results = []
-    for each in (name, "explicit"):
-        # The model passes views of one packed product.
-        packed = draw(B, T, H + 2 * K, D).requires_grad_()
-        q, k, v = packed.transpose(1, 2).split((H, K, K), dim=1)
-        y = causal(each, q, k, v, window=window)
-        y.backward(draw(B, T, H, D, seed=1).transpose(1, 2))
-        results.append((y.detach(), packed.grad))
-    torch.testing.assert_close(*results, **CLOSE)
+    packed, dy = draw(B, T, H + 2 * K, D), draw(B, T, H, D, seed=1).transpose(1, 2)
+
+    def attend(packed: Tensor, name: str) -> Tensor:
+        """The model passes views of one packed product."""
+        return causal(name, *packed.transpose(1, 2).split((H, K, K), dim=1), window=window)
+
+    found, expected = (
+        differentiate(partial(attend, name=each), [packed], dy) for each in (name, "explicit")
+    )
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -20,7 +20,7 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.system.device import open_device
 from tests.nullgpu.counters import is_loaded
-from tests.tiny_model import draw
+from tests.tiny_model import differentiate, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch versions that we do not pin
 needs_gpu = pytest.mark.skipif(
@@ -88,19 +88,17 @@ def test_it_equals_the_formula(dtype: torch.dtype, kv_heads: int, window: int, *
         mask = (STARTS[:, :, None] == STARTS[:, None, :])[:, None] & mask
     inputs = [draw_heads(heads, seed, dtype) for seed, heads in enumerate((6, kv_heads, kv_heads))]
     assert supports_varlen(inputs[0])
-    results = []
-    for compute_dtype in (dtype, torch.float64):
-        q, k, v = (x.to(compute_dtype).detach().requires_grad_() for x in inputs)
-        if compute_dtype == torch.float64:
-            y = explicit_attention(q, k, v, mask=mask.cuda(), causal=False, dropout=None)
-        elif documents:
-            y = attend_documents(
-                flash_attention, q, k, v, bounds=tree_mask.attn_mask, dropout=None, window=window
-            )
-        else:
-            y = flash_attention(q, k, v, mask=None, causal=True, dropout=None, window=window)
-        dy = draw_heads(6, 3, dtype).to(compute_dtype)
-        grads = torch.autograd.grad(y, (q, k, v), dy)
-        results.append([y.detach(), *grads])
-    for got, want in zip(*results, strict=True):
+    dy = draw_heads(6, 3, dtype)
+
+    def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return explicit_attention(q, k, v, mask=mask.cuda(), causal=False, dropout=None)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"dropout": None, "window": window}
+        if not documents:
+            return flash_attention(q, k, v, mask=None, causal=True, **options)
+        return attend_documents(flash_attention, q, k, v, bounds=tree_mask.attn_mask, **options)
+
+    found = differentiate(varlen, inputs, dy)
+    for got, want in zip(found, differentiate(explicit, inputs, dy, torch.float64), strict=True):
         assert float((got - want).norm() / want.norm().clamp(min=1.0)) < 1e-2
