@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatoken.checkpoint.commit import IDENTITY, commit, list_steps, prune
+from megatoken.checkpoint.commit import IDENTITY, list_steps, prune
 from megatoken.checkpoint.manifest import DamagedError, verify
 from megatoken.checkpoint.mirror import (
     allow_rewind,
@@ -30,12 +30,8 @@ from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.system import object_store
 from megatoken.system.object_store import ObjectStore
+from tests.checkpoint.test_commit import commit_small
 
-FILES = {
-    "model.safetensors": 5000,
-    "optimizer.00001-of-00002.safetensors": 3000,
-    "tokenizer/vocab.json": 40,
-}
 KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
 
 
@@ -51,12 +47,10 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def save(run: Path, step: int) -> Path:
     """A small checkpoint, and the run's small files as they are then."""
-    content = bytes([step % 251])
-    writers = {name: partial(Path.write_bytes, data=content * FILES[name]) for name in FILES}
+    run.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "machine.json", "metrics.jsonl", "provenance.json"):
-        run.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"{name} of step {step}\n")
-    return commit(run / "checkpoints", step, writers, meta={"tokens": step})
+    return commit_small(run / "checkpoints", step)
 
 
 def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[str, Any]:
@@ -70,7 +64,7 @@ def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[
 def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
     run, store = tmp_path / "run", ObjectStore(address)
     save_and_mirror(run, address, 10, 20, keep_last=2)
-    store.remove("checkpoints/step-00000020/model.safetensors")
+    store.remove("checkpoints/step-00000020/weights.bin")
     save_and_mirror(run, address, 30, keep_last=2)
     assert list_mirrored(store) == [10, 20, 30]
     store.write("checkpoints/step-00000030/manifest.json", b"{}")
@@ -78,24 +72,20 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
     assert list_mirrored(store) == [30]
 
 
-def no_warning(line: str) -> None:
-    raise AssertionError(line)
-
-
 @pytest.mark.parametrize("address", ["memory", "s3"], indirect=True)
 def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
     run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
-    assert fetch_run(run, address, no_warning) is None
+    assert fetch_run(run, address, pytest.fail) is None
     answer = save_and_mirror(run, address, 10)
-    assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], sum(FILES.values()))
+    assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], 5000 + len('{"a": 10}'))
     assert update_mirror(run, address, **KEEP)["uploaded"] == []
-    assert fetch_run(other, address, no_warning) == other / "checkpoints" / "step-00000010"
+    assert fetch_run(other, address, pytest.fail) == other / "checkpoints" / "step-00000010"
     for path in filter(Path.is_file, run.rglob("*")):
         assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
-    assert fetch_run(other, address, no_warning) is None  # it has one
+    assert fetch_run(other, address, pytest.fail) is None  # it has one
     save_and_mirror(other, address, 20)
     assert verify_mirror(ObjectStore(address)) == (1, [])
-    for use in (partial(fetch_run, warn=no_warning), partial(update_mirror, **KEEP)):
+    for use in (partial(fetch_run, warn=pytest.fail), partial(update_mirror, **KEEP)):
         with pytest.raises(ConfigError):
             use(run, address)
 
@@ -107,12 +97,12 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     for step in (10, 20):
         save_and_mirror(tmp_path / "run", address, step, keep_last=2)
         with ThreadPoolExecutor(4) as threads:
-            (folder,) = set(threads.map(fetch_model, 4 * [address], 4 * [no_warning]))
+            (folder,) = set(threads.map(fetch_model, 4 * [address], 4 * [pytest.fail]))
         assert folder.name == f"step-{step:08d}"
         assert list_steps(folder.parent) == [step]
-    assert fetch_model(f"{address}/checkpoints/step-00000010", no_warning).name == "step-00000010"
+    assert fetch_model(f"{address}/checkpoints/step-00000010", pytest.fail).name == "step-00000010"
     with pytest.raises(CheckpointError):
-        fetch_model(address + "/other", no_warning)
+        fetch_model(address + "/other", pytest.fail)
     refuse_missing_path(address)
 
 
@@ -140,25 +130,25 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
     assert len({name.split("/")[1] for name in store.list("checkpoints")}) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", None),
-        ("model.safetensors", b"x" * 5000),
-        ("tokenizer/vocab.json", b"{}"),
-        ("manifest.json", b"{}"),
-        ("manifest.json", b""),
-    ],
-)
-def test_damage_there_is_named_and_the_one_before_is_used(
-    name: str, content: bytes | None, address: str, tmp_path: Path
-):
+# The second is of the right size.
+DAMAGED = """
+{"weights.bin": null}
+{"tokenizer/vocab.json": "123456789"}
+{"weights.bin": "x"}
+{"manifest.json": "{}"}
+{"manifest.json": ""}
+"""
+
+
+@pytest.mark.parametrize("row", DAMAGED.strip().splitlines())
+def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str, tmp_path: Path):
     run, store, warnings = tmp_path / "run", ObjectStore(address), list[str]()
     save_and_mirror(run, address, 10, 20, keep_last=2)
 
     def damage(step: int) -> None:
-        path = f"checkpoints/step-{step:08d}/{name}"
-        store.remove(path) if content is None else store.write(path, content)
+        for name, content in json.loads(row).items():
+            path = f"checkpoints/step-{step:08d}/{name}"
+            store.remove(path) if content is None else store.write(path, content.encode())
 
     damage(20)
     folder = fetch_run(tmp_path / "new", address, warnings.append)
@@ -198,7 +188,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
         raise Killed
 
     # Small files, files of the checkpoint, its mark, removals of the one before.
-    moments = 4 + 3 + 1 + 2
+    moments = 4 + 2 + 1 + 2
     for moment in range(moments + 1):
         step, left = 20 + 10 * moment, moment
         save(run, step)
@@ -237,7 +227,7 @@ def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str):
     assert answer is not None
     assert "s3://no-such-bucket/run" in answer["error"]
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
-    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "weights.bin").write_bytes(b"x")
     with pytest.raises(DamagedError):
         update_mirror(tmp_path, f"{s3}/run", **KEEP)
     assert list_mirrored(ObjectStore(f"{s3}/run")) == []
@@ -251,7 +241,7 @@ def test_what_a_store_changes_is_noticed(
 
     def corrupt(self: Any, verb: str, name: str, *args: Any, **options: Any) -> Any:
         result = call(self, verb, name, *args, **options)
-        if verb == "write" and name.endswith("model.safetensors"):
+        if verb == "write" and name.endswith("weights.bin"):
             self._fs.store[args[2]].getbuffer()[7] ^= 1
         return result
 
@@ -273,7 +263,7 @@ def test_one_copy_is_of_one_run(address: str, tmp_path: Path):
     assert (two / IDENTITY).read_bytes() == (one / IDENTITY).read_bytes()
     update_mirror(two, address, **KEEP)
     save(three, 30)
-    for use in (partial(update_mirror, **KEEP), partial(fetch_run, warn=no_warning)):
+    for use in (partial(update_mirror, **KEEP), partial(fetch_run, warn=pytest.fail)):
         with pytest.raises(ConfigError):
             use(three, address)
     assert list_mirrored(ObjectStore(address)) == [10]

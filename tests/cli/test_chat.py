@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -15,26 +14,23 @@ import pytest
 import torch
 
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.chat_template import Message
 from megatoken.errors import ExitCode
 from megatoken.launch.local import COMMAND
 from megatoken.model.gpt import GPT
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from tests.conftest import Ask, Call
-from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+from tests.convert.models import TEMPLATE, byte_tokenizer, draw_chat_model, draw_model
 from tests.processes import HANG_SECONDS, PROC, wait_until
 
-TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
     """It never stops: the logits of its stop tokens are 0, those of the likeliest are not."""
-    model = draw_model(
-        replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=4096)
-    )
+    model = draw_chat_model(4096)
     with torch.no_grad():
         model.lm_head_weight[list(TEMPLATE.stop_ids)] = 0.0
     return model

@@ -19,6 +19,7 @@ from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import ConfigError, DataError, ExitCode, NumericsError
 from megatoken.eval.evaluate import evaluate
+from megatoken.eval.scorer import BATCH_NODES
 from megatoken.eval.tasks import Example
 from tests.conftest import Ask, Call
 from tests.convert.models import TINY_GPT, draw_model
@@ -125,14 +126,18 @@ def test_predictions_are_in_file_order_and_give_the_scores(run: Path, data: Path
 
 
 def eval_on_rank(rank: int, lines: list[str], answers: Path) -> None:
+    BATCH_NODES["cpu"] = 64
     for number, line in enumerate(lines):
         with (answers / f"{number}-{rank}").open("w") as file, redirect_stdout(file):
             assert main([*line.split(), "--json", "--nproc", "2"]) == ExitCode.DONE
 
 
-def test_two_processes_give_the_result_of_one(run: Path, data: Path, tmp_path: Path, ask: Ask):
-    tasks = f"eval {run} --tasks hellaswag --data {data}/tasks --examples"
+def test_two_processes_give_the_result_of_one(
+    run: Path, data: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+):
+    tasks = f"eval {run} --tasks hellaswag --data {data}/tasks --examples --limit 39"
     text = f"eval {run} --data {data}/text.txt"
+    monkeypatch.setitem(BATCH_NODES, "cpu", 64)  # an example a batch
     run_ranks(eval_on_rank, [tasks, text], tmp_path, nprocs=2)
     of_tasks, of_text = (json.loads((tmp_path / f"{number}-0").read_text()) for number in (0, 1))
     assert without_seconds(of_tasks) == without_seconds(ask(tasks))
@@ -221,6 +226,11 @@ ERRORS = """
 2 DATA/else
 2 --tasks helaswag
 3 --tasks piqa --data DATA/tasks
+3 --tasks piqa --data DATA/nowhere.jsonl
+2 --tasks piqa,lambada --data DATA/tasks/lambada.jsonl
+2 --tasks ,
+2 --tasks core
+3 --tasks core --data DATA/tasks
 3 --tasks piqa --data DATA/tasks/lambada.jsonl
 2 --tasks piqa --nproc 0
 2 --tasks piqa --harness

@@ -124,6 +124,8 @@ ERRORS = f"""
 4 sample runs/nope a
 2 sample /no/run x --tokens 0
 2 sample /no/run x --top-k -1
+2 sample /no/run x --top-p 0
+2 sample /no/run x --temperature nan
 5 sample {LONG} hello
 4 eval runs/nope --tasks hellaswag
 5 eval {LONG} --data {LONG}

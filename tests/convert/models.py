@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -13,9 +14,10 @@ from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import flatten
 from megatoken.convert.llmc import write_llmc
+from megatoken.data.chat_template import add_control_tokens, find_template
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.model.gpt import GPT
-from megatoken.train.state import build_state
+from megatoken.train.state import TrainState, build_state
 from tests.tiny_model import CPU, TINY_LLAMA, tiny_config
 
 BYTES = 257  # ids of the byte tokenizer, not a multiple of any tile size
@@ -98,6 +100,14 @@ def byte_tokenizer() -> Tokenizer:
     return load_tokenizer("bytes")
 
 
+TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
+
+
+def draw_chat_model(seq_len: int = 128) -> GPT:
+    size = TEMPLATE.tokenizer.vocab_size
+    return draw_model(replace(FAMILIES["llama-untied"], vocab_size=size, seq_len=seq_len))
+
+
 def llama_tokenizer() -> Tokenizer:
     """Return a tokenizer like LLaMA's: U+2581 begins words, <s> a text; decoding drops a space."""
     special = ["<unk>", "<s>", "</s>"]
@@ -128,16 +138,16 @@ def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> P
 
 def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
     """Write a checkpoint as a run would."""
-    (tokenizer or byte_tokenizer()).save(folder / "tokenizer")
-    (folder / "config.yaml").touch()
-    state = build_state(model, tiny_config(), CPU)
-    return AsyncSave(
-        folder / "checkpoints",
-        state,
-        config=folder / "config.yaml",
-        tokenizer=folder / "tokenizer",
-        meta={},
-    ).finish()
+    return begin_save(folder, build_state(model, tiny_config(), CPU), tokenizer).finish()
+
+
+def begin_save(
+    folder: Path, state: TrainState, tokenizer: Tokenizer | None = None, **meta: Any
+) -> AsyncSave:
+    config, files = folder / "config.yaml", folder / "tokenizer"
+    (tokenizer or byte_tokenizer()).save(files)
+    config.touch()
+    return AsyncSave(folder / "checkpoints", state, config=config, tokenizer=files, meta=meta)
 
 
 def translated_values(resolved: ResolvedConfig) -> dict[str, str]:

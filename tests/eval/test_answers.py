@@ -3,12 +3,11 @@
 import itertools
 import math
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.chat_template import Message
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import DataError, ExitCode
 from megatoken.eval.answers import (
@@ -21,13 +20,10 @@ from megatoken.eval.answers import (
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from tests.conftest import Ask, Call
-from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, save_run
+from tests.convert.models import TEMPLATE, draw_chat_model, save_run
 from tests.tiny_run import write_jsonl
 
-TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
-MODEL = draw_model(
-    replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
-)
+MODEL = draw_chat_model()
 PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError, DataError, ExitCode
+from megatoken.errors import DataError, ExitCode
 from megatoken.eval.dclm_core import encode_core_task, read_bundle
 from megatoken.eval.evaluate import evaluate, evaluate_tasks
 from megatoken.model.gpt import GPT
@@ -24,14 +24,14 @@ from tests.tiny_run import write_jsonl
 Row = dict[str, Any]
 CONTEXT = 90
 # Task, shots, delimiter, accuracy of random answers in percent, rows.
-TASKS = (
-    ("choices", "multiple_choice", 3, None, 25, 40),
-    ("long_choices", "multiple_choice", 5, "\nb: ", 50, 30),
-    ("schema", "schema", 0, " ", 50, 40),
-    ("schema_shots", "schema", 4, " ", 50, 40),
-    ("words", "language_modeling", 2, "b:", 0, 60),
-    ("long_words", "language_modeling", 5, "b: ", 0, 60),
-)
+TASKS: list[list[Any]] = yaml.safe_load("""
+- [choices, multiple_choice, 3, null, 25, 40]
+- [long_choices, multiple_choice, 5, "\\nb: ", 50, 30]
+- [schema, schema, 0, " ", 50, 40]
+- [schema_shots, schema, 4, " ", 50, 40]
+- [words, language_modeling, 2, "b:", 0, 60]
+- [long_words, language_modeling, 5, "b: ", 0, 60]
+""")
 
 
 def make_row(kind: str, number: int) -> Row:
@@ -99,9 +99,7 @@ def render(kind: str, row: Row, delimiter: str) -> list[str]:
     return [row["context"].strip() + delimiter + row["continuation"]]
 
 
-def is_right(
-    model: GPT, tokenizer: Tokenizer, task: tuple[Any, ...], rows: list[Row], i: int
-) -> bool:
+def is_right(model: GPT, tokenizer: Tokenizer, task: list[Any], rows: list[Row], i: int) -> bool:
     """Answer a row from the rendered text, with a forward for each of its choices."""
     _, kind, n_shots, delimiter, *_ = task
     delimiter = " " if delimiter is None else delimiter
@@ -192,9 +190,3 @@ def test_damaged_bundle(tmp_path: Path, name: str):
         file.write_text(content)
     with pytest.raises(DataError):
         read_bundle(tmp_path)
-
-
-def test_core_without_its_bundle(tmp_path: Path):
-    for folder, error in (None, ConfigError), (tmp_path, DataError):
-        with pytest.raises(error):
-            read_bundle(folder)

@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
 from megatoken.eval.multiple_choice import encode_examples
 from megatoken.eval.scorer import (
-    BATCH_NODES,
     ScoredSequence,
     Tree,
     build_tree,
@@ -43,9 +40,9 @@ def make_tree(*sequences: tuple[list[int], int]) -> Tree:
     return build_tree([ScoredSequence(ids, count) for ids, count in sequences])
 
 
-def score(model: GPT, examples: list[Example], comm: Comm = SINGLE) -> list[list[float]]:
+def score(model: GPT, examples: list[Example]) -> list[list[float]]:
     trees = [example.tree for example in encode_examples(examples, BYTES, model.config.seq_len)]
-    return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, comm)]
+    return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, SINGLE)]
 
 
 def test_padding_attends_to_itself_only():
@@ -84,26 +81,6 @@ def test_log_likelihoods_equal_those_of_single_sequences(seq_len: int, fields: d
             ids = harness_ids((context, choice), BYTES)
             ids = ids if context else ([BYTES.eot], [*choice.encode()])
             assert log_p == pytest.approx(float(log_probabilities(model, *ids).sum()), rel=1e-5)
-
-
-class RankOfMany(Comm):
-    """One of several ranks. The test adds their sums."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(DistEnv())
-        self.dist_env = DistEnv(rank=rank, world_size=world_size)
-
-    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_sum_over_ranks_is_bit_equal_to_one_rank(world_size: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(BATCH_NODES, "cpu", 64)
-    model = make_model(seq_len=48)
-    parts = [score(model, EXAMPLES, RankOfMany(rank, world_size)) for rank in range(world_size)]
-    total = [np.sum([part[i] for part in parts], axis=0).tolist() for i in range(len(EXAMPLES))]
-    assert total == score(model, EXAMPLES)
 
 
 def test_batches_hold_at_most_max_nodes():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import DataError
 from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
 
 ROWS: dict[str, dict[str, Any]] = yaml.safe_load("""
@@ -41,18 +41,13 @@ HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
 
 
 # Context, choices, the right one, and their lengths in characters.
-PROMPTS = {
-    "hellaswag": (HELLASWAG, " is using wrap.| is ripping. tiles| é [x| starts up", 3, "14 17 4 9"),
-    "arc_easy": ("Question: Which gas?\nAnswer:", " oxygen| neon | iron", 1, "6 5 4"),
-    "openbookqa": ("The sun is responsible for", " puppies| plants| ice| war", 1, "7 6 3 3"),
-    "piqa": (
-        "Question: Open a jar\nAnswer:",
-        " Twist the lid.| Twist the jar, lid off.",
-        0,
-        "14 23",
-    ),
-    "lambada": ('he said, "go home"  and', " went", 0, ""),
-}
+PROMPTS: dict[str, tuple[str, str, int, str]] = yaml.safe_load(f"""
+hellaswag: ["{HELLASWAG}", " is using wrap.| is ripping. tiles| é [x| starts up", 3, 14 17 4 9]
+arc_easy: ["Question: Which gas?\\nAnswer:", " oxygen| neon | iron", 1, 6 5 4]
+openbookqa: [The sun is responsible for, " puppies| plants| ice| war", 1, 7 6 3 3]
+piqa: ["Question: Open a jar\\nAnswer:", " Twist the lid.| Twist the jar, lid off.", 0, 14 23]
+lambada: ['he said, "go home"  and', " went", 0, ""]
+""")
 
 
 @pytest.mark.parametrize("task", PROMPTS)
@@ -99,9 +94,6 @@ def test_malformed_row(line: str):
 def test_find_tasks():
     assert [task.name for task in find_tasks("piqa, hellaswag")] == ["piqa", "hellaswag"]
     assert find_tasks(["piqa", "hellaswag"]) == find_tasks("piqa,hellaswag,piqa")
-    for names in ("piqa,helaswag", "xyz", " ,"):
-        with pytest.raises(ConfigError):
-            find_tasks(names)
 
 
 PIQA_ROWS = [{"goal": f"goal {n}", "sol1": "a", "sol2": "b", "label": n % 2} for n in range(5)]
@@ -146,17 +138,6 @@ def test_malformed_file(tmp_path: Path, content: str, where: str):
     path.write_text(content)
     with pytest.raises(DataError, match=where):
         read_examples(PIQA, path)
-
-
-def test_missing_file(tmp_path: Path):
-    for path in (tmp_path / "nowhere.jsonl", tmp_path):
-        with pytest.raises(DataError):
-            read_examples(PIQA, path)
-
-
-def test_one_file_cannot_be_two_tasks(tmp_path: Path):
-    with pytest.raises(ConfigError):
-        read_examples(find_tasks("piqa,lambada"), write_rows(tmp_path / "piqa.jsonl"))
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch):

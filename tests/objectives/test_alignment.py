@@ -91,7 +91,11 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     )
     for out in (two, exact):
         torch.testing.assert_close(weights(out), weights(one), rtol=0, atol=2e-5)
+    assert {*read_column(two, "mfu").values()} == {None}
     assert [row["prompts"] for row in read_rows(scored, "val")] == [1, 1]
+    assert min(read_column(scored, "reward_std").values()) > 0
+    assert main(["export", str(two), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
+    assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
 def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path):
@@ -125,20 +129,6 @@ def test_adapters_of_a_run_are_exported_and_read(base: Path, tmp_path: Path):
         export(run, "peft", tmp_path / "other")
 
 
-def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path):
-    scorer, out, other = (tmp_path / name for name in ("scorer", "run", "other"))
-    train(base, "reward", scorer, "optim.lr=3e-3 budget.steps=20")
-    assert {*read_column(scorer, "mfu").values()} == {None}
-    assert train(base, "grpo", out, f"objective.reward={scorer} budget.steps=2").steps == 2
-    assert min(read_column(out, "reward_std").values()) > 0
-    with pytest.raises(ConfigError):
-        train(base, "grpo", other, f"objective.reward={base / 'run'}")
-    with pytest.raises(ConfigError):
-        train(base, "grpo", other, reward=lambda *_: 1 / 0)
-    assert main(["export", str(scorer), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
-    assert load_pretrained(tmp_path / "hf").model.value_head is None
-
-
 def test_a_lost_reference_is_made_again_or_missed(base: Path, tmp_path: Path):
     init, out = tmp_path / "base", tmp_path / "run"
     shutil.copytree(base, init)
@@ -168,6 +158,9 @@ ppo machine.sharding=zero3 machine.tensor_parallel=2
 grpo machine.sharding=zero2 machine.master_weights=on
 grpo objective.reward=exakt
 grpo objective.reward=os:remove
+grpo objective.reward=no_such_module:reward
+grpo objective.reward=math:no_such_function
+grpo objective.reward=BASE/run
 grpo data.path=BASE/pairs
 dpo data.path=BASE/prompts
 dpo data.path=BASE/rated

@@ -1,5 +1,6 @@
 """Sequences decoded together equal those decoded alone, whenever others join and leave."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,18 +18,20 @@ from megatoken.system.device import Device
 from tests.sampling.test_generate import MODELS, TINY_LLAMA, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPT = [3, 1, 4, 1, 5]
+# Length of the prompt, which may be beyond the context of 64 or slide it, and its options.
+TABLE = """
+5 {"max_new_tokens": 30, "seed": 1}
+1 {"max_new_tokens": 12, "temperature": 0, "stop_ids": [7]}
+9 {"max_new_tokens": 25, "temperature": 0.7, "top_k": 5, "seed": 2, "stop_ids": [11, 12, 13, 14, 15, 16]}
+5 {"max_new_tokens": 8, "top_p": 0.8, "seed": 3}
+5 {"max_new_tokens": 20, "temperature": 2, "top_k": 9, "top_p": 0.9, "seed": 18446744073709551621, "stop_ids": [1, 2, 3, 4]}
+40 {"max_new_tokens": 50, "seed": 4}
+100 {"max_new_tokens": 20, "seed": 6}
+1 {"max_new_tokens": 1, "seed": 7}
+"""
 REQUESTS = [
-    Request(PROMPT, Sampling(30, seed=1)),
-    Request([2], Sampling(12, temperature=0, stop_ids=(7,))),
-    Request(range(9, 0, -1), Sampling(25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13))),
-    Request(PROMPT, Sampling(8, top_p=0.8, seed=3)),
-    Request(
-        PROMPT, Sampling(20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2))
-    ),
-    Request(range(40), Sampling(50, seed=4)),  # the window slides
-    Request([*range(50)] * 2, Sampling(20, seed=6)),  # a prompt beyond the context
-    Request([1], Sampling(1, seed=7)),
+    Request([7 * i % 50 for i in range(int(length))], Sampling(**json.loads(options)))
+    for length, options in (line.split(maxsplit=1) for line in TABLE.strip().splitlines())
 ]
 
 

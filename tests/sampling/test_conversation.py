@@ -1,23 +1,19 @@
 """Conversations: answers follow from the messages that fit; the oldest turns are dropped."""
 
 from copy import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_template
+from megatoken.data.chat_template import ChatTemplate, Message
 from megatoken.errors import ConfigError
 from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import Answer, Conversation, fit_context
 from megatoken.sampling.generate import generate_ids
-from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+from tests.convert.models import TEMPLATE, draw_chat_model
 
-TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 ENCODE = partial(TEMPLATE.encode, reply=True)
-MODEL = draw_model(
-    replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
-)
+MODEL = draw_chat_model()
 SYSTEM = Message("system", "s")
 HELLO = Message("user", "hello")
 THERE = Message("assistant", "there")
