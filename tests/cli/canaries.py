@@ -5,10 +5,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-
-def read_table(table: str) -> dict[str, str]:
-    return dict(line.split() for line in table.strip().splitlines())
-
+from tests.tables import read_table
 
 VARIABLES = read_table("""
 HF_TOKEN canary01-hub-token

@@ -46,18 +46,18 @@ def test_quickstart_makes_everything(
     assert call(f"quickstart {SHORT} budget.steps=3")[0] == ExitCode.CONFIG
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt"),
-    [
-        ("?\n\nGREMIO: Good morrow, neighbour", "GREMIO: Good morrow,"),
-        ("\n--- \n  def f(x): return x", "def f(x): return"),
-        ("...", "..."),
-    ],
-)
-def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path):
+PROMPTS = {
+    "?\n\nGREMIO: Good morrow, neighbour": "GREMIO: Good morrow,",
+    "\n--- \n  def f(x): return x": "def f(x): return",
+    "...": "...",
+}
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_a_prompt_of_own_text_has_letters(text: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text(text)
     megatoken.prepare(f"{tmp_path}/a.txt", f"{tmp_path}/data", tokenizer="bytes", val_fraction=0)
-    assert find_prompt(load_dataset(f"{tmp_path}/data")) == prompt
+    assert find_prompt(load_dataset(f"{tmp_path}/data")) == PROMPTS[text]
 
 
 def test_quickstart_on_own_text_is_one_command_and_a_rerun_skips_what_is_done(

@@ -29,34 +29,41 @@ from tests.tiny_run import write_jsonl
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
+ROWS = """
+{"kind": "train", "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1024.0, "mfu": 0.25}
+{"kind": "val", "loss": 4.125, "bits_per_byte": 1.5}
+{"kind": "eval", "task": "hellaswag", "acc_token_mean": null, "acc": 0.26, "acc_norm": 0.3, \
+"stderr": {"acc": 0.004, "acc_norm": 0.005}}
+{"kind": "sample", "text": ["TEXT"]}
+{"kind": "event", "what": "warning", "message": "TEXT"}
+"""
+
+
 def write_run(
     folder: Path, steps: int = 40, text: str = HOSTILE, seconds: float = 0.5, **more: dict[str, Any]
 ) -> Path:
     """Write a run of 512 tokens and `seconds` a step. more: values of its train and val rows."""
-    speeds = {"lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1024.0, "mfu": 0.25}
-    speeds |= more.get("train", {})
+    train, *others = map(json.loads, ROWS.replace("TEXT", text).strip().splitlines())
     places = [
         {"step": step, "tokens": 512 * step, "elapsed_seconds": seconds * step}
         for step in range(1, steps + 1)
     ]
-    scores = {"acc": 0.26, "acc_norm": 0.3, "stderr": {"acc": 0.004, "acc_norm": 0.005}}
-    rows = [
-        *(
-            {"kind": "train", "loss": 4.0 + 1 / place["step"], **speeds, **place}
-            for place in places
-        ),
-        {"kind": "val", "loss": 4.125, "bits_per_byte": 1.5, **more.get("val", {})},
-        {"kind": "eval", "task": "hellaswag", "acc_token_mean": None, **scores},
-        {"kind": "sample", "text": [text]},
-        {"kind": "event", "what": "warning", "message": text},
-    ]
+    rows = [train | {"loss": 4.0 + 1 / place["step"]} | place for place in places]
     rows[2]["loss"] = "nan"
-    write_jsonl(folder / "metrics.jsonl", (places[-1] | row for row in rows))
-    status = {"state": "done", "step": steps, "total_steps": steps}
-    (folder / "status.json").write_text(json.dumps(status))
+    rows += [row | places[-1] for row in others]
+    write_jsonl(folder / "metrics.jsonl", (row | more.get(row["kind"], {}) for row in rows))
+    status = f'{{"state": "done", "step": {steps}, "total_steps": {steps}}}'
+    (folder / "status.json").write_text(status)
     facts = '{"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}'
     (folder / "provenance.json").write_text(facts)
     return folder
+
+
+def write_config(run: Path, *settings: str) -> Path:
+    """Write the recipe of a run."""
+    resolved = resolve("quickstart", settings)
+    (run / "config.yaml").write_text(render(resolved.config, resolved.origins))
+    return run
 
 
 def log(run: Path, **row: Any) -> None:
@@ -122,8 +129,7 @@ def test_rewards_have_curves_and_a_column(tmp_path: Path):
     rewards = {"reward": 0.25, "stopped": 0.5, "kl": 0.01}
     held_out = {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0}
     run = write_run(tmp_path / "grpo", steps=4, train=rewards, val=held_out)
-    resolved = resolve("quickstart", ["objective.name=sft"])
-    (run / "config.yaml").write_text(render(resolved.config, resolved.origins))
+    write_config(run, "objective.name=sft")
     base = write_run(tmp_path / "base")
     tuned, plain = read_data(build_page([run, base], price=None, ladder=None))["runs"]
     for name, value in rewards.items():

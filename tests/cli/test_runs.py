@@ -7,23 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from megatoken.config.load import render, resolve
 from megatoken.errors import ExitCode
+from tests.cli import test_report
+from tests.cli.test_report import write_config
 from tests.conftest import Ask, Call
 from tests.tiny_run import write_jsonl
 
 GONE = 2**22 + 1  # above the largest pid of Linux
 
 
-def write_run(folder: Path, *overrides: str, **status: Any) -> Path:
-    resolved = resolve("quickstart", ["budget.steps=100", *overrides])
-    rows = [{"kind": "val", "step": 90, "tokens": 9, "loss": 3.25}]
-    for step in (99, 100):
-        place = {"step": step, "tokens": step, "elapsed_seconds": step / 1234.5}
-        rows.append({"kind": "train", **place, "loss": 400 / step, "tokens_per_second": 9.0})
-    write_jsonl(folder / "metrics.jsonl", rows)
-    (folder / "config.yaml").write_text(render(resolved.config, resolved.origins))
+def write_run(folder: Path, *settings: str, **status: Any) -> Path:
+    """Write a run of 100 steps."""
+    write_config(test_report.write_run(folder, steps=100), "budget.steps=100", *settings)
     status = {"pid": os.getpid(), "host": socket.gethostname(), "state": "done"} | status
     (folder / "status.json").write_text(json.dumps({"step": 100, "total_steps": 100} | status))
     return folder
@@ -34,36 +31,37 @@ def list_runs(ask: Ask, words: object) -> dict[str, dict[str, Any]]:
     return {Path(row["run"]).name: row for row in ask(f"runs {words}")["runs"]}
 
 
+EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load("""
+finished:
+  {state: done, step: 100, total_steps: 100, loss: 4.01, val_loss: 4.125, objective: pretrain,
+   tokens_per_second: 1024.0, message: "", eta_seconds: 0.0}
+live: {state: running, step: 40, eta_seconds: 61.0, phase: validate}
+dead: {state: dead}
+elsewhere: {state: running, objective: sft}
+failed: {state: failed, message: loss is nan}
+copy: {state: copy, step: 100}
+broken: {state: broken}
+""")
+
+
 def test_states_progress_and_losses(tmp_path: Path, ask: Ask, call: Call):
     write_run(tmp_path / "a/finished")
-    live = {"state": "running", "step": 40, "eta_seconds": 61.0, "phase": "validate"}
-    folder = write_run(tmp_path / "live", **live)
+    live = write_run(tmp_path / "live", **EXPECTED["live"])
     write_run(tmp_path / "dead", state="running", pid=GONE)
     write_run(tmp_path / "elsewhere", "objective.name=sft", state="running", pid=GONE, host="other")
-    failed = {"state": "failed", "message": "loss is nan"}
-    write_run(tmp_path / "failed", **failed)
+    write_run(tmp_path / "failed", **EXPECTED["failed"])
     (write_run(tmp_path / "copy") / "status.json").unlink()
     (tmp_path / "copy/mirror.json").write_text('{"run": "1"}')
     (write_run(tmp_path / "broken") / "config.yaml").unlink()
     (tmp_path / "broken/status.json").write_text("{")
     (tmp_path / "config.yaml").write_text("of another program")
-    finished = {"state": "done", "step": 100, "total_steps": 100, "loss": 4.0, "val_loss": 3.25}
-    finished |= {"objective": "pretrain", "tokens_per_second": 1234.5, "message": ""}
-    expected = {
-        "finished": finished | {"eta_seconds": 0.0},
-        "live": live | {"bytes": sum(path.stat().st_size for path in folder.iterdir())},
-        "dead": {"state": "dead"},
-        "elsewhere": {"state": "running", "objective": "sft"},
-        "failed": failed,
-        "copy": {"state": "copy", "step": 100},
-        "broken": {"state": "broken"},
-    }
     rows = list_runs(ask, tmp_path)
-    assert {name: row | expected[name] for name, row in rows.items()} == rows
-    assert len(rows) == len(expected)
+    assert {name: row | EXPECTED[name] for name, row in rows.items()} == rows
+    assert len(rows) == len(EXPECTED)
+    assert rows["live"]["bytes"] == sum(path.stat().st_size for path in live.iterdir())
     assert rows["broken"]["message"]
     lines = [line.split()[1:8] for line in call(f"runs {tmp_path}")[1].splitlines()]
-    assert ["running", "pretrain", "40/100", "4.0000", "3.2500", "1,234", "1m01s"] in lines
+    assert ["running", "pretrain", "40/100", "4.0100", "4.1250", "1,024", "1m01s"] in lines
 
 
 def test_logs_may_be_missing_torn_or_long_and_runs_are_sorted(tmp_path: Path, ask: Ask):
@@ -91,7 +89,7 @@ def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, call: Call)
     code, out, _ = call(f"runs {first} {second}")
     lines = [line.split() for line in out.splitlines()]
     assert (code, lines[0]) == (0, ["run", str(first), str(second)])
-    assert ["val", "loss", "3.2500", "3.2500"] in lines
+    assert ["val", "loss", "4.1250", "4.1250"] in lines
     assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
 
 

@@ -122,20 +122,20 @@ def test_file_formats_give_the_same_examples(tmp_path: Path, suffix: str):
 ROW = json.dumps(PIQA_ROWS[0])
 
 
-@pytest.mark.parametrize(
-    ("content", "where"),
-    [
-        ('{"goal": "x"}\n', "a.jsonl:1"),
-        (f"{ROW}\n\n{{oops\n", "a.jsonl:3"),
-        (f"{ROW}\n[1]\n", "a.jsonl:2"),
-        ("", "a.jsonl"),
-        ("PAR1", "a.parquet"),
-        ("goal,sol1", "a.csv:1"),
-    ],
-)
-def test_malformed_file(tmp_path: Path, content: str, where: str):
+MALFORMED_FILES = {
+    "a.jsonl:1": '{"goal": "x"}',
+    "a.jsonl:3": f"{ROW}\n\n{{oops",
+    "a.jsonl:2": f"{ROW}\n[1]",
+    "a.jsonl": "",
+    "a.parquet": "PAR1",
+    "a.csv:1": "goal,sol1",
+}
+
+
+@pytest.mark.parametrize("where", MALFORMED_FILES)
+def test_malformed_file(tmp_path: Path, where: str):
     path = tmp_path / where.partition(":")[0]
-    path.write_text(content)
+    path.write_text(MALFORMED_FILES[where])
     with pytest.raises(DataError, match=where):
         read_examples(PIQA, path)
 

@@ -18,10 +18,11 @@ from megatoken.objectives.policy_loss import clipped_loss, clipped_value_loss, g
 from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
 from megatoken.sampling.batch import Completion
 from megatoken.system.device import Device
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
 
+LOSS_CHUNK = 64
 STOPS = (3, 5)
 PROMPTS = [Prompt([7 + i, 20 + i, 40][: 2 + i % 2], f"p{i}", str(i)) for i in range(12)]
 
@@ -39,7 +40,6 @@ class Job:
     """A state in training, and what its batches read of it."""
 
     state: TrainState
-    step_config: StepConfig
     learner: Learner
     events: list[dict[str, object]]
 
@@ -55,10 +55,9 @@ def open_run(
     values = {f"objective__{key}": value for key, value in settings.items()}
     config = tiny_config(budget__batch_tokens=16 * batch, **values)
     state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
-    step_config = tiny_step_config(4)
-    state.objective = build_objective(config.objective, step_config.loss_chunk)
+    state.objective = build_objective(config.objective, LOSS_CHUNK)
     events: list[dict[str, object]] = []
-    scorer = AnswerScorer(device=device, micro_batch=4, loss_chunk=step_config.loss_chunk)
+    scorer = AnswerScorer(device=device, micro_batch=4, loss_chunk=LOSS_CHUNK)
     learner = Learner(
         config=config,
         out=out,
@@ -69,7 +68,7 @@ def open_run(
         console=Console(quiet=True),
         log_event=lambda **row: events.append(row),
     )
-    return Job(state, step_config, learner, events)
+    return Job(state, learner, events)
 
 
 def open_batches(run: Job, score: Score = pay_for_low_ids) -> RolloutBatches:
@@ -225,7 +224,7 @@ def test_rollouts_without_a_difference_are_logged_once(
     batches = open_batches(run, lambda prompts, completions: [1.0] * len(completions))
     for number in range(4):
         assert len(run.events) == (number >= 3)
-        metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
+        metrics = train_step(run.state, tiny_step_config(4), CPU, batches.get(number))
         assert metrics.loss == metrics.grad_norm == 0.0
     assert run.events[0]["what"] == "no difference in rewards"
     assert batches.metrics["groups_without_difference"] == 1.0
