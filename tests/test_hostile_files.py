@@ -4,7 +4,6 @@ While a reader works, an audit hook records every process that is started, every
 asks for, and every file opened in the folder next to the one it was given.
 """
 
-import builtins
 import copy
 import gzip
 import io
@@ -19,6 +18,7 @@ import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.eval.tasks import find_tasks, read_examples
 from megatoken.system.atomic_write import read_object
+from megatoken.system.machine import peak_resident_bytes
 from megatoken.system.metrics_log import read_metrics
 from megatoken.system.sealed_json import parse_sealed
 from megatoken.system.sealed_json import seal as seal_json
@@ -65,6 +66,11 @@ MUTANTS = 60  # of each format
 _events: list[str] = []
 _outside = ""  # while a reader works: the folder that it must not touch
 
+STEP = "run/checkpoints/step-00000000"
+HF_CONFIG = {
+    **{"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 10},
+    **{"n_positions": 8, "auto_map": {"AutoModel": "secret.Model"}, "trust_remote_code": True},
+}
 Read = Callable[[], object]
 
 
@@ -84,7 +90,9 @@ def attack(tmp_path: Path, codes: set[int | None], read: Read) -> None:
     """
     global _outside
     outside = tmp_path / "outside"
-    before = peak_memory(reset=True)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from now on
+    before = peak_resident_bytes()
     _outside = str(outside)
     code, message = None, ""
     _events.clear()
@@ -98,17 +106,7 @@ def attack(tmp_path: Path, codes: set[int | None], read: Read) -> None:
     assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("secret", "secret")]
     assert code in codes, message
     assert message.isprintable()
-    assert peak_memory() - before < LARGEST_GROWTH
-
-
-def peak_memory(*, reset: bool = False) -> int:
-    """Return this process's peak memory in bytes, since now with `reset`; 0 without /proc."""
-    try:
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-    except OSError:
-        return 0
+    assert peak_resident_bytes() - before < LARGEST_GROWTH
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +114,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one checkpoint, and a dataset. Reading them imports everything."""
     folder = tmp_path_factory.mktemp("good")
     save_run(folder / "run", draw_model())
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
     write_dataset(folder / "data", {"train": [100]})
     load_pretrained(folder / "run")
     load_dataset(folder / "data")
@@ -125,17 +125,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, good: Path) -> Path:
     """A folder for hostile files, next to another that they try to reach."""
-    write_secret(tmp_path)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
     return Path(shutil.copytree(good, tmp_path / "place"))
-
-
-def write_secret(folder: Path) -> None:
-    (folder / "outside").mkdir()
-    (folder / "outside" / "secret").write_text("secret")
-
-
-def checkpoint_of(place: Path) -> Path:
-    return place / "run" / "checkpoints" / "step-00000000"
 
 
 # --- pickles and junk in every file ---------------------------------------------------------------
@@ -151,31 +143,34 @@ class Call:
         return self.values
 
 
-def list_payloads(canary: Path) -> dict[str, bytes]:
-    """Return bytes that make `canary` when unpickled, take all memory, or break a parser."""
-    touch = f"touch {canary}"
-    system, command = Call(os.system, touch), touch.encode()
-    calls = {
-        "system": system,
-        "open": Call(builtins.open, str(canary), "w"),
-        "touch": Call(Path.touch, canary),
-        "torch": Call(torch.load, str(canary.parent / "secret")),
-        "bytearray": Call(builtins.bytearray, 2**34),
-    }
-    payloads = {name: pickle.dumps(call, 2) for name, call in calls.items()}
-    payloads |= {f"protocol {n}": pickle.dumps({"model": system}, n) for n in range(6)}
+def list_pickles(canary: Path) -> list[bytes]:
+    """Return bytes that make `canary` when they are unpickled."""
+    command = f"touch {canary}".encode()
+    system = Call(os.system, f"touch {canary}")
+    calls = system, Call(Path.touch, canary), Call(Path.write_text, canary, "")
     stack_global = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c"
-    return payloads | {
-        "inst": b"(S'" + command + b"'\nios\nsystem\n.",
-        "stack global": stack_global + bytes([len(command)]) + command + b"\x85R.",
-        "persistent": b"Pcos\nsystem\n.",
-        "extension": b"\x80\x02\x82\x01.",
-        "deep": b"[" * 100_000,
-        "long number": b"9" * 100_000,
-        "infinite": b'{"step": 1e999, "files": {"a": {"bytes": 1e999, "xxh3_128": ""}}}',
-        "null": b"null",
-        "ansi": b"\x1b[2J\x1b]0;owned\x07",
-    }
+    return [
+        *(pickle.dumps(call, 2) for call in calls),
+        *(pickle.dumps({"model": system}, protocol) for protocol in range(6)),
+        b"(S'" + command + b"'\nios\nsystem\n.",
+        stack_global + bytes([len(command)]) + command + b"\x85R.",
+    ]
+
+
+def list_payloads(canary: Path) -> list[bytes]:
+    """Return pickles, and bytes that read another file, take all memory, or break a parser."""
+    calls = Call(torch.load, str(canary.parent / "secret")), Call(bytearray, 2**34)
+    return [
+        *list_pickles(canary),
+        *(pickle.dumps(call, 2) for call in calls),
+        b"Pcos\nsystem\n.",  # a persistent id
+        b"\x80\x02\x82\x01.",  # an extension
+        b"[" * 100_000,
+        b"9" * 100_000,
+        b'{"step": 1e999, "files": {"a": {"bytes": 1e999, "xxh3_128": ""}}}',
+        b"null",
+        b"\x1b[2J\x1b]0;owned\x07",
+    ]
 
 
 def seal(folder: Path, meta: dict[str, Any] | None = None) -> None:
@@ -193,35 +188,11 @@ def seal(folder: Path, meta: dict[str, Any] | None = None) -> None:
 Spoil = Callable[[Path, bytes], Read]
 
 
-def in_file(name: str, read: Callable[[Path], object]) -> Spoil:
+def in_file(name: str, read: Callable[[Path], object], head: bytes = b"") -> Spoil:
     def spoil(place: Path, payload: bytes) -> Read:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(payload)
+        (place / name).write_bytes(head + payload)
         return lambda: read(place / name)
-
-    return spoil
-
-
-def in_checkpoint(name: str, *, sealed: bool = True) -> Spoil:
-    def spoil(place: Path, payload: bytes) -> Read:
-        folder = checkpoint_of(place)
-        (folder / name).write_bytes(payload)
-        if sealed:
-            seal(folder)
-        return lambda: load_pretrained(folder)
-
-    return spoil
-
-
-def in_hf(name: str) -> Spoil:
-    """A file of a Hugging Face folder, next to a good config.json."""
-
-    def spoil(place: Path, payload: bytes) -> Read:
-        sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 10, "n_positions": 8}
-        (place / "hf").mkdir(exist_ok=True)
-        (place / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-        (place / "hf" / name).write_bytes(payload)
-        return lambda: load_pretrained(place / "hf")
 
     return spoil
 
@@ -246,17 +217,20 @@ def in_torch_tar(place: Path, payload: bytes) -> Read:
     return lambda: load_pretrained(place / "ckpt.pt")
 
 
-def in_torch_stream(place: Path, payload: bytes) -> Read:
-    """torch's second format: pickles one after the other."""
-    values = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
-    head = b"".join(pickle.dumps(value, 2) for value in values)
-    return in_file("ckpt.pt", load_pretrained)(place, head + payload)
+def load_folder(path: Path) -> object:
+    return load_pretrained(path.parent)
 
 
-def in_npy_of_objects(place: Path, payload: bytes) -> Read:
-    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117) + b"\n"
-    data = b"\x93NUMPY\x01\x00v\x00" + header + payload
-    return in_file("npy/train.npy", read_dataset_of)(place, data)
+def load_sealed(path: Path) -> object:
+    """Load the checkpoint of a file, sealed."""
+    (folder,) = (each for each in path.parents if each.name.startswith("step-"))
+    seal(folder)
+    return load_pretrained(folder)
+
+
+def read_hf_config(path: Path) -> object:
+    path.with_name("model.safetensors").touch()
+    return load_folder(path)
 
 
 def read_dataset_of(path: Path) -> object:
@@ -287,22 +261,33 @@ def read_provenance(path: Path) -> object:
     return find_changes(path.parent, load_config("quickstart"))
 
 
+# torch's second format: pickles one after the other.
+TORCH_STREAM = b"".join(
+    pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+)
+NPY_OF_OBJECTS = (
+    b"\x93NUMPY\x01\x00v\x00"
+    + b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117)
+    + b"\n"
+)
 PLACES: dict[int | None, dict[str, Spoil]] = {
     CHECKPOINT: {
         "torch zip": in_torch_zip,
         "torch tar": in_torch_tar,
-        "torch stream": in_torch_stream,
-        "ckpt.pt": in_file("nano/ckpt.pt", lambda path: load_pretrained(path.parent)),
+        "torch stream": in_file("ckpt.pt", load_pretrained, TORCH_STREAM),
+        "ckpt.pt": in_file("nano/ckpt.pt", load_folder),
         "llm.c": in_file("model.bin", load_pretrained),
-        **{name: in_hf(name) for name in ("pytorch_model.bin", "model.safetensors", "config.json")},
-        "manifest of a checkpoint": in_checkpoint(MANIFEST, sealed=False),
-        "sealed tensors": in_checkpoint("model.safetensors"),
+        "pytorch_model.bin": in_file("hf/pytorch_model.bin", load_folder),
+        "model.safetensors": in_file("hf/model.safetensors", load_folder),
+        "config.json": in_file("hf/config.json", load_folder),
+        "manifest of a checkpoint": in_file(f"{STEP}/{MANIFEST}", load_folder),
+        "sealed tensors": in_file(f"{STEP}/model.safetensors", load_sealed),
     },
     DATA: {
-        "sealed tokenizer": in_checkpoint("tokenizer/tokenizer.json"),
-        "sealed description": in_checkpoint("tokenizer/megatoken_tokenizer.json"),
+        "sealed tokenizer": in_file(f"{STEP}/tokenizer/tokenizer.json", load_sealed),
+        "sealed description": in_file(f"{STEP}/tokenizer/megatoken_tokenizer.json", load_sealed),
         ".npy": in_file("npy/train.npy", read_dataset_of),
-        ".npy of objects": in_npy_of_objects,
+        ".npy of objects": in_file("npy/train.npy", read_dataset_of, NPY_OF_OBJECTS),
         "shard": in_file("bin/fineweb_train.bin", read_dataset_of),
         "manifest of a dataset": in_file("data/manifest.json", read_dataset_of),
         "tokenizer.json": in_file("tokenizer.json", lambda path: load_tokenizer(str(path))),
@@ -318,7 +303,7 @@ PLACES: dict[int | None, dict[str, Spoil]] = {
         "nanoGPT's recipe": in_file("config.py", lambda path: translate_nanogpt(str(path))),
     },
     None: {
-        "sealed .metadata": in_checkpoint(".metadata"),  # never opened
+        "sealed .metadata": in_file(f"{STEP}/.metadata", load_sealed),  # never opened
         "metrics": in_file("metrics.jsonl", read_log),  # bad lines are skipped
         "machine.json": in_file("machine.json", read_object),  # measured again
     },
@@ -331,16 +316,16 @@ PLACES: dict[int | None, dict[str, Spoil]] = {
 )
 def test_no_file_runs_code(tmp_path: Path, place: Path, code: int | None, name: str):
     spoil = PLACES[code][name]
-    for payload in list_payloads(tmp_path / "outside" / "canary").values():
+    for payload in list_payloads(tmp_path / "outside" / "canary"):
         attack(tmp_path, {code}, spoil(place, payload))
 
 
 def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path):
-    payloads = list_payloads(tmp_path / "outside" / "canary")
-    for name in ("system", "touch", "inst", "stack global"):
+    canary = tmp_path / "outside" / "canary"
+    for payload in list_pickles(canary):
         with pytest.raises(AssertionError):
-            attack(tmp_path, {None}, lambda name=name: pickle.loads(payloads[name]))
-        (tmp_path / "outside" / "canary").unlink(missing_ok=True)
+            attack(tmp_path, {None}, partial(pickle.loads, payload))
+        canary.unlink()
     with pytest.raises(AssertionError):
         attack(tmp_path, {None}, (tmp_path / "outside" / "secret").read_text)
 
@@ -395,7 +380,7 @@ def mutate_json(name: str, read: Callable[[Path], object]) -> Callable[..., Iter
 
 def mutate_tensors(place: Path, rng: random.Random) -> Iterator[Read]:
     """The header of a safetensors file, and its length."""
-    path = checkpoint_of(place) / "model.safetensors"
+    path = place / STEP / "model.safetensors"
     data = path.read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:end])
@@ -409,12 +394,11 @@ def mutate_tensors(place: Path, rng: random.Random) -> Iterator[Read]:
         raw = json.dumps(mutant).encode()
         size = sizes[number] if number < len(sizes) else len(raw)
         path.write_bytes(struct.pack("<Q", size) + raw + data[end:])
-        seal(path.parent)
-        yield lambda: load_pretrained(path.parent)
+        yield lambda: load_sealed(path)
 
 
 def mutate_checkpoint_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
-    folder = checkpoint_of(place)
+    folder = place / STEP
     meta = json.loads((folder / MANIFEST).read_text())["meta"]
     for mutant in mutate(meta, rng):
         seal(folder, mutant)
@@ -449,29 +433,17 @@ def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
         yield lambda: load_dataset(path.parent)
 
 
-def mutate_config(place: Path, rng: random.Random) -> Iterator[Read]:
-    """config.json of a Hugging Face folder without weights."""
-    read = in_hf("model.safetensors")(place, b"")
-    config = json.loads((place / "hf" / "config.json").read_text())
-    config |= {"auto_map": {"AutoModel": "secret.Model"}, "trust_remote_code": True}
-    for mutant in mutate(config, rng):
-        (place / "hf" / "config.json").write_text(json.dumps(mutant))
-        yield read
-
-
-CHECKPOINT_TOKENIZER = "run/checkpoints/step-00000000/tokenizer"
 FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
     "tensors": mutate_tensors,
     "manifest of a checkpoint": mutate_checkpoint_manifest,
     "manifest of a dataset": mutate_dataset_manifest,
     ".npy": mutate_npy,
-    "config.json": mutate_config,
+    "config.json": mutate_json("hf/config.json", read_hf_config),
     "tokenizer.json": mutate_json(
-        f"{CHECKPOINT_TOKENIZER}/tokenizer.json", lambda path: load_tokenizer(str(path))
+        f"{STEP}/tokenizer/tokenizer.json", lambda path: load_tokenizer(str(path))
     ),
     "description": mutate_json(
-        f"{CHECKPOINT_TOKENIZER}/megatoken_tokenizer.json",
-        lambda path: load_saved_tokenizer(path.parent),
+        f"{STEP}/tokenizer/megatoken_tokenizer.json", lambda path: load_saved_tokenizer(path.parent)
     ),
 }
 
@@ -518,7 +490,7 @@ def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str):
 
 @pytest.mark.fault(29)
 def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
-    folder = checkpoint_of(place)
+    folder = place / STEP
     data = place / "data" / "manifest.json"
     rows = data.read_bytes().rpartition(b',\n"xxh3"')[0]
     files = dict(verify(folder).files)
@@ -533,22 +505,22 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
         body = rows.replace(b'"train_000000.bin"', json.dumps(name).encode())
         data.write_bytes(seal_json(body, bits=64))
         attack(tmp_path, {DATA}, lambda: load_dataset(data.parent))
-    index = {"metadata": {}, "weight_map": {"wte.weight": "../../outside/secret"}}
-    spoil = in_hf("model.safetensors.index.json")
-    attack(tmp_path, {CHECKPOINT}, spoil(place, json.dumps(index).encode()))
+    index = place / "hf" / "model.safetensors.index.json"
+    index.write_text('{"metadata": {}, "weight_map": {"wte.weight": "../../outside/secret"}}')
+    attack(tmp_path, {CHECKPOINT}, lambda: load_folder(index))
 
 
 @pytest.mark.fault(29)
 def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path):
     targets = {"config.yaml": "secret", "tokenizer": ".", "link": "secret"}
     for name, target in (*targets.items(), ("model.safetensors", "secret")):
-        folder = Path(shutil.copytree(checkpoint_of(place), place / f"linked-{name}"))
+        folder = Path(shutil.copytree(place / STEP, place / f"linked-{name}"))
         if (folder / name).exists():
             (folder / name).rename(place / f"before-{name}")
         (folder / name).symlink_to(tmp_path / "outside" / target)
         attack(tmp_path, {CHECKPOINT}, lambda folder=folder: verify(folder))
-    os.mkfifo(checkpoint_of(place) / "pipe")
-    attack(tmp_path, {CHECKPOINT}, lambda: verify(checkpoint_of(place)))
+    os.mkfifo(place / STEP / "pipe")
+    attack(tmp_path, {CHECKPOINT}, lambda: verify(place / STEP))
 
 
 @pytest.mark.fault(29)
@@ -574,9 +546,9 @@ def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path):
         for _ in range(250):
             file.write(nul)
     attack(tmp_path, {CHECKPOINT}, lambda: load_pretrained(place / "ckpt.pt"))
-    with (checkpoint_of(place) / MANIFEST).open("wb") as file:
+    with (place / STEP / MANIFEST).open("wb") as file:
         file.truncate(1 << 40)
-    attack(tmp_path, {CHECKPOINT}, lambda: load_pretrained(checkpoint_of(place)))
+    attack(tmp_path, {CHECKPOINT}, lambda: load_pretrained(place / STEP))
 
 
 @pytest.mark.fault(28, 29)
@@ -622,7 +594,6 @@ def test_hostile_names_and_paths(
 
 @pytest.mark.fault(55)
 @pytest.mark.parametrize("name", ["...yaml", "a\nb.yaml", "\x1b[2J.yaml"])
-def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, name: str):
-    write_secret(tmp_path)
-    (tmp_path / name).write_text("version: 1\n")
-    attack(tmp_path, {CONFIG}, lambda: resolve(str(tmp_path / name)))
+def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, place: Path, name: str):
+    (place / name).write_text("version: 1\n")
+    attack(tmp_path, {CONFIG}, lambda: resolve(str(place / name)))

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatoken.model.kernels.attention import explicit_attention, native_attention
 from megatoken.native import attention as native
-from tests.native.twins import assert_same_on_threads
 from tests.tiny_model import draw, relative_error
 
 # B, T, H, K, D: blocks that are full and that are not, one token, groups of heads, widths of every kind.
@@ -54,6 +53,9 @@ def compute(
 @pytest.mark.parametrize("shape", SHAPES.strip().splitlines())
 def test_values_and_gradients_are_the_formulas(shape: str, dtype: torch.dtype):
     packed, dy, heads = draw_heads(shape, dtype)
+    if heads[0] == 2:  # any strides: the head width is not contiguous
+        packed = packed.transpose(1, 3).contiguous().transpose(1, 3)
+        dy = dy[:1, :1, :1].expand(dy.shape)
     results = compute(native_attention, packed, dy, heads)
     formulas = compute(explicit_attention, packed.double(), dy.double(), heads)
     assert results[0].transpose(1, 2).is_contiguous()
@@ -92,19 +94,3 @@ def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype):
     exact = q.double(), k.double(), v.double()
     formula = explicit_attention(*exact, mask=None, causal=False, dropout=None)
     assert (y - formula).abs().max() < LARGEST[dtype] * formula.abs().max()
-
-
-def test_any_strides():
-    packed, _, heads = draw_heads("2 70 2 2 32", torch.float32)
-    contiguous = compute(native_attention, packed, torch.ones(2, 2, 70, 32), heads)
-    # The head width is not contiguous.
-    transposed = packed.transpose(1, 3).contiguous().transpose(1, 3)
-    for each in (packed, transposed):
-        results = compute(native_attention, each, torch.ones(1).expand(2, 2, 70, 32), heads)
-        assert all(map(torch.equal, results, contiguous))
-
-
-@pytest.mark.parametrize("shape", ["1 300 1 1 32", "2 140 4 2 64"])
-def test_same_bits_with_any_number_of_threads(shape: str):
-    inputs = draw_heads(shape, torch.bfloat16)
-    assert_same_on_threads(lambda: compute(native_attention, *inputs))

@@ -12,7 +12,6 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.model.gpt import (
     GPT,
     Block,
-    TreeMask,
     set_activation_checkpointing,
     set_attention,
     set_block_kernels,
@@ -28,6 +27,7 @@ from tests.tiny_model import (
     TINY_LLAMA,
     TINY_MODERN,
     TINY_OLMO,
+    assert_tree_logits,
     draw,
     tiny_rows,
 )
@@ -36,7 +36,6 @@ GPT2 = replace(TINY_GPT, n_head=3, d_model=48, d_ff=70)
 LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, d_model=64, d_ff=90)
 MIXED = replace(LLAMA, bias=True, norm="layernorm")  # biases and a gate
 B, T = 2, 37
-DTYPES = [torch.float32, torch.bfloat16]
 # Errors of values, relative to typical ones: a value passes through ten operations.
 LARGEST = {torch.float32: 2e-5, torch.bfloat16: 0.06}
 TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.01}
@@ -121,43 +120,47 @@ def loss_and_gradients(model: GPT) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-FUSED = [
-    TINY_GPT,
-    replace(TINY_LLAMA, embedding_norm=True, residual_scales=True),
-    replace(TINY_OLMO, norm_position="pre", qk_norm=False),
-]
-OTHERS = """
-- {qk_norm: true}
-- {mlp: relu2}
-- {mlp: geglu}
-- {value_embeddings: true, n_layer: 1}
-- {head_dim: 8}
-- {bias: true, bias_in: qkv}
-- {norm_position: both}
-- {lora_rank: 4}
+MODELS = {
+    "gpt": TINY_GPT,
+    "llama": TINY_LLAMA,
+    "olmo": TINY_OLMO,
+    "modern": TINY_MODERN,
+    "gemma": TINY_GEMMA,
+}
+# Model, attention, checkpointing, and what is changed in the model.
+FUSED = """
+gpt native none {}
+gpt native block {}
+llama native none {embedding_norm: true, residual_scales: true}
+olmo native none {norm_position: pre, qk_norm: false}
 """
+OTHERS = """
+llama native none {qk_norm: true}
+llama native none {mlp: relu2}
+llama native none {mlp: geglu}
+llama native none {value_embeddings: true, n_layer: 1}
+llama native none {head_dim: 8}
+llama native none {bias: true, bias_in: qkv}
+llama native none {norm_position: both}
+llama native none {lora_rank: 4}
+gpt native none {dropout: 0.1}
+gpt native none {mlp: gelu-erf}
+gpt blocked none {}
+modern blocked none {}
+gemma blocked none {}
+gpt native gelu {}
+gpt native gelu {lora_rank: 4}
+"""
+ROWS = [(row, table == FUSED) for table in (FUSED, OTHERS) for row in table.strip().splitlines()]
 
 
 @pytest.mark.usefixtures("fastest")
-@pytest.mark.parametrize(
-    ("config", "attention", "recompute"),
-    [
-        *((config, "native", "none") for config in FUSED),
-        *((replace(TINY_LLAMA, **parts), "native", "none") for parts in yaml.safe_load(OTHERS)),
-        (replace(TINY_GPT, dropout=0.1), "native", "none"),
-        (replace(TINY_GPT, mlp="gelu-erf"), "native", "none"),
-        *((config, "blocked", "none") for config in (TINY_GPT, TINY_MODERN, TINY_GEMMA)),
-        *((config, "native", "gelu") for config in (TINY_GPT, replace(TINY_GPT, lora_rank=4))),
-        (TINY_GPT, "native", "block"),
-    ],
-)
-def test_blocks_with_other_parts_are_not_fused(config: ModelConfig, attention: str, recompute: str):
+@pytest.mark.parametrize(("row", "is_fused"), ROWS)
+def test_blocks_with_other_parts_are_not_fused(row: str, is_fused: bool):
+    name, attention, recompute, parts = row.split(maxsplit=3)
+    config = replace(MODELS[name], **yaml.safe_load(parts))
     model = build(config, attention)
     set_activation_checkpointing(model, recompute)
-    # Models with and without dropout are equal.
-    is_fused = (
-        any(config is each for each in FUSED) and attention == "native" and recompute != "gelu"
-    )
     assert all((block.fused is not None) == is_fused for block in model.blocks)
     results = loss_and_gradients(model), loss_and_gradients(build(config, "explicit", "torch"))
     for got, expected in zip(*results, strict=True):
@@ -181,8 +184,5 @@ def test_a_cache_or_a_mask_is_not_ignored(config: ModelConfig):
     )
     pieces = [ours(ids[:, :10], cache), ours(ids[:, 10:11], cache)]
     torch.testing.assert_close(torch.cat(pieces, 1), torchs(ids[:, :11]), rtol=1e-4, atol=1e-5)
-    itself = torch.eye(16, dtype=torch.bool).expand(8, 1, 16, 16)
-    tree = TreeMask(torch.arange(16).expand(8, 16), itself)
-    found, expected = (model(ids, tree_mask=tree) for model in (ours, torchs))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert (found - ours(ids)).norm() > 1e-3
+    ids[1, :3] = ids[0, :3]
+    assert_tree_logits(ours, ids[:2])

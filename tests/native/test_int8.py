@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from megatoken.native import int8
-from tests.native.twins import assert_same_on_threads
 from tests.tiny_model import draw
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -57,8 +56,3 @@ def test_no_value_moves_by_more_than_half_a_step():
     weight = draw(50, 70) * torch.logspace(-3, 3, 50)[:, None]
     error = (int8.round_to_int8(weight).to(torch.float32) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 254 * 1.0001).all()
-
-
-def test_same_bits_with_any_number_of_threads():
-    x, weight = draw(1, 300).bfloat16(), int8.round_to_int8(draw(101, 300, seed=1))
-    assert_same_on_threads(lambda: [int8.linear(x, weight, None)])

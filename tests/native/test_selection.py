@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.native import build
-from megatoken.native.build import (
-    INSTRUCTION_SETS,
-    compile_library,
-    library_name,
-    runnable_instruction_sets,
-)
+from megatoken.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
 from megatoken.native.selection import find_amx_fault, find_library
 from megatoken.system.machine import find_compiler
 from tests.native.conftest import EMULATED_AMX, compile_once
@@ -60,7 +55,7 @@ def test_kernels_that_agree_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_wrong_tile_is_found(
     file: str, right: str, wrong: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    name = library_name("amx")
+    library_name("amx")  # is kept, of the sources as they are
     sources = tmp_path / "kernels"
     shutil.copytree(build.SOURCES, sources)
     text = (sources / file).read_text()
@@ -68,8 +63,7 @@ def test_a_wrong_tile_is_found(
     (sources / file).write_text(text.replace(right, wrong))
     with monkeypatch.context() as patch:
         patch.setattr(build, "SOURCES", sources)
-        planted = compile_library("amx", tmp_path / "planted", (*EMULATED_AMX, "-O0"))
-    assert planted.name == name
+        planted = compile_once("amx", f"wrong-{file}", (*EMULATED_AMX, "-O0"))
     instruction_set, fault = choose(tmp_path, planted, monkeypatch)
     assert (instruction_set, case in fault) == ("avx512_bf16", True), fault
 

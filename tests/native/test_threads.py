@@ -1,8 +1,9 @@
 """The kernels' threads: results do not depend on their number, on other calls or on a fork."""
 
 import multiprocessing
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.native import products
-from megatoken.native.library import Library
+from megatoken.model.kernels.attention import native_attention
+from megatoken.native import int8, ops, products
+from megatoken.native.library import DTYPES, Values
 from megatoken.system.threads import set_thread_count, thread_count
+from tests.native import test_attention as attention
 from tests.native.test_block import GPT2, LLAMA, Call, compute
-from tests.native.test_muon import Training
-from tests.native.twins import assert_same_on_threads
+from tests.native.test_optimizers import Training
+from tests.native.test_products import draw_factors
 from tests.processes import HANG_SECONDS
 from tests.tiny_model import draw
 
@@ -35,21 +38,62 @@ def run_muon() -> list[Tensor]:
     return [norm, *training.parameters()]
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("call", [partial(run_block, GPT2), partial(run_block, LLAMA), run_muon])
-def test_same_bits_with_any_number_of_threads(call: Callable[[], list[Tensor]]):
-    assert_same_on_threads(call)
+def run_attention() -> Iterator[Tensor]:
+    for shape in ("1 300 1 1 32", "2 140 4 2 64"):
+        yield from attention.compute(native_attention, *attention.draw_heads(shape, torch.bfloat16))
 
 
-@pytest.fixture
-def two_threads(fastest: Library) -> Iterator[None]:
+def run_products(dtype: torch.dtype) -> Iterator[Tensor]:
+    rng = random.Random(5)
+    for sizes in ((2, 99, 64), (130, 257, 96), (301, 45, 3500)):
+        a, b = draw_factors(sizes, dtype, rng)
+        sums = torch.empty(len(a))
+        yield products.matmul(a, b, row_sums_M=sums)
+        yield sums
+
+
+def run_int8() -> list[Tensor]:
+    weight = int8.round_to_int8(draw(101, 300, seed=1))
+    return [int8.linear(draw(1, 300).bfloat16(), weight, None)]
+
+
+def run_sums() -> list[Tensor]:
+    x, *vectors = inputs = [
+        draw(*shape, seed=seed).requires_grad_()
+        for seed, shape in enumerate([(1000, 64), (64,), (64,)])
+    ]
+    y = ops.norm(x, *vectors, 1e-5)
+    values = Values(x.data_ptr(), x.numel(), DTYPES[x.dtype])
+    squares = products.loaded_library().call_all("sum_of_squares", [values])
+    gradients = torch.autograd.grad(y.square().sum(), inputs)
+    return [torch.tensor(squares, dtype=torch.float64), *gradients]
+
+
+RUNS: list[Callable[[], Iterable[Tensor]]] = [run_attention, run_int8, run_muon, run_sums]
+RUNS += [partial(run_block, GPT2), partial(run_block, LLAMA)]
+RUNS += [partial(run_products, dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
     before = thread_count()
     set_thread_count(2)
     yield
     set_thread_count(before)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("run", RUNS)
+def test_same_bits_with_any_number_of_threads(run: Callable[[], Iterable[Tensor]]):
+    results = []
+    for count in (1, 2, 3):
+        set_thread_count(count)
+        results.append([*run()])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.usefixtures("fastest")
 def test_two_threads_of_the_program_at_the_same_time():
     """One of them has the kernels' threads, the other computes alone."""
 
@@ -62,7 +106,7 @@ def test_two_threads_of_the_program_at_the_same_time():
             assert all(all(map(torch.equal, result, first)) for result in results)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("fastest")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_computes():
     """It has none of the threads."""

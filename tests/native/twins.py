@@ -1,11 +1,10 @@
-"""Compare an operation with its twin in PyTorch, and with itself on other numbers of threads."""
+"""Compare an operation with its twin in PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatoken.system.threads import set_thread_count, thread_count
 from tests.tiny_model import draw, relative_error
 
 
@@ -36,17 +35,3 @@ def assert_same(
         assert relative.max() < largest[dtype], (tuple(got.shape), float(relative.max()))
         if typical is not None:
             assert relative_error(got, wanted) < typical[dtype]
-
-
-def assert_same_on_threads(call: Callable[[], Sequence[Tensor]]) -> None:
-    """Compare the results of a call on one, two and three threads bit for bit."""
-    threads = thread_count()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            set_thread_count(count)
-            results.append(call())
-    finally:
-        set_thread_count(threads)
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))

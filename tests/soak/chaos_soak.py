@@ -36,17 +36,18 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.errors import ExitCode
 from megatoken.system.metrics_log import read_metrics
 from tests.flip import flip_bit
-from tests.processes import children, group_members
+from tests.processes import children, group_members, wait_until
 from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     Layout,
     Process,
+    command,
     drafts,
     kill_group,
     list_files,
     run_quietly,
-    start,
+    start_session,
     wait_for,
     write_recipe,
 )
@@ -97,7 +98,9 @@ class Chaos:
         self.check_end()
         self.layout = self.rng.choice(self.layouts)
         self.log = self.work / f"start-{self.exits.total():04d}.log"
-        self.process = start(self.recipe, self.out, self.layout, self.log, self.words)
+        words = command(self.recipe, self.out, self.layout, self.words)
+        with self.log.open("ab") as log:
+            self.process = start_session(words, stdout=log, stderr=log)
 
     def ranks(self) -> list[int]:
         return children(self.process.pid) if self.layout.nproc > 1 else [self.process.pid]
@@ -318,11 +321,8 @@ def full_disk_at_start(chaos: Chaos) -> None:
 
 def read_only_disk(chaos: Chaos) -> None:
     chaos.kill()
-    deadline = time.monotonic() + 60
-    while run_quietly(["mount", "-o", "remount,ro", str(chaos.disk)]):
-        # A thread of a killed process may still have a file open.
-        assert time.monotonic() < deadline, "a file of the run is still open"
-        time.sleep(0.1)
+    # A thread of a killed process may still have a file open.
+    wait_until(lambda: not run_quietly(["mount", "-o", "remount,ro", str(chaos.disk)]))
     chaos.start()
     chaos.end(ExitCode.STORAGE)
     subprocess.run(["mount", "-o", "remount,rw", str(chaos.disk)], check=True)

@@ -35,7 +35,7 @@ from megatoken.checkpoint.manifest import verify
 from megatoken.errors import ExitCode, MegatokenError
 from tests.flip import flip_bit
 from tests.soak.options import parse_options, report
-from tests.soak.strace import format_injection, run_traced, trace, try_points
+from tests.soak.strace import Point, run_traced, trace, try_points
 
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN = "/soak-begins"
@@ -63,16 +63,6 @@ prune:
   newest: [50, 50]
 """)
 SCENARIOS = {name: Scenario(**steps) for name, steps in STEPS.items()}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A fault ("kill", or an error) at the n-th call of one kind."""
-
-    scenario: str
-    call: str
-    number: int
-    fault: str
 
 
 def contents(step: int) -> dict[str, bytes]:
@@ -151,14 +141,13 @@ def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point],
     return points, [line for _, _, line in calls]
 
 
-def try_point(point: Point, template: Path, work: Path) -> str:
+def try_point(point: Point, templates: Path, work: Path) -> str:
     """Disturb one run at one point and return its outcome. Raises AssertionError."""
     scenario = SCENARIOS[point.scenario]
-    root = work / f"{point.scenario}-{point.call}-{point.number}-{point.fault}"
+    root = work / str(point)
     log = root.with_suffix(".log")
-    shutil.copytree(template, root)
-    injection = format_injection(point.call, point.number, point.fault)
-    done = run_traced(operate(point.scenario, root), log, injection)
+    shutil.copytree(templates / point.scenario, root)
+    done = run_traced(operate(point.scenario, root), log, point)
     text = log.read_text(errors="replace")
     assert BEGIN in text, "hit before the operation"
     assert (END in text) == (point.fault != "kill"), "not hit inside the operation"
@@ -229,13 +218,14 @@ def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
     ]
     before = lines[:rename]
     moves = dict(re.findall(rf'"({draft}/[^"]*)".*"({draft}/[^"]*)"', "\n".join(before)))
-    last_write: dict[str, int] = {}
-    last_sync: dict[str, int] = {}
-    for index, line in enumerate(before):
-        for path in re.findall(rf"write\([0-9]+<({draft}/[^>]*)>", line):
-            last_write[moves.get(path, path)] = index
-        for path in re.findall(r"fsync\([0-9]+<([^>]*)>\) += 0", line):
-            last_sync[moves.get(path, path)] = index
+    last_write, last_sync = (
+        {
+            moves.get(path, path): index
+            for index, line in enumerate(before)
+            for path in re.findall(call, line)
+        }
+        for call in (rf"write\([0-9]+<({draft}/[^>]*)>", r"fsync\([0-9]+<([^>]*)>\) += 0")
+    )
     files = last_write.keys()
     folders = {str(Path(path).parent) for path in files}
     last_file_sync = max(last_sync[path] for path in files)
@@ -263,13 +253,8 @@ def soak(options: Namespace) -> dict[str, object]:
             found, logs[scenario] = find_points(scenario, templates / scenario, work)
             points += found
 
-        def attempt(point: Point) -> str:
-            outcome = try_point(point, templates / point.scenario, work)
-            return f"{point.scenario} {point.fault} {outcome}"
-
-        result = try_points(points, attempt, options)
         return {
-            **result,
+            **try_points(points, partial(try_point, templates=templates, work=work), options),
             "points_by_operation": Counter(point.scenario for point in points),
             "power_loss": read_power_loss(logs["save"], str(work / "save-plain")),
         }

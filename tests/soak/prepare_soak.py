@@ -14,11 +14,12 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.soak.options import parse_options, report
-from tests.soak.strace import format_injection, list_calls, run_traced, trace, try_points
+from tests.soak.strace import Point, list_calls, run_traced, trace, try_points
 from tests.soak.tiny_job import list_files
 
 FAULTS = ("kill", "ENOSPC", "EIO")
@@ -65,23 +66,21 @@ def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
         for call, number in list_output_calls(
             trace(prepare_small(folder, scenario, out), log), out
         ):
-            points += [(scenario, call, number, fault) for fault in FAULTS]
-
-    def attempt(point: tuple[str, str, int, str]) -> str:
-        return f"{point[0]} {point[3]} {try_point(folder, *point)}"
-
-    return try_points(points, attempt, options)
+            points += [Point(scenario, call, number, fault) for fault in FAULTS]
+    return try_points(points, partial(try_point, folder), options)
 
 
-def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -> str:
+def try_point(folder: Path, point: Point) -> str:
     """Disturb a preparation at one call, repeat it, and return how the first one ended."""
-    out = folder / f"{scenario}-{call}-{number}-{fault}"
+    out = folder / str(point)
     log = out.with_suffix(".log")
-    words = prepare_small(folder, scenario, out)
-    done = run_traced(words, log, format_injection(call, number, fault))
-    assert (call, number) in list_output_calls(list_calls(log), out), "hit something else"
+    words = prepare_small(folder, point.scenario, out)
+    done = run_traced(words, log, point)
+    assert (point.call, point.number) in list_output_calls(list_calls(log), out), (
+        "hit something else"
+    )
     code = done.returncode
-    if fault == "kill":
+    if point.fault == "kill":
         assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), code
     elif code != 0:
         assert code in (3, 5), f"exit code {code}: {done.stderr}"
@@ -90,10 +89,10 @@ def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -
         assert "Traceback" not in done.stderr, done.stderr
     again = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, f"the second time: {again.stderr}"
-    check_equal(out, folder / f"{scenario}-undisturbed")
+    check_equal(out, folder / f"{point.scenario}-undisturbed")
     shutil.rmtree(out)
     log.unlink()
-    return "killed" if fault == "kill" else f"exit {code}"
+    return "killed" if point.fault == "kill" else f"exit {code}"
 
 
 def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:

@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatoken.errors import MegatokenError
 
-Point = TypeVar("Point")
 CALLS = (
     "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,"
     "?unlink,unlinkat,?rmdir,?mkdir,?mkdirat,ftruncate,?flock,?chmod,?fchmod,?fchmodat,?link,?linkat"
@@ -27,13 +27,28 @@ ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
+class Point:
+    """A fault at the n-th call of one kind: "kill" or an error such as "EIO"; with a "+" all later calls fail too."""
+
+    scenario: str
+    call: str
+    number: int
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.scenario}-{self.call}-{self.number}-{self.fault}"
+
+
 def run_traced(
-    words: Sequence[str], log: Path, injection: str = ""
+    words: Sequence[str], log: Path, point: Point | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command with its main thread under strace; injection: such as "write:error=EIO:when=3"."""
+    """Run a command with its main thread under strace, and the fault of a point."""
     trace = f"strace -y -s 200 -o {log} -e trace={CALLS} -e signal=none".split()
-    if injection:
-        trace += ["-e", f"inject={injection}"]
+    if point:
+        error, every, _ = point.fault.partition("+")
+        action = "signal=SIGKILL" if error == "kill" else f"error={error}"
+        trace += ["-e", f"inject={point.call}:{action}:when={point.number}{every}"]
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(
         [*trace, *words], env=environment, capture_output=True, text=True, timeout=120
@@ -45,15 +60,6 @@ def trace(words: Sequence[str], log: Path) -> Iterator[tuple[str, int, str]]:
     done = run_traced(words, log)
     assert done.returncode == 0, done.stderr
     return list_calls(log)
-
-
-def format_injection(call: str, number: int, fault: str) -> str:
-    """Return the injection of a fault at a call.
-
-    fault: "kill" or an error such as "EIO"; with a "+" all later calls of the kind fail too.
-    """
-    action = "signal=SIGKILL" if fault == "kill" else f"error={fault.rstrip('+')}"
-    return f"{call}:{action}:when={number}{'+' if fault.endswith('+') else ''}"
 
 
 def list_calls(log: Path) -> Iterator[tuple[str, int, str]]:
@@ -79,7 +85,7 @@ def try_points(
         tries = [pool.submit(attempt, point) for point in points]
         for point, result in zip(points, tries, strict=True):
             try:
-                outcomes[result.result()] += 1
+                outcomes[f"{point.scenario} {point.fault} {result.result()}"] += 1
             except (AssertionError, MegatokenError, subprocess.TimeoutExpired) as error:
                 failures.append(f"{point}: {error}")
     counts = {"points": total, "tried": len(points), "outcomes": dict(sorted(outcomes.items()))}

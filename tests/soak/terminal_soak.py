@@ -10,16 +10,13 @@ line for each case and a JSON line at the end. Linux; needs no rights.
 import fcntl
 import os
 import pty
-import select
-import signal
+import shlex
 import subprocess
 import sys
 import tempfile
 import termios
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     STUCK_SECONDS,
     Layout,
-    Process,
     command,
     drafts,
     run_quietly,
@@ -46,56 +42,52 @@ SAVED, RAN_ON = "saved", "ran on"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a run's stdin, stdout and stderr are, and what happens to them.
+    """How a run is started in a terminal, and what happens to it.
 
-    hang_up: when the terminal is closed: in this phase of the run, "draft": while a checkpoint is written, "": never.
-    controls: the terminal sends SIGHUP when it is closed, which `nohup` ignores. has_blocked_files: status, samples
-    and plots cannot be written. Of a pipe one line is read, then it is closed.
+    shell: what dash runs (bash would take the terminal that must not control the run); RUN is the command, OUT its folder. hang_up: when the terminal is closed: in this phase of
+    the run, "draft": while a checkpoint is written, "": never. controls: the terminal sends SIGHUP when it is closed.
     """
 
     name: str
     end: str
-    streams: Sequence[str] = ("terminal",) * 3
+    shell: str = "exec RUN"
     hang_up: str = ""
     controls: bool = True
-    nohup: bool = False
     nproc: int = 1
     words: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    has_blocked_files: bool = False
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.nproc, "none", micro_batch=3)
+        return Layout(self.nproc, "none")
 
 
-def block_files(out: Path) -> None:
-    """Put folders in the place of files that a run writes, and files in the place of folders."""
-    out.mkdir()
-    (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')
-    (out / "samples").write_text("in the way")
-    (out / "plots").write_text("in the way")
-    (out / "status.json").mkdir()
-
-
-CASES_OF_ENDS = """
+CASES_OF_ENDS = r"""
 saved:
   terminal closed in a step: {hang_up: step}
   terminal closed in an evaluation: {hang_up: validate}
   terminal closed while a checkpoint is written: {hang_up: draft}
   terminal closed, two processes: {hang_up: step, nproc: 2}
-  "| head -1, terminal closed": {streams: [terminal, pipe, terminal], hang_up: step}
+  "| head -1, terminal closed":
+    shell: mkfifo OUT.pipe; head -1 OUT.pipe & exec RUN > OUT.pipe
+    hang_up: step
 ran on:
-  nohup, terminal closed: {hang_up: step, nohup: true}
+  nohup, terminal closed: {shell: trap '' HUP; exec RUN, hang_up: step}
   dead terminal without a signal: {hang_up: step, controls: false}
   dead terminal before the first line: {hang_up: start, controls: false}
-  output to /dev/full: {streams: ["null", full, full]}
-  output to /dev/full, two processes: {streams: ["null", full, full], nproc: 2}
-  2>&1 | head -1, two processes: {streams: [terminal, pipe, pipe], nproc: 2}
-  stdin, stdout and stderr closed: {streams: [closed, closed, closed]}
-  status, samples and plots cannot be written: {has_blocked_files: true}
+  output to /dev/full: {shell: exec RUN < /dev/null > /dev/full 2>&1}
+  output to /dev/full, two processes: {shell: exec RUN < /dev/null > /dev/full 2>&1, nproc: 2}
+  2>&1 | head -1, two processes:
+    shell: mkfifo OUT.pipe; head -1 OUT.pipe & exec RUN > OUT.pipe 2>&1
+    nproc: 2
+  stdin, stdout and stderr closed: {shell: exec RUN <&- >&- 2>&-}
+  status, samples and plots cannot be written:
+    shell: |
+      mkdir -p OUT/status.json
+      touch OUT/samples OUT/plots
+      echo '{"megatoken": "0.1.0"}' > OUT/provenance.json
+      exec RUN log.plots=true
   a locale without UTF-8, a dumb terminal:
-    environment: {LC_ALL: C, PYTHONUTF8: "0", PYTHONIOENCODING: ascii, PYTHONCOERCECLOCALE: "0", TERM: dumb}
+    shell: exec env LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=ascii PYTHONCOERCECLOCALE=0 TERM=dumb RUN
 """
 CASES = [
     Case(name, end, **options)
@@ -104,89 +96,33 @@ CASES = [
 ]
 
 
-class Terminal:
-    """A pseudo-terminal whose output somebody reads until it is closed."""
-
-    def __init__(self) -> None:
-        self._master, self.slave = pty.openpty()
-        self._is_open = True
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        with suppress(OSError):  # no process has it open any more
-            while self._is_open:
-                if select.select([self._master], [], [], 0.01)[0]:
-                    os.read(self._master, 1 << 16)
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._is_open:
-            self._is_open = False
-            self._reader.join()
-            os.close(self._master)
-
-
-@contextmanager
-def open_streams(case: Case, terminal: Terminal) -> Iterator[list[int]]:
-    """Descriptors for stdin, stdout and stderr; -1 for one that is to be closed."""
-    descriptors: dict[str, int] = {"terminal": terminal.slave, "closed": -1}
-    with ExitStack() as stack:
-        for stream in {*case.streams} - descriptors.keys():
-            if stream == "pipe":
-                reader, descriptor = os.pipe()
-                threading.Thread(target=read_line, args=(reader,), daemon=True).start()
-            else:
-                descriptor = os.open(f"/dev/{stream}", os.O_RDWR)
-            stack.callback(os.close, descriptor)
-            descriptors[stream] = descriptor
-        yield [descriptors[stream] for stream in case.streams]
-
-
-def read_line(descriptor: int) -> None:
-    """`head -1`."""
-    while (byte := os.read(descriptor, 1)) and byte != b"\n":
-        pass
-    os.close(descriptor)
-
-
-def start(case: Case, words: Sequence[str], streams: Sequence[int], terminal: Terminal) -> Process:
-    slave = os.ttyname(terminal.slave)
-
-    def prepare() -> None:
-        if case.controls and "terminal" in case.streams:
-            tty = os.open(slave, os.O_RDWR)
-            fcntl.ioctl(tty, termios.TIOCSCTTY, 0)
-            os.close(tty)
-        if case.nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        for number, descriptor in enumerate(streams):
-            if descriptor < 0:
-                os.close(number)
-
-    opened = (subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams)
-    options = dict(zip(("stdin", "stdout", "stderr"), opened, strict=True))
-    environment = {**os.environ, "TERM": "xterm-256color", **case.environment}
-    return start_session(words, prepare, env=environment, **options)
-
-
 def disturb(case: Case, recipe: Path, out: Path) -> int:
     """Run a case to its end; return the exit code."""
-    words = command(recipe, out, case.layout, case.words)
-    if case.has_blocked_files:
-        block_files(out)
-        words.append("log.plots=true")
-    terminal = Terminal()
+    run = shlex.join(command(recipe, out, case.layout, case.words))
+    shell = case.shell.replace("RUN", run).replace("OUT", shlex.quote(str(out)))
+    master, slave = pty.openpty()
+    # The terminal is closed when nobody reads it any more.
+    reader = subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL)
+    os.close(master)
+
+    def hang_up() -> None:
+        reader.kill()
+        reader.wait()
+
+    def prepare() -> None:
+        if case.controls:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     try:
-        with open_streams(case, terminal) as streams:
-            process = start(case, words, streams, terminal)
-        os.close(terminal.slave)
+        words = ["sh", "-c", f"export TERM=xterm-256color; {shell}"]
+        process = start_session(words, prepare, stdin=slave, stdout=slave, stderr=slave)
         if case.hang_up:
             wait_for(lambda: is_in(out, case.hang_up), process, or_end=True)
-            terminal.close()
+            hang_up()
         return process.wait(timeout=STUCK_SECONDS)
     finally:
-        terminal.close()
+        hang_up()
+        os.close(slave)
 
 
 def is_in(out: Path, phase: str) -> bool:

@@ -40,14 +40,13 @@ class Layout:
 
     nproc: int
     sharding: str
-    micro_batch: int = 3
 
     def __str__(self) -> str:
         return f"{self.nproc} x {self.sharding}"
 
     @property
     def words(self) -> list[str]:
-        line = f"machine.sharding={self.sharding} machine.micro_batch={self.micro_batch}"
+        line = f"machine.sharding={self.sharding}"
         return (line + " machine.deterministic=true" * (self.sharding == "none")).split()
 
 
@@ -86,12 +85,6 @@ def start_session(
         prepare()
 
     return subprocess.Popen(words, start_new_session=True, preexec_fn=prepare_child, **options)
-
-
-def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
-    """Start a run; what it prints is added to `log`."""
-    with log.open("ab") as file:
-        return start_session(command(recipe, out, layout, words), stdout=file, stderr=file)
 
 
 def kill_group(process: Process) -> None:
