@@ -185,36 +185,41 @@ def seal(folder: Path, meta: dict[str, Any] | None = None) -> None:
     (folder / MANIFEST).write_bytes(encode_manifest(manifest))
 
 
-Spoil = Callable[[Path, bytes], Read]
-
-
-def in_file(name: str, read: Callable[[Path], object], head: bytes = b"") -> Spoil:
-    def spoil(place: Path, payload: bytes) -> Read:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(head + payload)
-        return lambda: read(place / name)
-
-    return spoil
-
-
-def in_torch_zip(place: Path, payload: bytes) -> Read:
-    with zipfile.ZipFile(place / "ckpt.pt", "w") as archive:
+def torch_zip(payload: bytes, canary: Path) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("decoy/data.pkl", pickle.dumps({}, 2))
         archive.writestr("archive/data.pkl", payload)
         archive.writestr("archive/DATA.PKL", payload)
         archive.writestr("archive/version", "3\n")
-    return lambda: load_pretrained(place / "ckpt.pt")
+    return file.getvalue()
 
 
-def in_torch_tar(place: Path, payload: bytes) -> Read:
+def torch_tar(payload: bytes, canary: Path) -> bytes:
     """torch's first format: a tar of pickles, here also with names that leave the folder."""
-    names = ["pickle", "storages", "tensors", "sys_info", "../outside/canary"]
-    with tarfile.open(place / "ckpt.pt", "w") as archive:
-        for name in (*names, str(place.parent / "outside/canary")):
+    file = io.BytesIO()
+    names = ["pickle", "storages", "tensors", "sys_info", "../outside/canary", str(canary)]
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in names:
             entry = tarfile.TarInfo(name)
             entry.size = len(payload)
             archive.addfile(entry, io.BytesIO(payload))
-    return lambda: load_pretrained(place / "ckpt.pt")
+    return file.getvalue()
+
+
+def torch_stream(payload: bytes, canary: Path) -> bytes:
+    """torch's second format: pickles one after the other."""
+    values = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    return b"".join(pickle.dumps(value, 2) for value in values) + payload
+
+
+def npy_of_objects(payload: bytes, canary: Path) -> bytes:
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00v\x00" + header + payload
+
+
+def plain(payload: bytes, canary: Path) -> bytes:
+    return payload
 
 
 def load_folder(path: Path) -> object:
@@ -261,63 +266,63 @@ def read_provenance(path: Path) -> object:
     return find_changes(path.parent, load_config("quickstart"))
 
 
-# torch's second format: pickles one after the other.
-TORCH_STREAM = b"".join(
-    pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
-)
-NPY_OF_OBJECTS = (
-    b"\x93NUMPY\x01\x00v\x00"
-    + b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117)
-    + b"\n"
-)
-PLACES: dict[int | None, dict[str, Spoil]] = {
+def read_tokenizer(path: Path) -> object:
+    return load_tokenizer(str(path))
+
+
+def read_recipe(path: Path) -> object:
+    return resolve(str(path))
+
+
+WRAPS = {"ckpt.pt": [torch_zip, torch_tar, torch_stream], "npy/train.npy": [plain, npy_of_objects]}
+READERS: dict[int | None, dict[str, Callable[[Path], object]]] = {
     CHECKPOINT: {
-        "torch zip": in_torch_zip,
-        "torch tar": in_torch_tar,
-        "torch stream": in_file("ckpt.pt", load_pretrained, TORCH_STREAM),
-        "ckpt.pt": in_file("nano/ckpt.pt", load_folder),
-        "llm.c": in_file("model.bin", load_pretrained),
-        "pytorch_model.bin": in_file("hf/pytorch_model.bin", load_folder),
-        "model.safetensors": in_file("hf/model.safetensors", load_folder),
-        "config.json": in_file("hf/config.json", load_folder),
-        "manifest of a checkpoint": in_file(f"{STEP}/{MANIFEST}", load_folder),
-        "sealed tensors": in_file(f"{STEP}/model.safetensors", load_sealed),
+        "ckpt.pt": load_pretrained,
+        "nano/ckpt.pt": load_folder,
+        "model.bin": load_pretrained,
+        "hf/pytorch_model.bin": load_folder,
+        "hf/model.safetensors": load_folder,
+        "hf/config.json": load_folder,
+        f"{STEP}/{MANIFEST}": load_folder,
+        f"{STEP}/model.safetensors": load_sealed,
     },
     DATA: {
-        "sealed tokenizer": in_file(f"{STEP}/tokenizer/tokenizer.json", load_sealed),
-        "sealed description": in_file(f"{STEP}/tokenizer/megatoken_tokenizer.json", load_sealed),
-        ".npy": in_file("npy/train.npy", read_dataset_of),
-        ".npy of objects": in_file("npy/train.npy", read_dataset_of, NPY_OF_OBJECTS),
-        "shard": in_file("bin/fineweb_train.bin", read_dataset_of),
-        "manifest of a dataset": in_file("data/manifest.json", read_dataset_of),
-        "tokenizer.json": in_file("tokenizer.json", lambda path: load_tokenizer(str(path))),
-        "vocab.json": in_file("bpe/vocab.json", read_vocabulary),
-        "progress of prepare": in_file("out/progress.json", read_progress),
-        "examples": in_file("hellaswag.jsonl", read_eval),
-        "examples in parquet": in_file("hellaswag.parquet", read_eval),
+        f"{STEP}/tokenizer/tokenizer.json": load_sealed,
+        f"{STEP}/tokenizer/megatoken_tokenizer.json": load_sealed,
+        "npy/train.npy": read_dataset_of,
+        "bin/fineweb_train.bin": read_dataset_of,
+        "data/manifest.json": read_dataset_of,
+        "tokenizer.json": read_tokenizer,
+        "bpe/vocab.json": read_vocabulary,
+        "out/progress.json": read_progress,
+        "hellaswag.jsonl": read_eval,
+        "hellaswag.parquet": read_eval,
     },
     CONFIG: {
-        "provenance.json": in_file("new/provenance.json", read_provenance),
-        "recipe": in_file("recipe.yaml", lambda path: resolve(str(path))),
-        "Composer's recipe": in_file("composer.yaml", translate_composer),
-        "nanoGPT's recipe": in_file("config.py", lambda path: translate_nanogpt(str(path))),
+        "new/provenance.json": read_provenance,
+        "recipe.yaml": read_recipe,
+        "composer.yaml": translate_composer,
+        "config.py": lambda path: translate_nanogpt(str(path)),
     },
     None: {
-        "sealed .metadata": in_file(f"{STEP}/.metadata", load_sealed),  # never opened
-        "metrics": in_file("metrics.jsonl", read_log),  # bad lines are skipped
-        "machine.json": in_file("machine.json", read_object),  # measured again
+        f"{STEP}/.metadata": load_sealed,  # never opened
+        "metrics.jsonl": read_log,  # bad lines are skipped
+        "machine.json": read_object,  # measured again
     },
 }
 
 
 @pytest.mark.fault(28, 29)
 @pytest.mark.parametrize(
-    ("code", "name"), [(code, name) for code in PLACES for name in PLACES[code]]
+    ("code", "name"), [(code, name) for code in READERS for name in READERS[code]]
 )
 def test_no_file_runs_code(tmp_path: Path, place: Path, code: int | None, name: str):
-    spoil = PLACES[code][name]
-    for payload in list_payloads(tmp_path / "outside" / "canary"):
-        attack(tmp_path, {code}, spoil(place, payload))
+    path, canary = place / name, tmp_path / "outside" / "canary"
+    path.parent.mkdir(exist_ok=True)
+    for payload in list_payloads(canary):
+        for wrap in WRAPS.get(name, [plain]):
+            path.write_bytes(wrap(payload, canary))
+            attack(tmp_path, {code}, lambda: READERS[code][name](path))
 
 
 def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path):
@@ -439,9 +444,7 @@ FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
     "manifest of a dataset": mutate_dataset_manifest,
     ".npy": mutate_npy,
     "config.json": mutate_json("hf/config.json", read_hf_config),
-    "tokenizer.json": mutate_json(
-        f"{STEP}/tokenizer/tokenizer.json", lambda path: load_tokenizer(str(path))
-    ),
+    "tokenizer.json": mutate_json(f"{STEP}/tokenizer/tokenizer.json", read_tokenizer),
     "description": mutate_json(
         f"{STEP}/tokenizer/megatoken_tokenizer.json", lambda path: load_saved_tokenizer(path.parent)
     ),
@@ -481,7 +484,7 @@ def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str):
     path = place / "recipe.yaml"
     for content in (f"model: {text}\n", text + "\n", f"{text}: 1\n", f"include: {text}\n"):
         path.write_bytes(content.encode(errors="surrogatepass"))
-        attack(tmp_path, {CONFIG}, lambda: resolve(str(path)))
+        attack(tmp_path, {CONFIG}, lambda: read_recipe(path))
         attack(tmp_path, {CONFIG}, lambda: translate_composer(path))
 
 
@@ -596,4 +599,4 @@ def test_hostile_names_and_paths(
 @pytest.mark.parametrize("name", ["...yaml", "a\nb.yaml", "\x1b[2J.yaml"])
 def test_a_recipe_whose_name_is_no_run_is_refused(tmp_path: Path, place: Path, name: str):
     (place / name).write_text("version: 1\n")
-    attack(tmp_path, {CONFIG}, lambda: resolve(str(place / name)))
+    attack(tmp_path, {CONFIG}, lambda: read_recipe(place / name))

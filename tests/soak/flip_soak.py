@@ -85,16 +85,12 @@ def find_in_data(data: Path, path: Path, bit: int) -> str:
 def load_clean(roots: dict[str, Path], data: Path, loads: int) -> dict[str, int]:
     """Verify and load undamaged files, checkpoints and data in turn; count what is reported."""
     alarms: list[object] = []
-
-    def alarm(_: Path, error: object) -> None:
-        alarms.append(error)
-
     for place in islice(cycle([data, *roots.values()]), loads):
         if place == data:
             alarms.extend(verify_folder(data).errors)
             load_dataset(data).train.read(0, 1000)
         else:
-            valid = find_newest(place, alarm)
+            valid = find_newest(place, lambda _, error: alarms.append(error))
             assert valid is not None
             load_checkpoint_model(*valid)
     return {"loads": loads, "false_alarms": len(alarms)}

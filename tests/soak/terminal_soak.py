@@ -44,8 +44,10 @@ SAVED, RAN_ON = "saved", "ran on"
 class Case:
     """How a run is started in a terminal, and what happens to it.
 
-    shell: what dash runs (bash would take the terminal that must not control the run); RUN is the command, OUT its folder. hang_up: when the terminal is closed: in this phase of
-    the run, "draft": while a checkpoint is written, "": never. controls: the terminal sends SIGHUP when it is closed.
+    shell: what dash runs (bash would take a terminal that must not control the run); RUN is the
+    command, OUT its folder. hang_up: when the terminal is closed: in this phase of the run,
+    "draft": while a checkpoint is written, "": never. controls: the terminal sends SIGHUP when it
+    is closed.
     """
 
     name: str
@@ -101,7 +103,7 @@ def disturb(case: Case, recipe: Path, out: Path) -> int:
     run = shlex.join(command(recipe, out, case.layout, case.words))
     shell = case.shell.replace("RUN", run).replace("OUT", shlex.quote(str(out)))
     master, slave = pty.openpty()
-    # The terminal is closed when nobody reads it any more.
+    # The only process that has this end open.
     reader = subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL)
     os.close(master)
 

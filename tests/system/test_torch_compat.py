@@ -20,20 +20,6 @@ def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest
         torch_compat.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("found_inf", "grad_scale", "expected"), [(0.0, None, 0.5), (1.0, None, 1.0), (0.0, 2.0, 0.5)]
-)
-def test_fused_adamw_honours_found_inf_and_grad_scale(
-    found_inf: float, grad_scale: float | None, expected: float
-):
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, eps=0.0, fused=True)
-    weight.grad = torch.ones(1)
-    scale = None if grad_scale is None else torch.tensor(grad_scale)
-    torch_compat.fused_adamw_step(optimizer, torch.tensor(found_inf), scale)
-    assert float(weight.detach()) == pytest.approx(expected)
-
-
 def test_scaler_found_inf_names_an_overflow():
     weight = torch.ones(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
