@@ -98,10 +98,14 @@ def differentiate(
     dy: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Return what a function computes of inputs, in their dtype or another, and its gradients."""
-    given = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in inputs]
+    """Return what a function computes of inputs, in their dtype or another, and its gradients.
+
+    dy: of what it computes; by default, drawn.
+    """
+    given = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
     y = fn(*given)
-    return [y.detach(), *torch.autograd.grad(y, given, None if dy is None else dy.to(y.dtype))]
+    dy = draw(*y.shape, seed=9) if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, given, dy.to(y.dtype))]
 
 
 def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:

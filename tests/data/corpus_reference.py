@@ -11,8 +11,20 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
-SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev", "eval", "heldout"), "val")
+from tests.tables import read_table
+
+SPLITS = read_table("""
+train train
+training train
+test test
+testing test
+val val
+valid val
+validation val
+dev val
+eval val
+heldout val
+""")
 
 
 def name_split(name: str) -> str:

@@ -24,10 +24,10 @@ from megatoken.data.prepare import prepare
 from tests.data.corpus_reference import name_split, read_documents
 from tests.data.small_dataset import stop_after
 from tests.data.test_documents import pack, write
+from tests.tables import read_table
 
-WORDS = "the cat sat naïve 中文 🎈 x1 (y) don't é \u0301 <|end <|endoftext| 3.14 {} [] \\ \\n '"
-WORDS = [*WORDS.split(" "), "\n", "\r\n", "\r", "\t", "  ", '"', ",", ";"]
-WORDS += ["\ufeff", "\xa0", "\x0b\x0c", "\x00", "\x85", "\u2028"]
+WORDS = "the~cat~sat~naïve~中文~🎈~x1~(y)~don't~é~\u0301~<|end~<|endoftext|~3.14~{}~[]~\\~\\n~'"
+WORDS += '~\n~\r\n~\r~\t~  ~"~,~;~\ufeff~\xa0~\x0b\x0c~\x00~\x85~\u2028'
 SPLITS = "train,Training,valid,val,VALIDATION,dev,eval,heldout,test,Testing"
 NAMES = ("", "train,test", ",validation", SPLITS, ",contest,latest")
 FOLDERS = ("", ",data/", "{}/", "{}/,x/,part-{}/")
@@ -38,14 +38,14 @@ JSON_FORMS = ".jsonl .json .ndjson array.json row.json .jl .none lines.txt"
 FORMS = JSON_FORMS + " .txt .md .csv .TSV .parquet .pq"
 PARQUET = (".parquet", ".pq")
 TYPES = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.string_view())
-OTHERS = {
-    "README.md": "# Card",
-    "code.py": "x = 1",
-    "b.bin": "\0\1",
-    ".hidden.txt": "no",
-    "n": "no",
-}
-BAD_LINES = ("{", '{"txt": 1}', "3", "null", "[]", '{"KEY": null}', '"x"')
+OTHERS = read_table("""
+README.md # Card
+code.py x = 1
+b.bin \0\1
+.hidden.txt no
+n no
+""")
+BAD_LINES = '{|{"txt": 1}|3|null|[]|{"KEY": null}|"x"'
 BAD_TABLE_ROWS = ('"he said "yes" to it"', '"open', "a,b;c\td,e;f\tg" * 9)
 
 
@@ -89,7 +89,7 @@ class Corpus:
     def make_text(self) -> str:
         draw = self.draw
         length = draw.choice((0, 1, 3, 30, 30, 300)) if self.chance(0.96) else 5000
-        words = WORDS if self.chance(0.5) else WORDS[:10]
+        words = WORDS.split("~")[: draw.choice((10, None))]
         text = draw.choice(("", " ")).join(draw.choices(words, k=length))
         return f"{draw.randrange(100)} {text}" if self.chance(0.8) else text
 
@@ -143,7 +143,7 @@ class Corpus:
             return json.dumps(rows, indent=draw.choice((None, 1)), ensure_ascii=as_ascii).encode()
         lines = [json.dumps(row, ensure_ascii=as_ascii) + "\n" * self.chance(0.1) for row in rows]
         if self.skips and len(lines) > 2:
-            bad = draw.choice(BAD_LINES).replace("KEY", self.key)
+            bad = draw.choice(BAD_LINES.split("|")).replace("KEY", self.key)
             lines.insert(draw.randrange(2, len(lines)), bad)
         text = "\n".join(lines) + draw.choice(("", "\n"))
         return text.replace("\n", draw.choice(("\n", "\r\n"))).encode()

@@ -394,22 +394,12 @@ def test_messages_keep_their_order_and_other_keys():
     assert parse_messages(rows, "f:1") == expected
     encoded = {"function": {"name": "add", "arguments": '{"a": "x"}'}}
     call = {"function": {"name": "add", "arguments": {"a": "x"}}}
-    parts = [{"type": "text", "text": text} for text in ("2", "+2")]
     answer = {**ANSWER, "content": None, "tool_calls": [encoded], "weight": 1}
-    assert parse_messages([{**QUESTION, "content": parts}, answer], "f:1") == [
-        Message("user", "2+2"),
-        Message("assistant", "", 1, {"tool_calls": [call]}),
-    ]
+    expected = Message("assistant", "", 1, {"tool_calls": [call]})
+    assert parse_messages([answer], "f:1") == [expected]
     for fields in ({"content": "a\ud800"}, {"name": "a\ud800"}):
         with pytest.raises(DataError):
             parse_messages([QUESTION, {**ANSWER, **fields}], "f:1")
-
-
-def test_messages_to_answer_do_not_end_with_an_answer():
-    tool = {"role": "tool", "content": "", "tool_call_id": "c1"}
-    assert parse_messages([QUESTION, tool], "body", reply=True)[1].content == ""
-    with pytest.raises(DataError):
-        parse_messages([QUESTION, ANSWER], "body", reply=True)
 
 
 def test_only_answers_with_weight_are_trained():

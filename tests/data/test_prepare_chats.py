@@ -1,6 +1,7 @@
 """Conversations to a dataset: formats, what is trained, packing, the split, and every row that cannot be used."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from megatoken.data.prepare_chats import _pack, prepare_chats
 from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError
+from tests.tables import read_table
 
 SYSTEM, USER, ANSWER, FIVE = (
     dict(zip(("role", "content"), turn.split(), strict=True))
@@ -74,8 +76,16 @@ FORMATS = r"""
 {"instruction": "2+2", "response": "4", "system": "Add."} -> Add. 2+2 4
 {"messages": [USER, {"role": "assistant", "content": "4", "tool_calls": []}]} -> 2+2 4
 {"messages": [{"role": "system", "content": null}, ANSWER], "system": "Add."} -> Add. NULL 4
+{"prompt": [{"role": "user", "content": [{"text": "2"}, {"text": "+2"}]}], "completion": "4"} -> 2+2 4
+{"messages": [USER, {"role": "tool", "content": ""}, ANSWER]} -> 2+2 RESULT 4
 """
-ROLES = {"Add.": "system", "NULL": "system", "4": "assistant", "5": "assistant"}
+ROLES = read_table("""
+Add. system
+NULL system
+RESULT tool
+4 assistant
+5 assistant
+""")
 
 
 NAMES = {"GOOD": GOOD, "SYSTEM": SYSTEM, "USER": USER, "ANSWER": ANSWER, "FIVE": FIVE}
@@ -91,15 +101,21 @@ def fill_in(text: str) -> str:
 def test_formats_of_conversations(line: str, tmp_path: Path):
     row, contents = fill_in(line).split(" -> ")
     (tmp_path / "a.jsonl").write_text(row)
-    ((found, example),) = read_examples(find_source(f"{tmp_path}/a.jsonl"))
+    table = pyarrow.Table.from_pylist([json.loads(row)])
+    parquet.write_table(table, tmp_path / "b.parquet")
     texts = [text.replace(r"\n", "\n") for text in contents.split()]
-    messages = [Message(ROLES.get(text, "user"), text.replace("NULL", "")) for text in texts]
-    assert (found.kind, example.answers) == ("chat", [messages])
+    blank = re.compile("NULL|RESULT")
+    messages = [Message(ROLES.get(text, "user"), blank.sub("", text)) for text in texts]
+    examples = read_examples(find_source(str(tmp_path)))
+    found = [(found.kind, example.answers) for found, example in examples]
+    assert found == [("chat", [messages])] * 2
 
 
 @pytest.mark.parametrize("shard_tokens", [10**6, 100])
 def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, shard_tokens: int):
-    dataset = prepare(tmp_path, chats(40), val_fraction=0.2, shard_tokens=shard_tokens)
+    *chosen, last = chats(41)
+    given = [*chosen, {**last, "weight": 0}]
+    dataset = prepare(tmp_path, given, val_fraction=0.2, shard_tokens=shard_tokens)
     assert (len(dataset.shards) > 4) == (shard_tokens == 100)
     found = []
     for split in ("train", "val"):
@@ -113,10 +129,11 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, s
         ids, marks = ids[marks < 4], marks[marks < 4]
         for at in np.split(np.arange(len(ids)), np.flatnonzero(marks & 2)[1:]):
             found.append((ids[at].tolist(), (marks[at] & 1 == 1).tolist()))
-    expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chats(40)]
+    expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chosen]
     assert sorted(found) == sorted(expected)
     manifest = dataset.manifest
     assert (manifest.documents["val"], manifest.source["template"]) == (5, "chatml")
+    assert manifest.source["counts"] == {"skipped": 1}
     assert dataset.tokenizer.fingerprint == BYTES.fingerprint
 
 
@@ -179,10 +196,10 @@ def test_prompts_keep_their_answers(tmp_path: Path):
     found = []
     for split in ("train", "val"):
         prompts, answers = open_rows(dataset, split), read_answers(dataset, split)
-        assert len(prompts) == len(answers) == dataset.manifest.documents[split] > 0
-        for number, row in enumerate(answers):
-            expected = TEMPLATE.encode([Message("user", row["prompt"])], reply=True)
-            assert prompts.sequence(number) == expected
+        assert dataset.manifest.documents[split] == len(prompts) > 0
+        questions = [[Message("user", row["prompt"])] for row in answers]
+        expected = [TEMPLATE.encode(messages, reply=True) for messages in questions]
+        assert [*map(prompts.sequence, range(len(prompts)))] == expected
         found += answers
     assert sorted(found, key=lambda row: row["answer"]) == rows
     with pytest.raises(DataError):
@@ -200,12 +217,6 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
     assert counts.keys() == {"skipped", "rows with unused mask"}
 
 
-def test_a_row_of_weight_0_is_left_out(tmp_path: Path):
-    manifest = prepare(tmp_path, [*chats(3), {**chats(4)[3], "weight": 0}]).manifest
-    assert sum(manifest.documents.values()) == 3
-    assert manifest.source["counts"] == {"skipped": 1}
-
-
 def test_damaged_marks_are_noticed(tmp_path: Path):
     dataset = prepare(tmp_path, chats(9))
     (tmp_path / "data" / "train_000000.marks").write_bytes(bytes(65))
@@ -215,19 +226,11 @@ def test_damaged_marks_are_noticed(tmp_path: Path):
 
 def test_an_answer_of_weight_0_is_context(tmp_path: Path):
     for flag in WEIGHTS:
-        off, on = (0, 1.0) if flag in ("weight", "loss_mask") else (False, True)
-        turns = [USER, {**ANSWER, flag: off}, USER, {**FIVE, flag: on}]
+        turns = [USER, {**ANSWER, flag: False}, USER, {**FIVE, flag: 1.0}]
         other = [{"from": turn["role"], "value": turn["content"], **turn} for turn in turns]
         for row in ({"messages": turns}, {"conversations": other}):
             ((_, example),) = read_examples(write_rows(tmp_path / "a.jsonl", [row]))
             assert [message.weight for message in example.answers[0]] == [1, 0, 1, 1]
-
-
-def test_parquet_of_messages(tmp_path: Path):
-    table = pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    ((_, example),) = read_examples(find_source(str(tmp_path)))
-    assert example.answers == [parse_messages([USER, ANSWER], "")]
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

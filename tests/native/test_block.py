@@ -28,6 +28,7 @@ from tests.tiny_model import (
     TINY_MODERN,
     TINY_OLMO,
     assert_tree_logits,
+    differentiate,
     draw,
     tiny_rows,
 )
@@ -67,20 +68,14 @@ class Call:
         return [x, *((draw(*p.shape, seed=seed) * 0.2).to(dtype) for seed, p in parameters)]
 
 
-def compute(call: Call, inputs: list[Tensor]) -> list[Tensor]:
-    """The result and the gradients of all inputs."""
-    given = [each.clone().requires_grad_() for each in inputs]
-    y = call(*given)
-    dy = draw(*y.shape, seed=99, dtype=y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, given, dy)]
-
-
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("config", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
 def test_values_and_gradients_are_those_of_the_operations(config: ModelConfig, dtype: torch.dtype):
     fused, separate = Call(config), Call(config, fused=False)
     inputs = fused.draw(dtype)
-    for got, expected in zip(compute(fused, inputs), compute(separate, inputs), strict=True):
+    for got, expected in zip(
+        differentiate(fused, inputs), differentiate(separate, inputs), strict=True
+    ):
         if config is GPT2:
             assert torch.equal(got, expected)
         # Rotations are fused multiply-adds, and the gradients of gate and up are added unrounded.
@@ -94,7 +89,7 @@ def test_what_the_forward_saved_may_move(config: ModelConfig):
     """Checkpointing computes it again, FSDP gathers weights again."""
     call = Call(config)
     inputs = call.draw(torch.float32)
-    expected = compute(call, inputs)
+    expected = differentiate(call, inputs)
 
     def move(x: Tensor) -> Tensor:
         moved = x.detach().clone()
@@ -102,7 +97,7 @@ def test_what_the_forward_saved_may_move(config: ModelConfig):
         return moved
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, move):
-        moved = compute(call, inputs)
+        moved = differentiate(call, inputs)
     assert all(map(torch.equal, moved, expected))
 
 

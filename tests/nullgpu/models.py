@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
 from megatoken.errors import ExitCode
 
 
-def shrink(config: ModelConfig, n_layer: int) -> ModelConfig:
+def shrink(preset: str, n_layer: int) -> ModelConfig:
     """Return the model with fewer layers, which are alike."""
-    return replace(config, n_layer=n_layer)
+    return replace(PRESETS[preset], n_layer=n_layer)
 
 
 def train_and_extend(line: str) -> None:

@@ -6,7 +6,6 @@ Decoding builds no cuDNN plan per token.
 import pytest
 import torch
 
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import attend_documents, flash_attention
@@ -56,7 +55,7 @@ def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str
 
 def test_tokens_need_no_plans():
     device = open_device(MachineConfig(device="cuda"))
-    model = GPT(shrink(PRESETS["gpt2-124m"], 2), seed=None).to(torch.device("cuda"), torch.bfloat16)
+    model = GPT(shrink("gpt2-124m", 2), seed=None).to(torch.device("cuda"), torch.bfloat16)
     counters.reset()
     (ids,) = generate_ids(model, list(range(16)), Sampling(64, 0.0), device=device)
     counts = counters.read()

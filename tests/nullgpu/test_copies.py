@@ -6,7 +6,6 @@ import torch
 
 from megatoken.bench.workload import build_workload
 from megatoken.checkpoint.save import copy_tensors
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import DataLoader, Prefetcher
 from megatoken.data.dataset import load_dataset
@@ -32,9 +31,7 @@ def test_separated_documents_are_copied_without_a_wait(tmp_path: Path):
 
 def test_a_save_waits_once_and_reuses_its_pinned_memory():
     machine = MachineConfig(device="cuda", compile="off")
-    state = build_workload(
-        shrink(PRESETS["gpt2-124m"], 2), machine, batch_seqs=1, micro_batch=1
-    ).state
+    state = build_workload(shrink("gpt2-124m", 2), machine, batch_seqs=1, micro_batch=1).state
     copy_tensors(state)
     counters.reset()
     copy_tensors(state)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatoken.bench.workload import Workload
-from megatoken.config.presets import PRESETS
 from megatoken.data.dataloader import Batch, separate_documents
 from megatoken.model.kernels import attention
 from megatoken.train.step import train_step_async
@@ -16,7 +15,7 @@ from tests.nullgpu.models import shrink
 from tests.nullgpu.test_step import build
 
 LAYERS = 4
-MODEL = replace(shrink(PRESETS["modern-124m"], LAYERS), window=256, window_pattern="SL")
+MODEL = replace(shrink("modern-124m", LAYERS), window=256, window_pattern="SL")
 SHARES = (0.0, 1 / 1000, 1 / 100, 1 / 10)  # of the tokens that begin a document
 MICRO_BATCHES = 4
 

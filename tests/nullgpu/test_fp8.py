@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatoken.config.presets import PRESETS
 from megatoken.train.compilation import compile_forward
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
@@ -16,7 +15,7 @@ CHUNKS = 2  # of the output layer in a micro-batch of 8,192 tokens
 def count(preset: str, fp8: str, mode: str, checkpointing: str = "none") -> counters.Counts:
     """Return the calls of a step after a warm-up."""
     workload = build(
-        shrink(PRESETS[preset], LAYERS),
+        shrink(preset, LAYERS),
         "off",
         batch_seqs=16,
         micro_batch=16 // MICRO_BATCHES,

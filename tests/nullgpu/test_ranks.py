@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatoken.bench.workload import draw_batch
-from megatoken.config.presets import PRESETS
 from megatoken.distributed import grad_reduce
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import read_dist_env
@@ -48,7 +47,7 @@ def test_two_ranks_train_and_resume(tmp_path: Path, layout: str):
 def record_reductions(rank: int, mode: str, out: Path) -> None:
     """Write the launches of the backward before each bucket's all-reduce, and in all."""
     env = read_dist_env()
-    config = shrink(PRESETS["gpt2-124m"], LAYERS)
+    config = shrink("gpt2-124m", LAYERS)
     launches: list[int] = []
     reduce = grad_reduce.GradBucketReducer._reduce
     backward = Tensor.backward

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatoken.bench.workload import ONE_PROCESS, Workload, build_workload, draw_batch
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
@@ -42,7 +41,7 @@ def take_step(workload: Workload) -> None:
 @pytest.mark.parametrize("mode", ["off", "blocks", "on"])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "modern-124m"])
 def test_the_host_never_waits(preset: str, mode: str):
-    workload = build(shrink(PRESETS[preset], LAYERS), mode, batch_seqs=8, micro_batch=2)
+    workload = build(shrink(preset, LAYERS), mode, batch_seqs=8, micro_batch=2)
     for _ in range(2):
         take_step(workload)
     ids = torch.zeros(8, workload.model_config.seq_len, dtype=torch.int64, device="cuda")
@@ -60,7 +59,7 @@ def test_cublaslt_computes_gelu_in_matmuls():
     breaks.clear()
     for form in ("torch", "cublaslt"):
         torch.compiler.reset()
-        config = shrink(PRESETS["gpt2-124m"], LAYERS)
+        config = shrink("gpt2-124m", LAYERS)
         workload = build(config, "blocks", batch_seqs=2, micro_batch=2, gemm_backend=form)
         take_step(workload)
         counters.reset()
@@ -78,7 +77,7 @@ def test_cublaslt_computes_gelu_in_matmuls():
 
 @pytest.mark.parametrize("mode", ["off", "blocks"])
 def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch):
-    workload = build(shrink(PRESETS["gpt2-124m"], LAYERS), mode, batch_seqs=2, micro_batch=2)
+    workload = build(shrink("gpt2-124m", LAYERS), mode, batch_seqs=2, micro_batch=2)
     take_step(workload)
     arrivals: list[int] = []
 
