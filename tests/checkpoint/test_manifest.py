@@ -82,20 +82,30 @@ def test_links_devices_and_manifests_of_other_steps_are_damage(tmp_path: Path):
         verify(bad)
 
 
+# ENTRY: of a file that is outside.
+MALFORMED = r"""
+{"step": "x"}
+{"meta": null}
+{"files": []}
+{"files": {"weights.bin": null}}
+{"files": {"weights.bin": {"bytes": 5000}}}
+{"files": {"weights.bin": {"bytes": "many", "xxh3_128": "HASH"}}}
+{"files": {"weights.bin": {"bytes": -1, "xxh3_128": "HASH"}}}
+{"files": {"../outside": ENTRY}}
+{"files": {"FOLDER/outside": ENTRY}}
+{"files": {"manifest.json": ENTRY}}
+{"files": {"": ENTRY}}
+{"files": {"a\u0000b": ENTRY}}
+"""
+
+
 def test_manifests_that_are_malformed_or_name_files_outside_are_damaged(tmp_path: Path):
     folder = commit_small(tmp_path, 1)
     (tmp_path / "outside").write_bytes(b"x")
-    entry = {"bytes": 1, "xxh3_128": xxhash.xxh3_128_hexdigest(b"x")}
-    outside = ("../outside", str(tmp_path / "outside"), "manifest.json", "", "a\0b")
-    malformed = (None, {"bytes": 5000}, entry | {"bytes": "many"}, entry | {"bytes": -1})
-    for change in (
-        {"step": "x"},
-        {"meta": None},
-        {"files": []},
-        *({"files": {"weights.bin": each}} for each in malformed),
-        *({"files": {name: entry}} for name in outside),
-    ):
-        forge_manifest(folder, change)
+    rows = MALFORMED.replace("ENTRY", '{"bytes": 1, "xxh3_128": "HASH"}')
+    rows = rows.replace("HASH", xxhash.xxh3_128_hexdigest(b"x")).replace("FOLDER", str(tmp_path))
+    for row in rows.strip().splitlines():
+        forge_manifest(folder, json.loads(row))
         with pytest.raises(DamagedError):
             verify(folder)
 

@@ -16,7 +16,6 @@ from megatoken.console import format_quantity
 from megatoken.data.dataset import load_dataset
 from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
 from megatoken.errors import ConfigError, DataError, ExitCode, StorageError
-from megatoken.system import object_store
 from megatoken.system.object_store import ObjectStore, is_address
 from tests.conftest import Ask
 from tests.data.small_dataset import write_dataset, write_external
@@ -27,7 +26,6 @@ SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 3, 2 and 1 blocks
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0, 0.0))
 
 
 @pytest.fixture(params=["file", "memory"])
