@@ -18,9 +18,14 @@ SINGLE = Comm(DistEnv())
 
 
 def make_model(vocab_size: int = 257, seq_len: int = 256, n_layer: int = 2, **fields: Any) -> GPT:
-    """Return a model with weights so large that choices differ clearly."""
+    """Return a model with weights so large that choices differ clearly.
+
+    Ids that pad the vocabulary would be the likeliest if they were used.
+    """
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer}
-    return enlarge(GPT(ModelConfig(n_head=2, d_model=16, d_ff=32, **sizes, **fields)), 5.0)
+    model = enlarge(GPT(ModelConfig(n_head=2, d_model=16, d_ff=32, **sizes, **fields)), 5.0)
+    model.lm_head_weight.data[vocab_size:] = 100.0
+    return model
 
 
 def harness_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

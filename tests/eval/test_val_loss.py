@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import read_manifest
@@ -20,6 +19,7 @@ from megatoken.eval.evaluate import evaluate
 from megatoken.eval.val_loss import loss_metrics, to_batch, validation_loss
 from megatoken.model.gpt import set_attention, set_block_kernels
 from megatoken.native.selection import find_library
+from tests.convert.models import llama_tokenizer
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
 from tests.tiny_run import read_rows, train, write_jsonl
 
@@ -66,6 +66,8 @@ def test_extreme_values():
 
 def build_tokenizer(kind: str) -> Tokenizer:
     """Return a tokenizer of bytes and a few words that changes text in its own way."""
+    if kind == "prefix":
+        return llama_tokenizer()
     if kind in ("bpe:300", "added space"):
         tokenizer = load_tokenizer("bpe:300", lambda: iter([TEXT]))
         if kind == "bpe:300":
@@ -74,17 +76,15 @@ def build_tokenizer(kind: str) -> Tokenizer:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     else:
         space = "\u2581"
-        words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
+        is_nfkc = kind == "NFKC"
+        words = ["the", "a", "n", "fi", *([space, f"{space}the"] if is_nfkc else [])]
         tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
         ids = {token: id for id, token in enumerate(tokens)}
         inner = tokenizers.Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
-        changes = {"prefix": [normalizers.Prepend(space)], "NFKC": [normalizers.NFKC()]}
-        replace_space = normalizers.Replace(" ", space)
-        inner.normalizer = normalizers.Sequence([*changes.get(kind, []), replace_space])
-        strip = [decoders.Strip(" ", 1, 0)] if kind == "prefix" else []
-        inner.decoder = decoders.Sequence(
-            [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip]
-        )
+        changes = [normalizers.NFKC()] if is_nfkc else []
+        inner.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", space)])
+        steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " ")]
+        inner.decoder = decoders.Sequence(steps)
     inner.add_special_tokens(["<unk>", "</s>"])
     return Tokenizer(inner, kind, inner.token_to_id("</s>"))
 
@@ -122,11 +122,8 @@ def test_a_run_measures_the_bytes_of_text_that_its_tokenizer_changes(tmp_path: P
     prepare(tmp_path / "text.txt", shards, tokenizer=f"{tmp_path}/tokenizer", val_fraction=0.3)
     train(tmp_path / "run", f"data.path={shards} budget.steps=1 evaluate.tokens=100000")
     row = read_rows(tmp_path / "run", "val")[-1]
-    loaded = load_pretrained(tmp_path / "run")
-    result = evaluate(loaded.model, loaded.tokenizer, data=shards, split="val", limit=100_000)
     manifest = read_manifest(shards)
     n_bytes = manifest.bytes["val"]
     assert n_bytes["text"] > n_bytes["decoded"]
     bits = row["loss"] * (manifest.tokens("val") - 1) / math.log(2)
-    for answer in (row, result):
-        assert answer["bits_per_byte"] == pytest.approx(bits / n_bytes["text"], rel=1e-3)
+    assert row["bits_per_byte"] == pytest.approx(bits / n_bytes["text"], rel=1e-3)
