@@ -131,7 +131,7 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
 
 
 # The second is of the right size.
-DAMAGED = """
+DAMAGED = """\
 {"weights.bin": null}
 {"tokenizer/vocab.json": "123456789"}
 {"weights.bin": "x"}
@@ -140,7 +140,7 @@ DAMAGED = """
 """
 
 
-@pytest.mark.parametrize("row", DAMAGED.strip().splitlines())
+@pytest.mark.parametrize("row", DAMAGED.splitlines())
 def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str, tmp_path: Path):
     run, store, warnings = tmp_path / "run", ObjectStore(address), list[str]()
     save_and_mirror(run, address, 10, 20, keep_last=2)

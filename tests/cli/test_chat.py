@@ -53,7 +53,7 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, ask: Ask, call: Call):
     assert (answer["ids"], answer["finish_reason"], answer["model"]) == (ids, "length", folder)
 
 
-WRONG = f"""
+WRONG = f"""\
 FOLDER
 FOLDER -p ' '
 FOLDER -p x --system ''
@@ -63,7 +63,7 @@ PLAIN -p x
 """
 
 
-@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+@pytest.mark.parametrize("row", WRONG.splitlines())
 def test_wrong_input(
     row: str, folder: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):

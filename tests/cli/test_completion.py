@@ -13,7 +13,7 @@ pytest.importorskip("shtab")
 
 
 # What is typed before a tab, and the line then: # is typed next and shows where the cursor is.
-LINES = """
+LINES = """\
 megatoken tr => megatoken train #
 megatoken bench la => megatoken bench ladder #
 megatoken train gpt2-1558 => megatoken train gpt2-1558m #
@@ -28,7 +28,7 @@ megatoken report --ser => megatoken report --serve #
 """  # llama3-8b is a preset, but no recipe
 
 
-@pytest.mark.parametrize("line", LINES.strip().splitlines())
+@pytest.mark.parametrize("line", LINES.splitlines())
 def test_a_tab_at_the_terminal(
     line: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):

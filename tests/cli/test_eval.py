@@ -221,7 +221,7 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path):
         assert resumed == straight
 
 
-ERRORS = """
+ERRORS = """\
 2 DATA/tasks
 2 DATA/else
 2 --tasks helaswag
@@ -248,7 +248,7 @@ def test_wrong_input_is_a_one_line_error(
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
     (data / "else/checkpoints").mkdir(parents=True)
     (data / "else/config.yaml").write_text("{data: {path: other}, budget: {steps: 1}}")
-    for row in ERRORS.strip().splitlines():
+    for row in ERRORS.splitlines():
         expected, words = row.replace("DATA", str(data)).split(maxsplit=1)
         code, _, error = call(f"eval {run} {words}")
         assert (code, error.count("\n")) == (int(expected), 1), row

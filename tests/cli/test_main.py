@@ -35,7 +35,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 # HERE: a dataset of 257 tokens.
-DESCRIBED = """
+DESCRIBED = """\
 gpt2-124m => {"parameters": 124439808, "decayed_parameters": 124354560, "other_parameters": 121344}
 gpt2-124m => {"flops_per_token_full": 854438400}
 gpt3-175b => {"parameters": 174604259328, "flops_per_token_full": 1076373430272}
@@ -47,7 +47,7 @@ quickstart data.path=HERE => {"vocab_size": 257}
 """
 
 
-@pytest.mark.parametrize("row", DESCRIBED.strip().splitlines())
+@pytest.mark.parametrize("row", DESCRIBED.splitlines())
 def test_describe(row: str, tmp_path: Path, ask: Ask):
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
     words, expected = row.replace("HERE", str(tmp_path)).split(" => ")
@@ -96,7 +96,7 @@ def test_a_close_name_is_suggested(call: Call):
         assert (code, name in error, "notebook-gpt3" in error) == (ExitCode.CONFIG, True, False)
 
 
-ERRORS = f"""
+ERRORS = f"""\
 2 train quickstart optim.lrr=1
 2 train nope
 2 train
@@ -151,7 +151,7 @@ ERRORS = f"""
 """
 
 
-@pytest.mark.parametrize("row", ERRORS.strip().splitlines())
+@pytest.mark.parametrize("row", ERRORS.splitlines())
 def test_errors_are_one_line_and_an_exit_code(
     row: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
@@ -258,7 +258,7 @@ def test_prepare_train_sample_verify(
     assert (code, shard.name in text) == (ExitCode.DATA, True)
 
 
-PARSED = """
+PARSED = """\
 train optim.lr=1 --out o quickstart save.every=2 => {"recipe": "quickstart", "overrides": ["optim.lr=1", "save.every=2"]}
 train quickstart --init a.b=c => {"init": "a.b=c", "overrides": []}
 race a 'b c.d=e' f.g=h => {"contenders": ["a", "b c.d=e"], "overrides": ["f.g=h"]}
@@ -270,7 +270,7 @@ plot a --x seconds b => {"runs": ["a", "b"]}
 """
 
 
-@pytest.mark.parametrize("row", PARSED.strip().splitlines())
+@pytest.mark.parametrize("row", PARSED.splitlines())
 def test_settings_and_options_mix_with_positional_words(row: str):
     line, expected = row.split(" => ")
     options = json.loads(json.dumps(vars(parse(shlex.split(line))), default=str))

@@ -177,7 +177,7 @@ def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
     assert bits[1] < bits[0]  # an id of many bytes
 
 
-REFUSED = """
+REFUSED = """\
 2 RECIPE 'RECIPE optim.lr=1'
 2 RECIPE RECIPE --tokens 1024
 2 RECIPE 'RECIPE optim.lrr=1' --tokens 1024
@@ -189,7 +189,7 @@ REFUSED = """
 
 def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path, call: Call):
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
-    for row in REFUSED.strip().splitlines():
+    for row in REFUSED.splitlines():
         row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
         code, words = row.split(maxsplit=1)
         assert call(f"race {words} --out {tmp_path}/out")[0] == int(code)

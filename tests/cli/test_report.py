@@ -28,7 +28,7 @@ from tests.tiny_run import write_jsonl
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
-ROWS = """
+ROWS = """\
 {"kind": "train", "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1024.0, "mfu": 0.25}
 {"kind": "val", "loss": 4.125, "bits_per_byte": 1.5}
 {"kind": "eval", "task": "hellaswag", "acc_token_mean": null, "acc": 0.26, "acc_norm": 0.3, \
@@ -42,7 +42,7 @@ def write_run(
     folder: Path, steps: int = 40, text: str = HOSTILE, seconds: float = 0.5, **more: dict[str, Any]
 ) -> Path:
     """Write a run of 512 tokens and `seconds` a step. more: values of its train and val rows."""
-    train, *others = map(json.loads, ROWS.replace("TEXT", text).strip().splitlines())
+    train, *others = map(json.loads, ROWS.replace("TEXT", text).splitlines())
     places = [
         {"step": step, "tokens": 512 * step, "elapsed_seconds": seconds * step}
         for step in range(1, steps + 1)
@@ -183,7 +183,7 @@ def test_published_rungs_are_pale_and_follow_the_own_ones(tmp_path: Path):
     assert "3,046,409 tokens/s, 8 x H100, published: A throughput journey" in elements.cells
 
 
-REFUSED = """
+REFUSED = """\
 3 OUT/none
 2 OUT/a --ladder OUT/no.json
 2 OUT/a --serve --port 99999
@@ -195,7 +195,7 @@ REFUSED = """
 def test_bad_input_is_refused(tmp_path: Path, call: Call):
     write_run(tmp_path / "a")
     (tmp_path / "no.json").write_text("{}")
-    for row in REFUSED.strip().splitlines():
+    for row in REFUSED.splitlines():
         code, words = row.replace("OUT", str(tmp_path)).split(maxsplit=1)
         assert call(f"report {words}")[0] == int(code), row
 

@@ -52,7 +52,7 @@ def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.Monke
         assert redact(f"prompt value-of-{name}") == f"prompt value-of-{name}"
 
 
-PLAIN = """
+PLAIN = """\
 token 5: budget.tokens=1000, data.tokenizer=gpt2, 10,000 tokens/s
 unknown key 'optim.lrr' — /home/me@work/r.yaml:3 — did you mean 'optim.lr'?
 https://huggingface.co/gpt2/resolve/main/config.json?download=true
@@ -64,7 +64,7 @@ the API key is empty — --api-key — use letters and digits
 """
 
 
-@pytest.mark.parametrize("text", PLAIN.strip().splitlines())
+@pytest.mark.parametrize("text", PLAIN.splitlines())
 def test_other_text_stays(text: str):
     assert redact(text) == text
 

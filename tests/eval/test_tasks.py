@@ -73,7 +73,7 @@ def test_hellaswag_row_without_ctx_a_uses_ctx():
     assert example.raw_prompts[1] == ("A man sits.", " b")
 
 
-MALFORMED = """
+MALFORMED = """\
 hellaswag {"label": "4"}
 hellaswag {"label": ""}
 arc_easy {"answerKey": "D"}
@@ -84,7 +84,7 @@ lambada {"text": "word"}
 """
 
 
-@pytest.mark.parametrize("line", MALFORMED.strip().splitlines())
+@pytest.mark.parametrize("line", MALFORMED.splitlines())
 def test_malformed_row(line: str):
     task, change = line.split(maxsplit=1)
     with pytest.raises(ValueError):

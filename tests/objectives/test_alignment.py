@@ -146,7 +146,7 @@ def test_a_lost_reference_is_made_again_or_missed(base: Path, tmp_path: Path):
 
 
 # The last: a dataset of another tokenizer.
-REFUSED = """
+REFUSED = """\
 grpo objective.group=1
 ppo objective.group=3
 grpo objective.group=3
@@ -170,7 +170,7 @@ grpo data.path=BASE/other
 """
 
 
-@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+@pytest.mark.parametrize("case", REFUSED.splitlines())
 def test_what_does_not_fit(base: Path, tmp_path: Path, case: str):
     name, *settings = case.replace("BASE", str(base)).split()
     with pytest.raises(MegatokenError) as error:

@@ -19,7 +19,7 @@ from tests.sampling.test_generate import MODELS, TINY_LLAMA, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Length of the prompt, which may be beyond the context of 64 or slide it, and its options.
-TABLE = """
+TABLE = """\
 5 {"max_new_tokens": 30, "seed": 1}
 1 {"max_new_tokens": 12, "temperature": 0, "stop_ids": [7]}
 9 {"max_new_tokens": 25, "temperature": 0.7, "top_k": 5, "seed": 2, "stop_ids": [11, 12, 13, 14, 15, 16]}
@@ -31,7 +31,7 @@ TABLE = """
 """
 REQUESTS = [
     Request([7 * i % 50 for i in range(int(length))], Sampling(**json.loads(options)))
-    for length, options in (line.split(maxsplit=1) for line in TABLE.strip().splitlines())
+    for length, options in (line.split(maxsplit=1) for line in TABLE.splitlines())
 ]
 
 

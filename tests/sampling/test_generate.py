@@ -170,7 +170,7 @@ def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.M
 
 
 # Temperature, top_k and top_p, and the ids that they keep of 4. 1e-46 and 5e-324 are 0 in fp32.
-KEPT = """
+KEPT = """\
 1.0 2 1.0    02
 1.0 0 1.0    023
 1.0 0 0.6    02
@@ -183,7 +183,7 @@ KEPT = """
 """
 
 
-@pytest.mark.parametrize("row", KEPT.strip().splitlines())
+@pytest.mark.parametrize("row", KEPT.splitlines())
 def test_top_k_and_top_p_keep_the_likeliest(row: str):
     temperature, top_k, top_p, ids = row.split()
     kept = [*map(int, ids)]

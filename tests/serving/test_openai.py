@@ -40,7 +40,7 @@ WORDS = {
     "RESULT": '{"role": "tool", "tool_call_id": "c", "content": "3"}',
     "TOOL": TOOL,
 }
-ACCEPTED = """
+ACCEPTED = """\
 {"messages": [HI, HI]}
 {"messages": [HI, {"role": "developer", "content": "Be brief."}, {"role": "user", "content": ""}]}
 {"messages": [HI, {"role": "assistant", "content": ""}, HI]}
@@ -65,7 +65,7 @@ def served() -> Iterator[Served]:
 
 
 def test_accepted_requests(served: Served):
-    for row in ACCEPTED.strip().splitlines():
+    for row in ACCEPTED.splitlines():
         body = re.sub("|".join(WORDS), lambda word: WORDS[word[0]], row)
         served.answer(CHAT, **{"max_tokens": 3} | json.loads(body))
     plain, neutral = (served.chat("Hi", max_tokens=1, **options) for options in ({}, NEUTRAL))

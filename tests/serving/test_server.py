@@ -201,7 +201,7 @@ def test_foreign_hosts_and_content_types_are_refused(served: Served):
 
 
 # The parameter that the error names, if it names one, and the body. LONG: 200 letters.
-INVALID_CHATS = """
+INVALID_CHATS = """\
 messages {}
 - {"messages": []}
 - {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
@@ -210,7 +210,7 @@ tool_choice {"messages": [{"role": "user", "content": "a"}], "tool_choice": "req
 response_format {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}}
 messages {"messages": [{"role": "user", "content": "LONG"}]}
 """
-INVALID_COMPLETIONS = """
+INVALID_COMPLETIONS = """\
 - {"prompt": []}
 prompt {"prompt": "LONG"}
 prompt {"prompt": "a", "max_tokens": 160}
@@ -241,7 +241,7 @@ def assert_invalid(response: httpx2.Response, param: str | None) -> None:
 
 def test_invalid_requests(served: Served):
     for path, table in ((CHAT, INVALID_CHATS), (COMPLETIONS, INVALID_COMPLETIONS)):
-        for row in table.strip().splitlines():
+        for row in table.splitlines():
             param, body = row.replace("LONG", "a" * 200).split(maxsplit=1)
             response = served.post(path, **json.loads(body))
             assert_invalid(response, None if param == "-" else param)
