@@ -55,7 +55,7 @@ def test_values_and_gradients_are_the_formulas(shape: str, dtype: torch.dtype):
     packed, dy, heads = draw_heads(shape, dtype)
     if heads[0] == 2:  # any strides: the head width is not contiguous
         packed = packed.transpose(1, 3).contiguous().transpose(1, 3)
-        dy = dy[:1, :1, :1].expand(dy.shape)
+        dy = dy[..., :1].expand(dy.shape)
     results = compute(native_attention, packed, dy, heads)
     formulas = compute(explicit_attention, packed.double(), dy.double(), heads)
     assert results[0].transpose(1, 2).is_contiguous()

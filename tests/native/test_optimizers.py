@@ -36,14 +36,14 @@ class Training:
                 }
             optimizer.use_native(library, self.copies)
         optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
         self.optimizer = optimizer
 
     def parameters(self) -> list[Tensor]:
         return [param.detach() for param in self.model.parameters()]
 
     def set_gradients(self, step: int) -> None:
-        """Give every parameter a gradient, but one matrix in one step."""
+        """Give every parameter a gradient, but one matrix in one step; and divide by another scale."""
+        self.optimizer.grad_scale = torch.tensor(1.0 + step)  # type: ignore[attr-defined]
         generator = torch.Generator().manual_seed(step)
         for index, param in enumerate(self.model.parameters()):
             gradient = torch.randn(param.shape, generator=generator).bfloat16()
