@@ -549,20 +549,21 @@ def test_a_template_is_found_and_saved_unchanged(tmp_path: Path, place: str):
     assert (again.name, again.stop_ids) == (template.name, template.stop_ids)
 
 
-BAD = {
-    "no control token after an answer": "{% for m in messages %}{{ m.content }}{% endfor %}",
-    "control token of parts": "{% for m in messages %}{{ m.content }}<end>{{ '<' ~ 's>' }}{% endfor %}",
-    "contents dropped": "{{ messages[-1].content }}<end>",
-    "contents out of order": "{% for m in messages | reverse %}{{ m.content }}<end>{% endfor %}",
-    "rejects": "{{ raise_exception('no') }}",
-    "does not parse": "{% for %}",
-    "attributes": "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}<end>{% endfor %}",
-}
+BAD = """
+no control token after an answer: {% for m in messages %}{{ m.content }}{% endfor %}
+control token of parts: {% for m in messages %}{{ m.content }}<end>{{ '<' ~ 's>' }}{% endfor %}
+contents dropped: {{ messages[-1].content }}<end>
+contents out of order: {% for m in messages | reverse %}{{ m.content }}<end>{% endfor %}
+rejects: {{ raise_exception('no') }}
+does not parse: {% for %}
+attributes: {{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}<end>{% endfor %}
+"""
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_an_unusable_template_is_refused(tmp_path: Path, name: str):
-    tokenizer = write_files(tmp_path, {"chat_template.jinja": BAD[name]})
+@pytest.mark.parametrize("line", BAD.strip().splitlines())
+def test_an_unusable_template_is_refused(tmp_path: Path, line: str):
+    jinja = line.split(": ", 1)[1]
+    tokenizer = write_files(tmp_path, {"chat_template.jinja": jinja})
     for function in (find_template, add_control_tokens):
         with pytest.raises(ConfigError):
             function(tokenizer)

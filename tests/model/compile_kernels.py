@@ -80,25 +80,21 @@ def describe_ptx(ptx: str, arch: int) -> dict[str, Any]:
     options = f"-v --gpu-name={target} /dev/stdin -o /dev/null"
     command = [get_ptxas(arch).path, *options.split()]
     output = subprocess.run(command, check=True, capture_output=True, text=True, input=ptx).stderr
-    loops = list_loops(ptx)
+    # From a label to the branch back to it.
+    pattern = r"^(?=(\$\w+):(.*?)bra(?:\.uni)?\s+\1;)"
+    loops = "".join(body for _, body in re.findall(pattern, ptx, re.MULTILINE | re.DOTALL))
     return {
         "registers": int(re.findall(r"Used (\d+) registers", output)[0]),
         "spilled_bytes": int(re.findall(r"(\d+) bytes spill stores", output)[0]),
-        "load_bits": sorted(width for loop in loops for width in list_widths(loop, "ld")),
-        "store_bits": sorted(width for loop in loops for width in list_widths(loop, "st")),
-        "barriers": sum(loop.count("bar.sync") for loop in loops),
+        "load_bits": sorted(list_widths(loops, "ld")),
+        "store_bits": sorted(list_widths(loops, "st")),
+        "barriers": loops.count("bar.sync"),
     }
 
 
-def list_loops(ptx: str) -> list[str]:
-    """Return the bodies of the loops: from a label to the branch back to it."""
-    loop = r"^(?=(\$\w+):(.*?)bra(?:\.uni)?\s+\1;)"
-    return [body for _, body in re.findall(loop, ptx, re.MULTILINE | re.DOTALL)]
-
-
-def list_widths(loop: str, operation: str) -> list[int]:
+def list_widths(ptx: str, operation: str) -> list[int]:
     """Return the bits per thread of each global load ("ld") or store ("st")."""
-    accesses = re.findall(rf"{operation}\.global(?:\.v(\d))?\.b(\d+)", loop)
+    accesses = re.findall(rf"{operation}\.global(?:\.v(\d))?\.b(\d+)", ptx)
     return [int(count or 1) * int(bits) for count, bits in accesses]
 
 

@@ -10,9 +10,9 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
-from tests.tiny_model import TINY_LLAMA, TINY_MODERN, learn
+from tests.tiny_model import TINY_GPT, TINY_LLAMA, TINY_MODERN, learn
 
-TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=97, seq_len=16)
+TINY = replace(TINY_GPT, d_ff=128)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,8 +47,8 @@ def test_golden_losses(config: ModelConfig, seed: int, losses: list[float]):
 
 
 def test_initial_statistics():
-    sizes = dict(n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256)
-    model = build(ModelConfig(**sizes), seed=3)
+    sizes = {"n_layer": 8, "n_head": 4, "d_model": 128, "d_ff": 512}
+    model = build(replace(TINY, **sizes, vocab_size=1000), seed=3)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             expected = 1.0 if name.endswith("weight") else 0.0
