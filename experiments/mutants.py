@@ -1,25 +1,34 @@
 """Measure the power of the tests: how many seeded mutants of the core do they catch?
 
     python -m experiments.mutants --count 200 --seed 1 --out runs/mutants.json
+    python -m experiments.mutants --tests OLD_CHECKOUT --of runs/mutants.json --out runs/old.json
 
 Each mutant changes one operator, comparison, constant or statement of a core module in a copy of
-the checkout. It runs the test file of the module, then the tests of its package and of packages
-that use it, until the first failure. Tests that fail without a mutant are skipped.
+the checkout. It runs the test file of the module, then others that import it, then the rest of its
+package and of packages that use it, until the first failure. Tests that fail without a mutant are
+skipped. --tests: run another checkout's tests. --of: only mutants that these results left alive.
 """
 
 import argparse
 import ast
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[1]
 TESTS = {  # package: test folders, the likeliest to fail first
     "model": ["model", "train"],
@@ -47,7 +56,12 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-TIMEOUT_SECONDS = 3600  # a mutant that hangs is caught
+PRELOADED = ("hypothesis", "torch._dynamo", "torch.distributed.fsdp", "transformers")
+REWRITE_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # of what is preloaded
+HANG_SECONDS = 1800  # a mutant that hangs is caught
+
+
+CHECKOUT = ROOT  # of this process
 
 
 def list_files() -> list[Path]:
@@ -110,40 +124,69 @@ def draw_mutants(count: int, seed: int) -> Iterator[tuple[Path, int, str, str]]:
         yield file, line, description, ast.unparse(tree)
 
 
-def run_tests(folder: Path, arguments: list[str]) -> tuple[int, str]:
-    """Run pytest in a copy of the checkout; return its exit code (-1: it hangs) and output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    env = os.environ | {"PYTHONPATH": str(folder / "src")}
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return -1, ""
-    return done.returncode, done.stdout
+def run_tests(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
+    """Run pytest in a copy of the checkout; return its exit code (None: it hangs) and output."""
+    output = folder / "output.txt"
+    process = FORK.Process(target=_run_pytest, args=(folder, arguments, output))
+    process.start()
+    process.join(HANG_SECONDS)
+    for end in (signal.SIGTERM, signal.SIGKILL) if process.exitcode is None else ():
+        os.killpg(process.pid or 0, end)
+        process.join(10)
+    return process.exitcode, output.read_text()
 
 
-def list_failing(folder: Path, workers: int) -> list[str]:
-    """Return pytest's names of the tests that fail without a mutant."""
-    folders = sorted({f"tests/{name}" for names in TESTS.values() for name in names})
-    existing = [name for name in folders if (folder / name).is_dir()]
-    _, output = run_tests(folder, ["-n", str(workers), *existing])
-    return sorted(set(list_failures(output)))
+def _run_pytest(folder: Path, arguments: list[str], output: Path) -> None:
+    """Run pytest in this process, in which libraries are loaded but nothing of the checkout is."""
+    import pytest
+
+    os.setsid()
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = f"{folder}/src"
+    sys.path[:0] = [f"{folder}/src", str(folder)]
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", REWRITE_WARNING]
+    code = pytest.main([*options, *arguments])
+    sys.stdout.flush()
+    os._exit(int(code))
 
 
-def find_catching_test(folder: Path, file: Path, failing: list[str], workers: int) -> str:
-    """Return the test that fails because of the mutant in `file`, or ""."""
-    package = file.parts[0]
-    own = f"tests/{package}/test_{file.stem}.py"
-    folders = [f"tests/{name}" for name in TESTS[package]]
-    for names, count in (([own], 0), (folders, workers)):
-        existing = [name for name in names if (folder / name).exists()]
-        skipped = [f"--deselect={name}" for name in failing]
-        if existing:
-            code, output = run_tests(folder, ["-x", "-n", str(count), *skipped, *existing])
-            if code:
-                return next(iter(list_failures(output)), f"exit code {code}")
-    return ""
+def list_tests(folder: Path, module: Path) -> list[str]:
+    """Return the test files of a module, the likeliest to fail first."""
+    name = "megatoken." + ".".join(module.with_suffix("").parts)
+    own = folder / "tests" / module.parts[0] / f"test_{module.stem}.py"
+    of_packages = {
+        file
+        for each in TESTS[module.parts[0]]
+        for file in (folder / "tests" / each).rglob("test_*.py")
+    }
+    importing = {file for file in (folder / "tests").rglob("test_*.py") if name in file.read_text()}
+    files = sorted(
+        of_packages | importing, key=lambda file: (file != own, file not in importing, file)
+    )
+    return [str(file.relative_to(folder)) for file in files]
+
+
+def try_mutant(failing: list[str], mutant: tuple[Path, int, str, str]) -> dict[str, Any]:
+    """Return a mutant with the test that fails because of it, or ""."""
+    file, line, description, source = mutant
+    start = time.monotonic()
+    target = CHECKOUT / "src" / "megatoken" / file
+    original = target.read_text()
+    target.write_text(source)
+    deselected = [f"--deselect={name}" for name in failing]
+    code, output = run_tests(CHECKOUT, ["-x", *deselected, *list_tests(CHECKOUT, file)])
+    target.write_text(original)
+    test = next(iter(list_failures(output)), f"exit code {code}") if code != 0 else ""
+    seconds = round(time.monotonic() - start)
+    return {
+        "file": str(file),
+        "line": line,
+        "change": description,
+        "test": test,
+        "seconds": seconds,
+    }
 
 
 def list_failures(output: str) -> list[str]:
@@ -151,32 +194,60 @@ def list_failures(output: str) -> list[str]:
     return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 
+def copy_checkout(parent: str, tests: Path) -> None:
+    """Give this process a copy of the checkout."""
+    global CHECKOUT
+    CHECKOUT = Path(parent) / str(os.getpid())
+    skipped = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", "tests")
+    shutil.copytree(ROOT, CHECKOUT, ignore=skipped)
+    shutil.copytree(tests / "tests", CHECKOUT / "tests")
+    with suppress(FileExistsError):
+        (CHECKOUT.parent / "shared").symlink_to(ROOT.parent / "shared")
+
+
+def list_failing(folders: list[str]) -> list[str]:
+    """Return pytest's names of the tests that fail without a mutant."""
+    return list_failures(run_tests(CHECKOUT, [f for f in folders if (CHECKOUT / f).exists()])[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tests", type=Path, default=ROOT)
+    parser.add_argument("--of", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/mutants.json"))
     options = parser.parse_args()
-    results: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        copy = Path(temporary) / "checkout"
-        skipped = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=skipped)
-        failing = list_failing(copy, options.workers)
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in PRELOADED:
+        importlib.import_module(name)
+    mutants = list(draw_mutants(options.count, options.seed))
+    if options.of:
+        alive = {
+            (each["file"], each["line"], each["change"])
+            for each in json.loads(options.of.read_text())
+            if not each["test"]
+        }
+        mutants = [each for each in mutants if (str(each[0]), *each[1:3]) in alive]
+    results: list[dict[str, Any]] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    folders = sorted({f"tests/{name}" for names in TESTS.values() for name in names})
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as parent,
+        ProcessPoolExecutor(
+            options.workers, FORK, initializer=copy_checkout, initargs=(parent, options.tests)
+        ) as pool,
+    ):
+        failing = [
+            name for part in pool.map(list_failing, [folders[::2], folders[1::2]]) for name in part
+        ]
         print(f"{len(failing)} tests fail without a mutant: {' '.join(failing)}", flush=True)
-        for file, line, description, source in draw_mutants(options.count, options.seed):
-            target = copy / "src" / "megatoken" / file
-            original = target.read_text()
-            target.write_text(source)
-            start = time.monotonic()
-            test = find_catching_test(copy, file, failing, options.workers)
-            target.write_text(original)
-            results.append({"file": str(file), "line": line, "change": description, "test": test})
-            verdict = f"caught by {test}" if test else "SURVIVED"
-            seconds = time.monotonic() - start
-            print(f"{file}:{line}: {description}: {verdict}, {seconds:.0f} s", flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
+        tries = [pool.submit(partial(try_mutant, failing), each) for each in mutants]
+        for done in as_completed(tries):
+            results.append(done.result())
+            print("{file}:{line}: {change}: {test}, {seconds} s".format(**results[-1]), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
     n_caught = sum(bool(result["test"]) for result in results)
     print(f"{n_caught} of {len(results)} caught")
