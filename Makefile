@@ -38,9 +38,10 @@ test-cuda: .venv-cuda/.ready
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/bench-gpu) --sources="$(SOURCES)"
 
-# While you edit: config, model, optimizer, training step, checkpoints, API, house rules.
+# While you edit: config, model, optimizer, training step, checkpoints, house rules.
+CORE = $(addprefix tests/,config model optim train checkpoint test_architecture.py)
 test-fast: $(VENV)/.dev
-	$(BIN)pytest -n 2 --dist loadfile tests/config tests/model tests/optim tests/train tests/checkpoint tests/test_architecture.py
+	$(BIN)pytest -n 2 -m "not slow and not long" $(CORE)
 
 # Every row of docs/faults.md: kills, full disks, damaged files, hung ranks ...
 faults: $(VENV)/.dev
