@@ -434,7 +434,7 @@ def parse_messages(
     if not any(message.role == "assistant" and message.weight for message in messages):
         raise DataError("no message of the assistant to train on", where, "leave it out")
     for message in messages:
-        is_blank = not (message.content.strip() or message.fields.get("tool_calls"))
+        is_blank = not (message.content.strip() or "tool_calls" in message.fields)
         if is_blank and message.weight and message.role in ("user", "assistant"):
             raise DataError(f"a blank message of the {message.role}", where, "leave it out")
     return messages

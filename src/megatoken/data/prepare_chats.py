@@ -147,11 +147,9 @@ def _encode_rows(
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
-                fields = {key for each in chain(*example.answers) for key in each.fields}
-                unread = [
-                    key for key in fields - {*THOUGHTS, *HARMLESS} if key not in template.jinja
-                ]
-                counts.update(f"rows with unused {key}" for key in {*unread, *example.unused})
+                keys = {key for each in chain(*example.answers) for key in each.fields}
+                keys -= {*THOUGHTS, *HARMLESS, *(key for key in keys if key in template.jinja)}
+                counts.update(f"rows with unused {key}" for key in keys.union(example.unused))
         except DataError:
             if invalid != "skip":
                 raise
