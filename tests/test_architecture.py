@@ -154,6 +154,7 @@ def check(found: list[str]) -> None:
     assert not found, "\n" + "\n".join(sorted(set(found)))
 
 
+@pytest.mark.long
 def test_imports_go_one_way():
     """A package imports itself and earlier layers only."""
     layers, found = megatoken.LAYERS, []
@@ -301,6 +302,7 @@ def test_every_config_field_has_a_reader():
     assert [key for key in FIELDS if key.rpartition(".")[2] not in read] == []
 
 
+@pytest.mark.long
 def test_torch_is_not_imported_where_it_is_not_needed():
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
     code += " if 'torch' in sys.modules: sys.exit(name)\n"

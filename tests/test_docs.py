@@ -80,6 +80,7 @@ def run_program(program: str, folder: Path) -> None:
             raise
 
 
+@pytest.mark.long
 def test_python_page(tmp_path: Path):
     output = run(read_python(ROOT / "docs" / "python.md"), tmp_path)
     assert "4 " in output  # the summary's steps
@@ -91,6 +92,7 @@ def test_hacking_page(tmp_path: Path):
     assert run(program, tmp_path).splitlines()[-1] == "signum"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem
 )

@@ -526,6 +526,7 @@ def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path)
     attack(tmp_path, {CHECKPOINT}, lambda: verify(place / STEP))
 
 
+@pytest.mark.long
 @pytest.mark.fault(29)
 def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path):
     """An endless line, NULs, one long text many times, a compressed pickle, a sparse manifest."""

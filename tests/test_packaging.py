@@ -69,6 +69,7 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", folder, sources, CXX=str(compiler))
 
 
+@pytest.mark.long
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: Path, tmp_path: Path):
     """Without the instruction sets that the compiler does not know; without any, it is for all machines."""
     has_kernels = (platform.machine(), sys.platform) == ("x86_64", "linux")

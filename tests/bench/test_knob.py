@@ -71,6 +71,7 @@ def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     assert not any(worker.processes for worker in workers)
 
 
+@pytest.mark.long
 def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     killed, closed = Worker(spec=SPEC), Worker(spec=SPEC)
     with monkeypatch.context() as patch:

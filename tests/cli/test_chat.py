@@ -113,6 +113,7 @@ class Terminal:
         self.type("\x03")
 
 
+@pytest.mark.long
 @LINUX
 def test_a_conversation_in_a_terminal(folder: str):
     pytest.importorskip("readline")

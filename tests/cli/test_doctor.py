@@ -14,6 +14,7 @@ from tests.processes import HANG_SECONDS
 HERE = Path()
 
 
+@pytest.mark.long
 def test_this_machine_can_train(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "MEET_SECONDS", HANG_SECONDS)
     patient = doctor.PROGRAM.replace("JOIN_SECONDS = 30", f"JOIN_SECONDS = {HANG_SECONDS}")

@@ -94,6 +94,7 @@ def test_time_is_that_of_steps_and_a_slow_first_step_counts_as_the_median(tmp_pa
         assert curve.find_crossing(4.5) == 10.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_runs")
 def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     recipe: str, tmp_path: Path, ask: Ask, call: Call
@@ -129,6 +130,7 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     assert call(f"{line} 10240")[0] == ExitCode.CONFIG  # the runs have 5,120
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_runs")
 def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch

@@ -217,6 +217,7 @@ def fetch(address: str, **headers: str) -> httpx2.Response:
     return httpx2.get(address, headers=headers, timeout=HANG_SECONDS)
 
 
+@pytest.mark.long
 def test_the_server_follows_the_runs_in_a_folder(tmp_path: Path):
     run = write_run(tmp_path / "a")
     address = serve_runs(tmp_path)

@@ -26,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_sigterm_finishes_a_running_answer(model: Path, tmp_path: Path):
     log = tmp_path / "log"
     log.touch()

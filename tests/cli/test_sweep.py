@@ -156,6 +156,7 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
         study.tell(trial, counted[-1])
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_resumes_its_run(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):

@@ -302,6 +302,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.long
 @pytest.mark.fault(35)
 @pytest.mark.usefixtures("small_chunks")
 def test_kills_and_workers_change_no_byte_and_leave_no_process(tmp_path: Path):
@@ -329,6 +330,7 @@ def test_kills_and_workers_change_no_byte_and_leave_no_process(tmp_path: Path):
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
 
 
+@pytest.mark.long
 @pytest.mark.fault(35, 36)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_a_kill_or_an_error_at_a_system_call(tmp_path: Path):

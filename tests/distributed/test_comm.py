@@ -17,6 +17,7 @@ from tests.ranks import run_ranks, start_process
 pytestmark = pytest.mark.fault(50)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "is_taken", "reason"),
     [

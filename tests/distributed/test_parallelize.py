@@ -306,6 +306,7 @@ def run_single_process(family: str, gradients: Path) -> dict[str, Any]:
     return found | {"weights": weights, "next": train(state, 2)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DIMS)
 def test_sharded_training_equals_the_plain_model(name: str, results: Results):
     expected = results.plain[family_of(name)]

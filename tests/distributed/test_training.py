@@ -55,6 +55,7 @@ def test_the_curve_of_three_processes_is_that_of_one(data: str, alone: Path, tmp
     assert json.loads((out / "provenance.json").read_text())["processes"] == 3
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_other_parallel_dims(data: str, alone: Path, tmp_path: Path):
     out = tmp_path / "run"
     settings = f"{data} {RATE} sample.every=4 sample.tokens=3"
@@ -86,6 +87,7 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     assert read_losses(two)[0] < read_losses(alone)[0] - 0.1
 
 
+@pytest.mark.long
 @pytest.mark.fault(6)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_killed_rank_ends_all(data: str, tmp_path: Path):

@@ -78,6 +78,7 @@ def run(*words: object) -> tuple[int, list[str]]:
     return process.returncode, errors.splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.fault(47)
 @pytest.mark.parametrize(
     ("fault", "stack"),

@@ -16,6 +16,7 @@ if sys.platform != "linux":
 from tests.soak.terminal_soak import CASES, SAVED, find_end
 
 
+@pytest.mark.long
 @pytest.mark.fault(12, 21)
 def test_a_run_goes_on_without_a_reader_and_saves_when_its_terminal_is_closed(tmp_path: Path):
     (case,) = (each for each in CASES if each.name == "| head -1, terminal closed")

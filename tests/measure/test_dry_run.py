@@ -147,6 +147,7 @@ def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):
     assert answer["total_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

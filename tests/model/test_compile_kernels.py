@@ -13,6 +13,7 @@ import pytest
 from megatoken.model.kernels.cross_entropy import HAS_TRITON, LOAD_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_kernels_compile_without_spills_barriers_or_narrow_loads():
     command = [sys.executable, "-W", "ignore", "-m", "tests.model.compile_kernels"]

@@ -135,6 +135,7 @@ def train(*, is_fp8: bool) -> float:
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)  # torch's FP8 products on a CPU are slow: only a hang takes longer
 def test_loss_is_that_of_bf16():
     """The losses of seeds differ by 0.1. Without scales, the loss with FP8 is 0.4 higher."""

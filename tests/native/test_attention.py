@@ -50,6 +50,7 @@ def compute(
     return y.detach(), *torch.autograd.grad(y, packed, dy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES.strip().splitlines())
 def test_values_and_gradients_are_the_formulas(shape: str, dtype: torch.dtype):
     packed, dy, heads = draw_heads(shape, dtype)

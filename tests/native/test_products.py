@@ -46,6 +46,7 @@ def assert_product(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.
     assert ((got.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.long
 def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype):
     rng = random.Random(0)
     cases = [(*rng.choices(SIZES, k=3),) for _ in range(40)]

@@ -23,6 +23,7 @@ DRIVERS = [
 DRIVERS.append(pytest.param("operations", "6 rounds\n", "avx2", "thread", marks=pytest.mark.slow))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("driver", "output", "instruction_set", "sanitizers"), DRIVERS)
 def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str, sanitizers: str):
     compiler, runnable = find_compiler(), runnable_instruction_sets()

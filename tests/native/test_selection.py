@@ -33,12 +33,14 @@ def choose(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
     return library.instruction_set, find_amx_fault(folder)
 
 
+@pytest.mark.long
 @needs_avx512_bf16
 def test_kernels_that_agree_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     amx = compile_once("amx", "emulated", EMULATED_AMX)
     assert choose(tmp_path, amx, monkeypatch) == ("amx", "")
 
 
+@pytest.mark.long
 @needs_avx512_bf16
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "case"),
@@ -68,6 +70,7 @@ def test_a_wrong_tile_is_found(
     assert (instruction_set, case in fault) == ("avx512_bf16", True), fault
 
 
+@pytest.mark.long
 @needs_avx512_bf16
 @pytest.mark.skipif("amx" in runnable_instruction_sets(), reason="Linux grants tiles here")
 def test_real_tiles_that_linux_refuses_are_not_used(

@@ -74,6 +74,7 @@ def _train_rank(rank: int, base: Path, runs: list[tuple[str, Path, str]], step: 
         train(base, name, out, settings, callbacks=[partial(die_at, step)])
 
 
+@pytest.mark.long
 def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     base: Path, tmp_path: Path
 ):
@@ -98,6 +99,7 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
+@pytest.mark.long
 def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path):
     """Its reference is damaged: it is made again, of the model that the hash of the weights names."""
     out, once = tmp_path / "killed", tmp_path / "once"

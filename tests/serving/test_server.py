@@ -130,6 +130,7 @@ def test_truncation_drops_the_oldest_turns(served: Served):
         assert served.post(CHAT, messages=messages, truncation="auto").status_code == status
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
     gate = threading.Event()

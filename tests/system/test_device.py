@@ -129,6 +129,7 @@ blocks inductor none short 0 low
 """
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", COMPILED.strip().splitlines())
 def test_compiled_steps_equal_eager_ones(row: str, monkeypatch: pytest.MonkeyPatch):

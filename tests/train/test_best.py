@@ -57,6 +57,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     assert list_steps(out / "checkpoints") == [36, 40]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("losses")
 def test_a_run_that_is_stopped_repeatedly_ends_at_the_same_step(settings: str, tmp_path: Path):
     once, often = tmp_path / "once", tmp_path / "often"

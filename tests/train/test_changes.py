@@ -54,6 +54,7 @@ def test_every_field_has_the_class_that_fits_it():
     assert all(f" {key}=" in help_text for key in FIELDS)
 
 
+@pytest.mark.long
 @pytest.mark.fault(43)
 def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path):
     for key, old in flatten(OLD).items():

@@ -41,6 +41,7 @@ def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
     assert not new.exists()
 
 
+@pytest.mark.long
 def test_an_extended_cosine_rises_to_its_new_place(
     settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,6 +43,7 @@ def finetune(base: Path, out: Path, data: str, *settings: str, **options: Any) -
     return train(out, *given, recipe="finetune", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("data", "change"), [("own", 0.01), ("new", -0.2)])
 def test_finetuning_helps_on_new_text_and_does_no_harm(
     base: Path, tmp_path: Path, data: str, change: float
@@ -55,6 +56,7 @@ def test_finetuning_helps_on_new_text_and_does_no_harm(
         assert losses[0] == pytest.approx(read_losses(base / "run", "val")[-1], rel=1e-6)
 
 
+@pytest.mark.long
 def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path: Path):
     init, out = tmp_path / "base", tmp_path / "out"
     shutil.copytree(base, init)

@@ -125,6 +125,7 @@ def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: py
     assert seen == [*2 * written[:1], *3 * written[1:2], *2 * written[2:]]
 
 
+@pytest.mark.long
 @pytest.mark.fault(22)
 def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path):
     answers = FORKS.Queue()

@@ -44,6 +44,7 @@ def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path):
     assert main(["verify", f"{s3}/run"]) == 0
 
 
+@pytest.mark.long
 def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
     """It is a file from step 5 on; once it is a folder again, the same command copies the rest."""
     copy, out, refused = (tmp_path / name for name in ("copy", "run", "refused"))
@@ -71,6 +72,7 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
     assert main(["verify", str(out)]) != ExitCode.DONE  # a run folder needs its own
 
 
+@pytest.mark.long
 def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

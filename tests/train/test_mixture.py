@@ -38,6 +38,7 @@ def test_batches_have_the_shares_of_their_sources(folder: Path):
         assert n_digits == pytest.approx(3 * (step + 1), abs=3)
 
 
+@pytest.mark.long
 def test_each_source_is_validated_and_the_mean_has_the_weights(folder: Path, tmp_path: Path):
     mixed = f"data.path={folder}/letters:0.75,{folder}/digits:0.25"
     train(tmp_path / "run", mixed, "evaluate.every=6 evaluate.tokens=256")

@@ -136,6 +136,7 @@ def train_and_die(out: Path, settings: str, step: int, save_number: int) -> None
     tiny_run.train(out, settings, callbacks=[partial(die_at, step)])
 
 
+@pytest.mark.long
 @pytest.mark.fault(1, 2, 5)
 def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, train: Train):
     """Killed before the first save, in the second, and perhaps in the fourth."""
@@ -185,6 +186,7 @@ def test_a_llama_trains_and_grows_its_context(out: Path, tmp_path: Path, train: 
     assert read_losses(tmp_path / "longer", "val")[0] < losses[0] - 2
 
 
+@pytest.mark.long
 def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
     """Another kernel adds in another order: a resume with it would not be bit-identical."""
     auto = f"{SHORT} machine.micro_batch=auto machine.attention=auto"

@@ -56,6 +56,7 @@ def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, runs: Path):
@@ -87,6 +88,7 @@ def test_a_slow_rank_is_named(runs: Path):
     assert (row["step"], row["rank"]) == (16, 1)
 
 
+@pytest.mark.long
 @pytest.mark.fault(45)
 def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path):
     settings = "budget.steps=68 optim.warmup=0 optim.lr=1e-3 machine.micro_batch=12 save.every=0"
@@ -105,6 +107,7 @@ def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path):
     assert final_bits(tmp_path / "batch skipped") == final_bits(tmp_path / "without")
 
 
+@pytest.mark.long
 @pytest.mark.fault(44)
 def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
     data: str, tmp_path: Path

@@ -78,6 +78,7 @@ def train_on_nodes(rank: int, folder: Path, settings: str) -> None:
             (folder / case / f"error-{rank}").write_text(str(error))
 
 
+@pytest.mark.long
 def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_path: Path):
     settings = f"{data} budget.steps=5 save.every=2steps evaluate.every=0"
     train(tmp_path / "whole", settings)

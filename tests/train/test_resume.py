@@ -85,6 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
     """Stopped at step 3, that of no save; the model that the run began with is gone by then.

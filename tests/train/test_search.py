@@ -15,11 +15,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, 3, 4, 5, 6])
 def test_random_settings(data: Path, tmp_path: Path, seed: int):
     Case(random.Random(seed), data).check(tmp_path)
 
 
+@pytest.mark.long
 def test_a_stopped_run_ends_bit_identical_on_two_threads(data: Path, tmp_path: Path):
     """The gradients of LayerNorm's parameters depend on the number of torch's threads."""
     case = Case(random.Random(2), data)

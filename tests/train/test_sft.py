@@ -70,6 +70,7 @@ def tune(base: Path, out: Path, *settings: str, **options: Any) -> Summary:
     return train(out, paths, SFT, *settings, recipe="sft", **options)
 
 
+@pytest.mark.long
 def test_a_model_learns_to_answer(base: Path, tmp_path: Path):
     tuned = tmp_path / "run"
     assert tune(base, tuned, "sample.every=4").code == ExitCode.DONE

@@ -188,6 +188,7 @@ def test_attention_without_masks_is_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_two_processes_started_from_python_train_as_one(data: str, tmp_path: Path):
     short = build_config(data, "budget.steps=2")
     alone, split = (fit(short, tmp_path / str(nproc), nproc=nproc) for nproc in (1, 2))
