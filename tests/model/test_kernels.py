@@ -3,7 +3,6 @@ training, sampling and scoring alike, or refused."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ SIZES = """
 2 4 2 65 8
 1 6 1 9 8
 """
-CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def causal(
@@ -69,7 +68,7 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
     mask = draw(2, 1, T, S, seed=2) > 0
     mask[..., -1] = True  # every query sees something
     for each in (mask, mask[:1], None):
-        options: dict[str, Any] = {"mask": each, "causal": False, "dropout": None}
+        options = {"mask": each, "causal": False, "dropout": None}
         expected = explicit_attention(q, k, v, **options)
         torch.testing.assert_close(flash_attention(q, k, v, **options), expected, **CLOSE)
 

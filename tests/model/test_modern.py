@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatoken.config.load import load_config
 from megatoken.config.model_config import ModelConfig
@@ -74,7 +73,7 @@ def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str):
     config = replace(TINY_MODERN, seq_len=200, n_layer=3, window=7, window_pattern="S")
     model, ids = GPT(config, seed=1), torch.arange(200)[None] % 97
     set_attention(model, attention)
-    found: list[Tensor] = []
+    found = []
     model.blocks[1].register_forward_hook(lambda _, __, x_BTC: found.append(x_BTC.detach()))
     model(ids)
     model(ids.index_fill(1, torch.tensor([50]), 7))

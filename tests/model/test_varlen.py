@@ -10,7 +10,6 @@ from torch import Tensor
 from megatoken.config.schema import MachineConfig
 from megatoken.model.gpt import find_bounds, separate_conversations
 from megatoken.model.kernels.attention import (
-    Dropout,
     attend_documents,
     causal_mask,
     document_mask,
@@ -60,11 +59,13 @@ def test_documents_use_the_mask_where_flash_attention_is_missing():
     bounds = find_bounds(STARTS)
     mask = document_mask(bounds, B, T, 16)
     want = explicit_attention(q, k, v, mask=mask, causal=False, dropout=None)
-    zero: Dropout = torch.zeros_like
     for fn in (flash_attention, explicit_attention):
         y = attend_documents(fn, q, k, v, bounds=bounds, dropout=None, window=16)
         torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
-        assert attend_documents(fn, q, k, v, bounds=bounds, dropout=zero).count_nonzero() == 0
+        assert (
+            attend_documents(fn, q, k, v, bounds=bounds, dropout=torch.zeros_like).count_nonzero()
+            == 0
+        )
 
 
 def draw_heads(n_heads: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ KILL_SECONDS = (5, 20, 30)  # during a set-up, a measurement, a later benchmark
 def test_killed_benchmarks_continue_and_leave_complete_records(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path)]
     command += ["--only", ",".join(NAMES)]
-    finished: set[str] = set()
+    finished = set()
     for seconds in KILL_SECONDS:
         process = subprocess.Popen(command, cwd=ROOT)
         try:

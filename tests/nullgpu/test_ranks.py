@@ -48,7 +48,7 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
     """Write the launches of the backward before each bucket's all-reduce, and in all."""
     env = read_dist_env()
     config = shrink("gpt2-124m", LAYERS)
-    launches: list[int] = []
+    launches = []
     reduce = grad_reduce.GradBucketReducer._reduce
     backward = Tensor.backward
 

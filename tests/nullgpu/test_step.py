@@ -79,7 +79,7 @@ def test_cublaslt_computes_gelu_in_matmuls():
 def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch):
     workload = build(shrink("gpt2-124m", LAYERS), mode, batch_seqs=2, micro_batch=2)
     take_step(workload)
-    arrivals: list[int] = []
+    arrivals = []
 
     def note(_: Tensor) -> None:
         arrivals.append(counters.read().total)
