@@ -244,6 +244,7 @@ def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path):
     assert newest_step(tmp_path) == (written[-1], [])
 
 
+@pytest.mark.long
 @pytest.mark.fault(3, 4)
 def test_kills_and_errors_at_system_calls_and_a_power_cut_lose_nothing():
     """A sample of the exhaustive pass in tests/soak."""

@@ -23,6 +23,7 @@ def forge_manifest(folder: Path, change: dict[str, object]) -> None:
     (folder / "manifest.json").write_bytes(seal(body, bits=128, indent=" "))
 
 
+@pytest.mark.long
 @pytest.mark.fault(24)
 def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: Path):
     """A hundredth of `make soak`."""

@@ -150,6 +150,7 @@ def wrong_names() -> Iterator[BadConfig]:
         yield BadConfig(words=(name,))
 
 
+@pytest.mark.long
 @pytest.mark.fault(42, 51)
 @pytest.mark.parametrize(
     "kind", [misspelled_fields, wrong_values, broken_yaml, wrong_overrides, wrong_names]

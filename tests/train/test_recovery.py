@@ -69,6 +69,7 @@ def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, r
     assert read_events(runs / f"{layout}-without", "batch skipped") == []
 
 
+@pytest.mark.long
 @pytest.mark.fault(46)
 @pytest.mark.parametrize(("name", "step"), [("flipped", 10), ("infinite", 7)])
 def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(

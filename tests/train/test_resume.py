@@ -103,6 +103,7 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, nam
     assert fingerprint(out) == fingerprint(folder / "whole" / name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
     """Killed behind the second save, before which the first is committed, and between two updates on a rollout."""
