@@ -403,7 +403,7 @@ def test_messages_keep_their_order_and_other_keys():
 
 
 def test_only_answers_with_weight_are_trained():
-    rows = [ANSWER, *CALLING[:3], {**ANSWER, "content": "5", "weight": 0}, QUESTION, ANSWER]
+    rows = [ANSWER, *CALLING[:3], {**ANSWER, "content": "", "weight": 0}, QUESTION, ANSWER]
     called = '<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call><|im_end|>'
     for template in open_template("tools")[:2]:
         text = decode_trained(template, parse_messages(rows, "f:1"), tools=[TOOL])
