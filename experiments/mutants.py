@@ -5,8 +5,8 @@
 
 Each mutant changes one operator, comparison, constant or statement of a core module in a copy of
 the checkout. It runs the test file of the module, then others that import it, then the rest of its
-package and of packages that use it, until the first failure. Tests that fail without a mutant are
-skipped. --tests: run another checkout's tests. --of: only mutants that these results left alive.
+package, until the first failure. Tests that fail without a mutant are skipped. --tests: run another
+checkout's tests. --of: only mutants that these results left alive.
 """
 
 import argparse
@@ -30,15 +30,7 @@ from typing import Any
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[1]
-TESTS = {  # package: test folders, the likeliest to fail first
-    "model": ["model", "train"],
-    "optim": ["optim", "train"],
-    "distributed": ["distributed", "checkpoint"],
-    "checkpoint": ["checkpoint", "train"],
-    "objectives": ["objectives"],
-    "train": ["train", "objectives"],
-    "data": ["data", "train"],
-}
+PACKAGES = ("model", "optim", "distributed", "checkpoint", "objectives", "train", "data")
 DATA_ORDER = ("dataloader.py", "window_order.py", "permutation.py", "mixture.py", "dataset.py")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -68,7 +60,7 @@ def list_files() -> list[Path]:
     """Return the core modules, relative to src/megatoken."""
     source = ROOT / "src" / "megatoken"
     files = []
-    for package in TESTS:
+    for package in PACKAGES:
         for file in sorted((source / package).rglob("*.py")):
             if package != "data" or file.name in DATA_ORDER:
                 files.append(file.relative_to(source))
@@ -156,14 +148,10 @@ def list_tests(folder: Path, module: Path) -> list[str]:
     """Return the test files of a module, the likeliest to fail first."""
     name = "megatoken." + ".".join(module.with_suffix("").parts)
     own = folder / "tests" / module.parts[0] / f"test_{module.stem}.py"
-    of_packages = {
-        file
-        for each in TESTS[module.parts[0]]
-        for file in (folder / "tests" / each).rglob("test_*.py")
-    }
+    of_package = {*own.parent.rglob("test_*.py")}
     importing = {file for file in (folder / "tests").rglob("test_*.py") if name in file.read_text()}
     files = sorted(
-        of_packages | importing, key=lambda file: (file != own, file not in importing, file)
+        of_package | importing, key=lambda file: (file != own, file not in importing, file)
     )
     return [str(file.relative_to(folder)) for file in files]
 
@@ -233,7 +221,7 @@ def main() -> None:
         mutants = [each for each in mutants if (str(each[0]), *each[1:3]) in alive]
     results: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    folders = sorted({f"tests/{name}" for names in TESTS.values() for name in names})
+    folders = [f"tests/{name}" for name in PACKAGES]
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
         ProcessPoolExecutor(
@@ -241,7 +229,7 @@ def main() -> None:
         ) as pool,
     ):
         failing = [
-            name for part in pool.map(list_failing, [folders[::2], folders[1::2]]) for name in part
+            name for part in pool.map(list_failing, [folders[-2:], folders[:-2]]) for name in part
         ]
         print(f"{len(failing)} tests fail without a mutant: {' '.join(failing)}", flush=True)
         tries = [pool.submit(partial(try_mutant, failing), each) for each in mutants]
