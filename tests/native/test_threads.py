@@ -17,16 +17,16 @@ from megatoken.native import int8, ops, products
 from megatoken.native.library import DTYPES, Values
 from megatoken.system.threads import set_thread_count, thread_count
 from tests.native import test_attention as attention
-from tests.native.test_block import GPT2, LLAMA, Call, compute
+from tests.native.test_block import GPT2, LLAMA, Call
 from tests.native.test_optimizers import Training
 from tests.native.test_products import draw_factors
 from tests.processes import HANG_SECONDS
-from tests.tiny_model import draw
+from tests.tiny_model import differentiate, draw
 
 
 def run_block(config: ModelConfig) -> list[Tensor]:
     call = Call(config)
-    return compute(call, call.draw(torch.bfloat16))
+    return differentiate(call, call.draw(torch.bfloat16))
 
 
 def run_muon() -> list[Tensor]:
