@@ -212,9 +212,12 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
     manifest = prepare(tmp_path, [{**PAIR, **extra}, {**PAIR, "prompt": "d"}]).manifest
     expected = {f"rows with unused {key}": 1 for key in ("margin", "score_chosen")}
     assert manifest.source["counts"] == {"skipped": 0, **expected}
-    chat = {"messages": [USER, {**ANSWER, "mask": 0, "reasoning": "2", "id": "a"}]}
-    counts = prepare(tmp_path, [chat], "chats").manifest.source["counts"]
-    assert counts.keys() == {"skipped", "rows with unused mask"}
+    user = {**USER, "mask": 0, "name": "n"}
+    tool = {"role": "tool", "content": "4", "name": "n", "tool_call_id": "1"}
+    chat = {"messages": [user, tool, {**ANSWER, "reasoning": "2", "id": "a"}]}
+    for number, row in enumerate((chat, {"prompt": [user], "answer": "4"})):
+        counts = prepare(tmp_path, [row], f"messages-{number}").manifest.source["counts"]
+        assert counts == {"skipped": 0, "rows with unused mask": 1}
 
 
 def test_damaged_marks_are_noticed(tmp_path: Path):

@@ -18,7 +18,7 @@ Prompts and answers are text or a list of messages; answers in a prompt are cont
 the keys of several formats, the first match in FORMATS wins. Any row can have a `weight` of 0, which
 drops it, or 1; `system`, which is put in front; `tools`, a list of OpenAI's function schemas; and
 `chat_template_kwargs`, variables of the template. The last two can also be JSON. Other keys are
-counted, except those in HARMLESS.
+counted, except those in HARMLESS; so are keys of messages that the template does not read.
 """
 
 import json
@@ -44,7 +44,18 @@ _NOT_SET: tuple[Any, ...] = (None, "", [], {})
 _RATED = ("label", "kto_tag")  # trl's key, LLaMA-Factory's key
 _OPTIONS = {"tools": "tools", "chat_template_kwargs": "variables"}  # of ChatTemplate.encode
 _COMMON = {"system", "weight", *_OPTIONS, *_RATED}
-HARMLESS = {"id", "prompt_id", "idx", "index", "uuid", "source", "dataset", "category"}
+HARMLESS = {
+    "id",
+    "prompt_id",
+    "idx",
+    "index",
+    "uuid",
+    "source",
+    "dataset",
+    "category",
+    "name",
+    "tool_call_id",
+}
 _ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 

@@ -62,8 +62,8 @@ BUILT_IN = {  # control tokens, template
     "nanochat": (NANOCHAT, _NANOCHAT),
 }
 _LEAVE_OUT = "leave the conversation out"
-# Marks of what {% generation %} encloses, and digits around the number of a message, which replace
-# its texts. No message contains them.
+# Random markers that no message contains: around what {% generation %} encloses, and around a
+# message's number, which then stands for each text of that message.
 _START, _END = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003")
 _DIGITS = str(secrets.randbelow(9 * 10**17) + 10**17)
 _LABEL = re.compile(f"{_DIGITS}([0-9]+?){_DIGITS}")
@@ -88,7 +88,7 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-# Conversations of which only the end of the answer is of interest; the key is whether it is a call.
+# Conversations that show how an answer ends; the key says whether the answer calls a tool.
 _PROBES = {
     False: """[{"role": "user", "content": "Hi 1"}, {"role": "assistant", "content": "yes 2"},
         {"role": "user", "content": "ok 3"}]""",
@@ -182,19 +182,18 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return the (start, end) of each answer to train on in `text`, which holds all messages.
 
-        The same conversation with labels in the place of all texts shows what the template writes
-        around them. An answer starts after its header, as far as it is that of a prompt, and ends
-        with a control token before the first text of the next message. tail: what ends the last
-        answer if `text` does not, and a mark. Raises ValueError if an answer is not found.
+        Rendering the conversation with labels instead of texts shows what the template writes
+        around them. An answer starts after the header that the template also adds to a prompt, and
+        ends with a control token before the first text of the next message. tail: what ends the
+        last answer if `text` does not, and a marker. Raises ValueError if an answer is not found.
         """
         text += tail
         head, *rest = _LABEL.split(render(messages, False, True)[0] + tail)
         places, at = [(-1, 0, 0)], len(head)  # of the texts: message number, start, end
         for number, part in zip(map(int, rest[::2]), rest[1::2], strict=True):
-            if number < places[-1][0] and {messages[n].role for n, *_ in places[1:]} <= {
-                *ROLES[:2]
-            }:
-                del places[1:]  # the template writes them before all other messages
+            earlier = {messages[i].role for i, *_ in places[1:]}
+            if number < places[-1][0] and earlier <= {"system", "developer"}:
+                del places[1:]  # the template puts these messages before all others
             places.append((number, at, text.index(part, at)))
             at = places[-1][2] + len(part)
         places.append((len(text), at, at))
@@ -250,7 +249,7 @@ class ChatTemplate:
         ]
         for i, row in enumerate(rows if labels else ()):
             label = f"{_DIGITS}{i}{_DIGITS}"
-            if i or row["role"] != "system":  # templates look for switches in a first one
+            if i or row["role"] != "system":  # templates look for options in a system prompt
                 rows[i] = _label_texts(row, label)
             if not (row["content"].strip() or "tool_calls" in row):
                 rows[i]["content"] = label
@@ -427,9 +426,9 @@ def parse_messages(
         _parse_message(row, f"{where}, message {number}", number > n_context)
         for number, row in enumerate(rows, 1)
     ]
-    if reply and messages[-1].role == "assistant":
-        raise DataError("the last message is the assistant's", where, "remove it")
     if reply:
+        if messages[-1].role == "assistant":
+            raise DataError("the last message is the assistant's", where, "remove it")
         return messages
     if not any(message.role == "assistant" and message.weight for message in messages):
         raise DataError("no message of the assistant to train on", where, "leave it out")

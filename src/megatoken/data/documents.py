@@ -224,6 +224,6 @@ def _explain_row(row: Any, text_key: str) -> str:
     for key, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if value[0].keys() & {"role", "from"}:
-                return "a conversation, not text; prepare files of conversations apart from others"
+                return "a conversation; prepare conversations and text in separate folders"
             return f"one JSON object, not rows; write its list {key!r} as rows"
     return f"no text under {text_key!r} (--text-key) in this row ({', '.join(sorted(fields)):.200})"

@@ -42,7 +42,7 @@ TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (
 class Row(NamedTuple):
     """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one.
 
-    split: that of its file, if any.
+    split: the split that its file belongs to, or "".
     """
 
     example: Example
@@ -140,6 +140,7 @@ def _encode_rows(
     rows: list[Row] = []
     counts = Counter(skipped=0)
     row_format: Format | None = None
+    jinja = f"{template.jinja}{template.tokenizer.templates}"
     for where, line, split in read_rows(source):
         counts["skipped"] += 1
         try:
@@ -147,8 +148,9 @@ def _encode_rows(
             if example.weight:
                 rows.append(Row(example, _encode(example, row_format.kind, template), split))
                 counts["skipped"] -= 1
-                keys = {key for each in chain(*example.answers) for key in each.fields}
-                keys -= {*THOUGHTS, *HARMLESS, *(key for key in keys if key in template.jinja)}
+                messages = chain(example.prompt, *example.answers)
+                keys = {key for each in messages for key in each.fields if key not in jinja}
+                keys -= {*THOUGHTS, *HARMLESS}
                 counts.update(f"rows with unused {key}" for key in keys.union(example.unused))
         except DataError:
             if invalid != "skip":

@@ -96,8 +96,9 @@ def _translate(variables: Mapping[str, str], *names: str) -> dict[str, str]:
     address = "127.0.0.1"
     if "MASTER_ADDR" not in variables and values["LOCAL_WORLD_SIZE"] != values["WORLD_SIZE"]:
         if hosts not in variables:
-            fix = "set it to rank 0's host"
-            raise ConfigError("several machines without MASTER_ADDR", WHERE, fix)
+            raise ConfigError(
+                "several machines without MASTER_ADDR", WHERE, "set it to rank 0's host"
+            )
         address = first_host(variables[hosts])
     port = 10_000 + zlib.crc32(variables.get(job, "").encode()) % 40_000
     values["MASTER_ADDR"] = variables.get("MASTER_ADDR", address)
