@@ -11,6 +11,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.data.dataloader import separate_documents
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
+from megatoken.native.selection import find_library
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
 from tests.eval.test_val_loss import SINGLE
@@ -59,6 +60,8 @@ def large_state(model_config: ModelConfig) -> TrainState:
 def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig, attention: str):
     if attention == "native" and model_config.window:
         pytest.skip("native attention has no windows")
+    if attention == "native" and find_library() is None:
+        pytest.skip("the native kernels are not compiled")
     rows = make_windows()
     alone = large_state(model_config).model
     expected = torch.zeros(())

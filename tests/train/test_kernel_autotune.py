@@ -178,6 +178,7 @@ def test_bf16_copies_follow_the_master_weights():
         assert torch.equal(copy, master.to(torch.bfloat16))
 
 
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
 def test_a_failed_self_test_is_a_warning(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
