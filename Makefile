@@ -41,7 +41,7 @@ bench-gpu:
 # While you edit: config, model, optimizer, training step, checkpoints, house rules.
 CORE = $(addprefix tests/,config model optim train checkpoint test_architecture.py)
 test-fast: $(VENV)/.dev
-	$(BIN)pytest -n 2 -m "not slow and not long" $(CORE)
+	$(BIN)pytest -n 2 --dist loadfile -m "not slow and not long" $(CORE)
 
 # Every row of docs/faults.md: kills, full disks, damaged files, hung ranks ...
 faults: $(VENV)/.dev

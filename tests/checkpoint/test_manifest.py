@@ -32,6 +32,7 @@ def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: 
     assert answer["whole"] == answer["sharded"] == answer["data"] == {"flips": 30, "found": 30}
 
 
+@pytest.mark.long
 @pytest.mark.fault(25)
 def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path: Path):
     for root in write_runs(tmp_path).values():

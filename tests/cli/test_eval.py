@@ -132,6 +132,7 @@ def eval_on_rank(rank: int, lines: list[str], answers: Path) -> None:
             assert main([*line.split(), "--json", "--nproc", "2"]) == ExitCode.DONE
 
 
+@pytest.mark.long
 def test_two_processes_give_the_result_of_one(
     run: Path, data: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):
@@ -162,7 +163,7 @@ def test_losses_of_shards_and_text(run: Path, data: Path, ask: Ask):
     train = ask(f"{line} --split train --limit 640")
     assert (train["split"], train["target_tokens"]) == ("train", 640)
     text = ask(f"eval {run} --data {data}/text.txt")
-    n_bytes = sum(map(len, LINES)) - 1  # the first byte is no target
+    n_bytes = sum(map(len, LINES)) - 1  # the first byte is not a target
     assert text["text_bytes"] == n_bytes
     assert text["target_tokens"] == n_bytes + len(LINES) - 1
 

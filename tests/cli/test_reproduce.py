@@ -52,6 +52,7 @@ def test_every_run_has_a_valid_config(name: str):
 SETTINGS = {"": ExitCode.DONE, TINY: ExitCode.NUMERICS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_first_steps_of_a_published_run(settings: str, text: Path, tmp_path: Path, call: Call):
     """GPT-2 124M is within the tolerance; a tiny model, which does not learn as fast, is not."""

@@ -43,6 +43,7 @@ def test_wrong_ranges_are_refused(word: str):
         parse_space("quickstart", [word])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_runs")
 def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     recipe: str, tmp_path: Path, ask: Ask, call: Call

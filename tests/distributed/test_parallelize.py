@@ -46,6 +46,8 @@ from tests.distributed.sharded_run import (
 )
 from tests.tiny_model import CPU, TINY_LLAMA, TINY_MODERN, tiny_config, tiny_step_config
 
+pytestmark = pytest.mark.long  # four processes train in a dozen layouts
+
 WORLD, STEPS = 4, 2
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 MODERN = replace(
@@ -306,7 +308,6 @@ def run_single_process(family: str, gradients: Path) -> dict[str, Any]:
     return found | {"weights": weights, "next": train(state, 2)}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", DIMS)
 def test_sharded_training_equals_the_plain_model(name: str, results: Results):
     expected = results.plain[family_of(name)]

@@ -83,6 +83,7 @@ def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
     assert read_events(runs / name, "batch skipped") == []
 
 
+@pytest.mark.long
 @pytest.mark.fault(49)
 def test_a_slow_rank_is_named(runs: Path):
     (row,) = [row for row in read_events(runs / "slow", "slow rank") if row["phase"] == "compute"]

@@ -31,6 +31,8 @@ from tests.tiny_run import (
 )
 from tests.train.search import ROWS, SAMPLED, TOKENIZER, die_at, pay_for_letters, write_data
 
+pytestmark = pytest.mark.long  # every kind of run is trained once for all tests
+
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
 SETTINGS = (
     f"{MACHINE} machine.micro_batch=8 machine.adamw=loop machine.fused=off budget.batch_tokens=512 "
@@ -85,7 +87,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
     """Stopped at step 3, that of no save; the model that the run began with is gone by then.
@@ -103,7 +104,6 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, nam
     assert fingerprint(out) == fingerprint(folder / "whole" / name)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
     """Killed behind the second save, before which the first is committed, and between two updates on a rollout."""
