@@ -2,12 +2,12 @@
 
     python -m benchmarks.templates [FOLDER ...]
 
-Reads the *.jinja files of the folders, by default those of the installed trl; llama.cpp's are in
-vendor/llama.cpp/models/templates of llama-cpp-python's source. For each template it makes a
+Reads the *.jinja files in the folders; without folders, those of the installed trl. llama.cpp has
+them in vendor/llama.cpp/models/templates of llama-cpp-python's source. For each template it makes a
 byte-level tokenizer with the template's control tokens, and encodes conversations with turns, tool
-calls, results and reasoning. The ids must be those of transformers, with at most the end of the last
-answer after them; the words of answers must be trained, and no others; each answer must end with a
-control token that is trained. If there is NAME_training.jinja, as in trl, its {% generation %} tags
+calls, results and reasoning. The ids must equal those of transformers; only the end of the last
+answer may follow them. The words of answers must be trained, and no others, and each answer must end
+with a trained control token. If there is NAME_training.jinja, as in trl, its {% generation %} tags
 must agree about every word. Prints a row per template, and one JSON line.
 """
 
@@ -144,7 +144,7 @@ class Oracle:
 
 
 def make_oracles(path: Path) -> tuple[Oracle, Oracle | None]:
-    """Return the template's oracle, and that of its training twin if there is one."""
+    """Return transformers' version of a template, and that of NAME_training.jinja if it exists."""
     jinja = path.read_text(encoding="utf-8")
     bare = Oracle(jinja)
     texts = [jinja, *(bare.apply(name, tokenize=False) for name in CONVERSATIONS)]

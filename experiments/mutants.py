@@ -5,8 +5,8 @@
 
 Each mutant changes one operator, comparison, constant or statement of a core module in a copy of
 the checkout. It runs the test file of the module, then others that import it, then the rest of its
-package, until the first failure. Tests that fail without a mutant are skipped. --tests: run another
-checkout's tests. --of: only mutants that these results left alive.
+package, until the first failure. Tests that fail without a mutant are skipped. --tests: run the tests
+of another checkout. --of: try only the mutants that survived in these results.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,10 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 PRELOADED = ("hypothesis", "torch._dynamo", "torch.distributed.fsdp", "transformers")
-REWRITE_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # of what is preloaded
+IGNORED_WARNING = "ignore::pytest.PytestAssertRewriteWarning"  # for preloaded pytest plugins
 HANG_SECONDS = 1800  # a mutant that hangs is caught
 
-
-CHECKOUT = ROOT  # of this process
+CHECKOUT = ROOT  # this worker's copy
 
 
 def list_files() -> list[Path]:
@@ -129,7 +127,7 @@ def run_tests(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
 
 
 def _run_pytest(folder: Path, arguments: list[str], output: Path) -> None:
-    """Run pytest in this process, in which libraries are loaded but nothing of the checkout is."""
+    """Run pytest in this process, which has imported libraries but no module of the checkout."""
     import pytest
 
     os.setsid()
@@ -138,7 +136,7 @@ def _run_pytest(folder: Path, arguments: list[str], output: Path) -> None:
     sys.path[:0] = [f"{folder}/src", str(folder)]
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", REWRITE_WARNING]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", IGNORED_WARNING]
     code = pytest.main([*options, *arguments])
     sys.stdout.flush()
     os._exit(int(code))
@@ -183,7 +181,7 @@ def list_failures(output: str) -> list[str]:
 
 
 def copy_checkout(parent: str, tests: Path) -> None:
-    """Give this process a copy of the checkout."""
+    """Give this worker a copy of the checkout with these tests."""
     global CHECKOUT
     CHECKOUT = Path(parent) / str(os.getpid())
     skipped = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", "tests")
@@ -193,9 +191,9 @@ def copy_checkout(parent: str, tests: Path) -> None:
         (CHECKOUT.parent / "shared").symlink_to(ROOT.parent / "shared")
 
 
-def list_failing(folders: list[str]) -> list[str]:
-    """Return pytest's names of the tests that fail without a mutant."""
-    return list_failures(run_tests(CHECKOUT, [f for f in folders if (CHECKOUT / f).exists()])[1])
+def list_failing(folder: str) -> list[str]:
+    """Return pytest's names of a folder's tests that fail without a mutant."""
+    return list_failures(run_tests(CHECKOUT, [folder])[1])
 
 
 def main() -> None:
@@ -213,12 +211,12 @@ def main() -> None:
         importlib.import_module(name)
     mutants = list(draw_mutants(options.count, options.seed))
     if options.of:
-        alive = {
+        survivors = {
             (each["file"], each["line"], each["change"])
             for each in json.loads(options.of.read_text())
             if not each["test"]
         }
-        mutants = [each for each in mutants if (str(each[0]), *each[1:3]) in alive]
+        mutants = [each for each in mutants if (str(each[0]), *each[1:3]) in survivors]
     results: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     folders = [f"tests/{name}" for name in PACKAGES]
@@ -228,11 +226,9 @@ def main() -> None:
             options.workers, FORK, initializer=copy_checkout, initargs=(parent, options.tests)
         ) as pool,
     ):
-        failing = [
-            name for part in pool.map(list_failing, [folders[-2:], folders[:-2]]) for name in part
-        ]
+        failing = [name for part in pool.map(list_failing, folders) for name in part]
         print(f"{len(failing)} tests fail without a mutant: {' '.join(failing)}", flush=True)
-        tries = [pool.submit(partial(try_mutant, failing), each) for each in mutants]
+        tries = [pool.submit(try_mutant, failing, each) for each in mutants]
         for done in as_completed(tries):
             results.append(done.result())
             print("{file}:{line}: {change}: {test}, {seconds} s".format(**results[-1]), flush=True)

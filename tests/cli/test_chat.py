@@ -126,7 +126,7 @@ def test_a_conversation_in_a_terminal(folder: str):
         assert "/clear" in terminal.read("> ")
         terminal.type("\x1b[200~one\ntwo\x1b[201~\n")  # pasted
         terminal.read("two")
-        terminal.read("\xef")  # a byte that is no text: the answer has begun
+        terminal.read("\xef")  # not text: the answer has begun
         terminal.type("\x03")  # within 4,000 tokens
         assert "> " not in terminal.read("^C")
         terminal.read("> ")  # the pasted lines were one message: no answer to the second one comes

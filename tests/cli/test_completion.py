@@ -25,7 +25,7 @@ megatoken train quickstart data.path=ru => megatoken train quickstart data.path=
 megatoken eval ru => megatoken eval runs/#
 megatoken train sft --init ru => megatoken train sft --init runs/#
 megatoken report --ser => megatoken report --serve #
-"""  # llama3-8b is a preset, but no recipe
+"""  # llama3-8b is a preset, not a recipe
 
 
 @pytest.mark.parametrize("line", LINES.splitlines())

@@ -244,7 +244,7 @@ def test_prepare_train_sample_verify(
         f"sample {out} 'the cat' --tokens 40": ExitCode.DONE,
         f"sample {out} \udcff --tokens 2": ExitCode.DONE,
         f"sample {out} 'the cat' --device abacus": ExitCode.CONFIG,
-        f"sample '{data}' x": ExitCode.CHECKPOINT,  # a dataset, and text, are no models
+        f"sample '{data}' x": ExitCode.CHECKPOINT,  # a dataset and a text are not models
         f"sample {corpus} x": ExitCode.CHECKPOINT,
     }
     assert {line: call(line)[0] for line in codes} == codes

@@ -198,7 +198,7 @@ def test_changes_are_listed_with_what_a_resume_may_do():
         ("optim.lr: 0.003 -> 0.0001", "guarded"),
         ("machine.micro_batch: auto -> 1", "free"),
     ]
-    # Redacted secrets are no change.
+    # Redacted secrets do not count as a change.
     assert not changes("sample.prompt=https://***@host", "sample.prompt=https://user:word@host")
 
 

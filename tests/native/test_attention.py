@@ -24,7 +24,7 @@ SHAPES = """
 pytestmark = pytest.mark.usefixtures("library")
 BF16 = 2.0**-8  # the distance of neighbours around 1, halved
 TYPICAL = {torch.float32: 1e-6, torch.bfloat16: BF16}
-# In bf16 results, weights and their gradients are rounded, each alone.
+# In bf16, results, weights and gradients are each rounded.
 LARGEST = {torch.float32: 3e-6, torch.bfloat16: 4 * BF16}
 
 

@@ -32,7 +32,7 @@ def test_group_advantages_are_standard_scores_and_0_without_a_difference():
 
 
 def test_the_clipped_objective_is_figure_1_of_ppo():
-    """A token is clipped that is more probable already than 1 + clip, or if bad less than 1 - clip."""
+    """A good token is clipped above a ratio of 1 + clip, a bad one below 1 - clip."""
     ratios = torch.tensor([1.0, 1.5, 0.5, 0.5, 1.5])
     advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0])
     old = torch.full((5,), -1.0)

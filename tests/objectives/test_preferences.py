@@ -139,5 +139,5 @@ def test_an_objective_learns_in_bf16(name: str, first: float, last: float):
     assert begin.loss == pytest.approx(first, abs=1e-2)
     assert end.loss < last
     assert end.values["accuracy"] == 1.0
-    # Equal rewards are no preference.
+    # Equal rewards express no preference.
     assert name != "reward" or begin.values["accuracy"] == 0.0

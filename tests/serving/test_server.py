@@ -248,7 +248,7 @@ def test_invalid_requests(served: Served):
             assert_invalid(response, None if param == "-" else param)
     turns = [user("a"), {"role": "assistant", "content": "a"}] * 300
     assert_invalid(served.post(CHAT, messages=turns), "messages")
-    for content in BODIES:  # that are no text
+    for content in BODIES:
         headers = {"Content-Type": "application/json"}
         assert_invalid(served.client.post(CHAT, content=content, headers=headers), None)
 
