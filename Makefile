@@ -39,7 +39,7 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/bench-gpu) --sources="$(SOURCES)"
 
 # While you edit: config, model, optimizer, training step, checkpoints, house rules.
-CORE = $(addprefix tests/,config model optim train checkpoint test_architecture.py)
+CORE = $(addprefix tests/,base model optim train store test_architecture.py)
 test-fast: $(VENV)/.dev
 	$(BIN)pytest -n 2 --dist loadfile -m "not slow and not long" $(CORE)
 
@@ -77,14 +77,14 @@ dist: $(VENV)/.dev
 	sed -i 's#](\(docs/\|records\|examples\|src/\|[A-Z]*\.md\)#]($(URL)/\1#g' build/dist/README.md
 	$(BIN)python -m pip wheel -q --no-deps --no-build-isolation -w dist build/dist
 
-KERNELS = $(wildcard src/megatoken/native/kernels/*)
+KERNELS = $(wildcard src/megatoken/model/native/kernels/*)
 
 $(VENV)/.user: EXTRAS = plot
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.user $(VENV)/.dev: pyproject.toml $(KERNELS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[$(EXTRAS)]"
-	-$(BIN)python -m megatoken.native.build
+	-$(BIN)python -m megatoken.model.native.build
 	@touch $@
 
 clean:

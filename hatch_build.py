@@ -8,8 +8,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
-from megatoken.native.build import INSTRUCTION_SETS, CompilerError, compile_library, library_name
-from megatoken.system.machine import find_compiler
+from megatoken.base.system.machine import find_compiler
+from megatoken.model.native.build import (
+    INSTRUCTION_SETS,
+    CompilerError,
+    compile_library,
+    library_name,
+)
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
@@ -25,7 +30,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             return
         folder = (
             Path(self.root) / "build" / "native"
-        )  # where tests/native/conftest.py compiles, too
+        )  # where tests/model/native/conftest.py compiles, too
         for name in INSTRUCTION_SETS:
             library = folder / library_name(name)
             if not library.exists():
@@ -37,5 +42,5 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
                     )
                     continue
             build_data["pure_python"] = False
-            build_data["force_include"][str(library)] = f"megatoken/native/{library.name}"
+            build_data["force_include"][str(library)] = f"megatoken/model/native/{library.name}"
             build_data["tag"] = f"py3-none-{platform}"

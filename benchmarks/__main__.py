@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import add_step
-from megatoken.bench.arguments import add_common, add_preset, count
-from megatoken.bench.main import run_bench
-from megatoken.console import Console
-from megatoken.errors import MegatokenError
+from megatoken.base.console import Console
+from megatoken.base.errors import MegatokenError
+from megatoken.study.bench.arguments import add_common, add_preset, count
+from megatoken.study.bench.main import run_bench
 
 ROOT = Path(__file__).parents[1]
 MODULES = {

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.llmc import LlmcTrainer
-from megatoken.bench.training import Training
-from megatoken.bench.worker import WorkerSpec
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
-from megatoken.system.device import Device
+from megatoken.study.bench.training import Training
+from megatoken.study.bench.worker import WorkerSpec
 
 OPTIM = OptimConfig()  # the same for all programs
 BETAS = (OPTIM.beta1, OPTIM.beta2)

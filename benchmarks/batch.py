@@ -10,8 +10,20 @@ from dataclasses import replace
 
 import torch
 
-from megatoken.bench.report import Row, show_rows
-from megatoken.bench.workload import (
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console, format_quantity
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import Device, open_device, with_peak
+from megatoken.base.system.machine import free_memory_bytes
+from megatoken.base.system.timing import Timing, time_calls
+from megatoken.distributed.memory import estimate_memory
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.model.flops import count_parameters, describe_mfu, flops_per_token
+from megatoken.model.memory import FP32, LOSS_CHUNK
+from megatoken.study.bench.report import Row, show_rows
+from megatoken.study.bench.workload import (
     SPEED,
     Workload,
     build_workload,
@@ -19,18 +31,6 @@ from megatoken.bench.workload import (
     describe_seconds,
     format_peak,
 )
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console, format_quantity
-from megatoken.distributed.memory import estimate_memory
-from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ConfigError
-from megatoken.model.flops import count_parameters, describe_mfu, flops_per_token
-from megatoken.model.memory import FP32, LOSS_CHUNK
-from megatoken.system.device import Device, open_device, with_peak
-from megatoken.system.machine import free_memory_bytes
-from megatoken.system.timing import Timing, time_calls
 
 SHARE = 0.8  # share of the free memory that a benchmark may use
 LONGEST_SECONDS = 20.0  # per size; sizes that take longer get fewer repeats, at least 3

@@ -21,20 +21,20 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.peers import find_file, list_specs
-from megatoken.bench import workload
-from megatoken.bench.report import show_rows
-from megatoken.bench.runner import Worker, count_steps
-from megatoken.bench.training import Training, build_training
-from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import describe_seconds
-from megatoken.config.load import resolve
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import Config, MachineConfig, OptimConfig
-from megatoken.console import Console
-from megatoken.errors import PeerError
-from megatoken.system.device import open_device, probe_flops
-from megatoken.system.machine import cpu_count
-from megatoken.system.timing import Timing
+from megatoken.base.config.load import resolve
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import Config, MachineConfig, OptimConfig
+from megatoken.base.console import Console
+from megatoken.base.errors import PeerError
+from megatoken.base.system.device import open_device, probe_flops
+from megatoken.base.system.machine import cpu_count
+from megatoken.base.system.timing import Timing
+from megatoken.study.bench import workload
+from megatoken.study.bench.report import show_rows
+from megatoken.study.bench.runner import Worker, count_steps
+from megatoken.study.bench.training import Training, build_training
+from megatoken.study.bench.worker import WorkerSpec
+from megatoken.study.bench.workload import describe_seconds
 
 BUSY_LOOP = """
 import os
@@ -96,7 +96,7 @@ class Contender:
 
 def run_busy(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure each contender at each load; return the result for the record. Raises PeerError."""
-    from megatoken.native.selection import find_library  # which older sources lack
+    from megatoken.model.native.selection import find_library  # which older sources lack
 
     device = open_device(MachineConfig(device=options.device))
     contenders = list_contenders(options, str(device.torch_device))

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from megatoken.bench.report import show_rows
-from megatoken.config.presets import GPT2_VOCABULARY
-from megatoken.console import Console
+from megatoken.base.config.presets import GPT2_VOCABULARY
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, NumericsError
+from megatoken.base.system.machine import cpu_count
+from megatoken.base.system.timing import time_interleaved
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
-from megatoken.data.gpt2_vocab import find_local_merges
-from megatoken.data.prepare import MAX_SHARD_TOKENS, prepare
 from megatoken.data.shard_format import (
     Manifest,
     Shard,
@@ -27,11 +27,11 @@ from megatoken.data.shard_format import (
     make_header,
     write_manifest,
 )
-from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ConfigError, NumericsError
-from megatoken.system.machine import cpu_count
-from megatoken.system.timing import time_interleaved
+from megatoken.study.bench.report import show_rows
+from megatoken.text.gpt2_vocab import find_local_merges
+from megatoken.text.prepare import MAX_SHARD_TOKENS, prepare
+from megatoken.text.sources import find_source
+from megatoken.text.tokenizer import load_tokenizer
 
 # seq_len, batch_tokens: GPT-2's half a million tokens a step, and what a small model takes.
 SIZES = (

@@ -17,14 +17,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatoken.bench.workload import build_workload, draw_batch
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.timing import time_interleaved
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import TreeMask, separate_conversations
 from megatoken.model.kernels import attention
-from megatoken.system.device import Device, open_device
-from megatoken.system.timing import time_interleaved
+from megatoken.study.bench.workload import build_workload, draw_batch
 from megatoken.train import step
 
 MODEL = PRESETS["gpt2-124m"]

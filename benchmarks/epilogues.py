@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.presets import PRESETS
 from megatoken.model.gpt import GPT, set_block_kernels
 from megatoken.model.kernels import cublaslt
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.console import Console
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
 from megatoken.convert.export import export
 from megatoken.convert.hf.load import load_hf, read_family
 from megatoken.convert.load_pretrained import LoadedModel
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.text.tokenizer import load_tokenizer
 
 # Published presets of each family; the first gives the small model its switches.
 FAMILIES = {

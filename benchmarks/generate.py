@@ -18,19 +18,19 @@ import torch
 
 from benchmarks.baselines import build_gpt2
 from benchmarks.data import print_rates
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import open_device
+from megatoken.base.system.threads import thread_count
+from megatoken.base.system.timing import time_interleaved
 from megatoken.convert.hf.load import load_hf
-from megatoken.errors import ConfigError
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids, prepare_decoding
 from megatoken.model.gpt import GPT
-from megatoken.native.selection import find_library
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids, prepare_decoding
-from megatoken.system.device import open_device
-from megatoken.system.threads import thread_count
-from megatoken.system.timing import time_interleaved
+from megatoken.model.native.selection import find_library
 
 GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.journey import prepare_python
-from megatoken.bench.arguments import DOCS
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import open_device
 from megatoken.distributed.memory import USABLE, estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ConfigError
-from megatoken.system.device import open_device
+from megatoken.study.bench.arguments import DOCS
 
 SKIP_SECONDS = 20.0  # nothing useful is measured in less
 MOST_SEQS = {"gpt2-124m": 64, "gpt2-1558m": 32, "gpt2-355m": 64, "gpt2-774m": 32}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.bench.workload import build_workload, draw_batch
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
 from megatoken.model.kernels import CUDA_ONLY
+from megatoken.study.bench.workload import build_workload, draw_batch
 from megatoken.train.step import forward_backward
 
 SEQS = 2

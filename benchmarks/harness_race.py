@@ -18,11 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.tokenizer import load_tokenizer
 from megatoken.model.gpt import GPT
+from megatoken.text.tokenizer import load_tokenizer
 
 SIDE = Path(__file__).with_name("harness_side.py")
 BATCH_SIZES = (1, 8, 32)

@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.checkpoint import commit, manifest
-from megatoken.checkpoint.commit import discard
-from megatoken.checkpoint.load import restore_state
-from megatoken.checkpoint.manifest import read_manifest, verify
-from megatoken.checkpoint.save import AsyncSave
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.store import commit, manifest
+from megatoken.store.commit import discard
+from megatoken.store.load import restore_state
+from megatoken.store.manifest import read_manifest, verify
+from megatoken.store.save import AsyncSave
 from tests.tiny_model import tiny_state
 
 MODEL = ModelConfig(n_layer=12, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=256)

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatoken.checkpoint.commit import list_steps
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.data.shard_format import MANIFEST_NAME
-from megatoken.system.metrics_log import read_metrics
+from megatoken.store.commit import list_steps
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 128

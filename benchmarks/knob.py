@@ -11,16 +11,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from benchmarks.arguments import SIZES
 from benchmarks.rounds import measure_workers
-from megatoken.bench.report import Row, show_rows
-from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import SPEED, describe_peak, format_peak
-from megatoken.config.fields import parse_value
-from megatoken.config.model_config import default_d_ff, validate_model
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS, MachineConfig
-from megatoken.console import Console
-from megatoken.errors import ConfigError, PeerError
-from megatoken.system.device import Device, open_device, with_peak
+from megatoken.base.config.fields import parse_value
+from megatoken.base.config.model_config import default_d_ff, validate_model
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import FIELDS, MachineConfig
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, PeerError
+from megatoken.base.system.device import Device, open_device, with_peak
+from megatoken.study.bench.report import Row, show_rows
+from megatoken.study.bench.worker import WorkerSpec
+from megatoken.study.bench.workload import SPEED, describe_peak, format_peak
 
 TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}
 # Settings of the device or the process, and those that shard a model over several devices.

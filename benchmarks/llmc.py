@@ -13,11 +13,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatoken.bench.workload import build_model
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.errors import ConfigError, PeerError
 from megatoken.convert.llmc import write_llmc
-from megatoken.errors import ConfigError, PeerError
+from megatoken.study.bench.workload import build_model
 
 LOADED = re.compile("loaded")
 LOG = re.compile(

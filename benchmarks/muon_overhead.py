@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch
 
-from megatoken.bench.workload import build_workload, draw_ids
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig, OptimConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig, OptimConfig
 from megatoken.data.dataloader import Batch
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.optim.muon import WholeMatrices, list_hidden_matrices
 from megatoken.optim.optimizer import build_optimizer
+from megatoken.study.bench.workload import build_workload, draw_ids
 from megatoken.train.step import clip_and_update, forward_backward
 
 STEP_TOKENS = 65536

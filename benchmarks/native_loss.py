@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quickstart_race import prepare_corpus, run
-from megatoken.bench.runner import Worker
-from megatoken.bench.worker import WorkerSpec
-from megatoken.config.presets import PRESETS
-from megatoken.system.metrics_log import read_metrics
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.study.bench.runner import Worker
+from megatoken.study.bench.worker import WorkerSpec
 
 FORMS = {
     "fp32": {

@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
 from benchmarks.rounds import ProbedWorker, measure_workers
-from megatoken.bench.report import show_rows
-from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import SPEED, describe_seconds
-from megatoken.console import Console
-from megatoken.errors import ConfigError, PeerError
-from megatoken.system.device import Device
-from megatoken.system.timing import Timing
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, PeerError
+from megatoken.base.system.device import Device
+from megatoken.base.system.timing import Timing
+from megatoken.study.bench.report import show_rows
+from megatoken.study.bench.worker import WorkerSpec
+from megatoken.study.bench.workload import SPEED, describe_seconds
 
 # The file of each program's checkout.
 FILES = {

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quickstart_race import prepare_corpus, run
-from megatoken.config.load import load_config
-from megatoken.config.schema import Config
-from megatoken.console import Console
+from megatoken.base.config.load import load_config
+from megatoken.base.config.schema import Config
+from megatoken.base.console import Console
+from megatoken.base.system.atomic_write import read_object, replace_file
+from megatoken.base.system.device import open_device
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.data.dataset import load_dataset
-from megatoken.estimate.plan import budget_tokens
-from megatoken.measure.calibrate import StepTimer
-from megatoken.system.atomic_write import read_object, replace_file
-from megatoken.system.device import open_device
-from megatoken.system.metrics_log import read_metrics
+from megatoken.plan.calibrate import StepTimer
+from megatoken.plan.estimate import budget_tokens
 from megatoken.train.train import Trainer
 
 MODELS = {

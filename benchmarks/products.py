@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from benchmarks.sweep import KERNEL, Call, Case, Row, time_cases
-from megatoken.bench.report import show_rows
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console
+from megatoken.base.system.device import Device, open_device
 from megatoken.model.gpt import GPT, Linear
 from megatoken.model.loss import torch_matmul
-from megatoken.system.device import Device, open_device
+from megatoken.study.bench.report import show_rows
 
 TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
 CHUNKS = {"cpu": (512,), "mps": (4096,), "cuda": (4096, 16384)}

@@ -23,16 +23,16 @@ import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ranks_race import write_data
-from megatoken.config.model_config import ModelConfig
-from megatoken.console import format_count
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.console import format_count
+from megatoken.base.system.device import Device
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.model.gpt import GPT
-from megatoken.plots import PANELS, draw_curves
-from megatoken.system.device import Device
-from megatoken.system.metrics_log import read_metrics
+from megatoken.study.plots import PANELS, draw_curves
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
 from tests.tiny_model import tiny_config

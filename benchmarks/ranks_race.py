@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatoken.data.prepare import prepare
-from megatoken.system.metrics_log import read_metrics
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.text.prepare import prepare
 
 SIZES = {
     "124m": ["gpt2-124m", "model.vocab_size=50257", "model.seq_len=512"],

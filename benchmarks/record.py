@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench.report import write_record
-from megatoken.config.schema import MachineConfig
-from megatoken.system.device import open_device
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.system.device import open_device
+from megatoken.study.bench.report import write_record
 
 RECORDS = Path(__file__).parents[1] / "records"
 

@@ -10,8 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megatoken.console import Console
-from megatoken.errors import DataError
+from megatoken.base.console import Console
+from megatoken.base.errors import DataError
 
 FIGURE = {"median", "low", "high", "repeats"}
 MOST_HEADLINES = 3

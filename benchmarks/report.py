@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.records import choose_headline, describe_hardware, list_leaves, read_records
 from benchmarks.scoreboard import show_scoreboard
-from megatoken.bench.report import format_cell, show_rows
-from megatoken.console import Console
+from megatoken.base.console import Console
+from megatoken.study.bench.report import format_cell, show_rows
 
 FEWEST_REPEATS = 3  # fewer have no quartiles
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import ClassVar
 
-from megatoken.bench.report import Row
-from megatoken.bench.runner import Worker, count_steps
-from megatoken.bench.worker import WorkerSpec
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console
+from megatoken.base.system.device import Device, open_device, probe_flops
+from megatoken.base.system.timing import Timing
 from megatoken.model.flops import describe_mfu
-from megatoken.system.device import Device, open_device, probe_flops
-from megatoken.system.timing import Timing
+from megatoken.study.bench.report import Row
+from megatoken.study.bench.runner import Worker, count_steps
+from megatoken.study.bench.worker import WorkerSpec
 
 DISTURBED = 0.85  # a round is disturbed if its slowest probe is below this share of the fastest
 

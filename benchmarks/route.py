@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatoken.convert.load_pretrained import LoadedModel
-from megatoken.data.chat_template import Message, find_template, template_of
-from megatoken.data.exercises import list_exercises
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.conversation import Conversation
-from megatoken.sampling.generate import generate_ids
+from megatoken.inference.choose import Sampling
+from megatoken.inference.conversation import Conversation
+from megatoken.inference.generate import generate_ids
+from megatoken.text.chat_template import Message, find_template, template_of
+from megatoken.text.exercises import list_exercises
 
 TEXT = "ROMEO: why, they're 12 cafés\n\nAnd the   rest — is silence.\n"
 PROMPT, NEW = 4, 24

@@ -27,11 +27,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.model.gpt import GPT
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 
 CLIENTS = (1, 4, 8)
 MANY_CLIENTS = 64

@@ -22,9 +22,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.journey import megatoken, prepare_python
-from megatoken.bench.workload import describe_seconds
-from megatoken.system.metrics_log import read_metrics
-from megatoken.system.timing import Timing
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.base.system.timing import Timing
+from megatoken.study.bench.workload import describe_seconds
 
 SKIPPED_STEPS = 20
 FEWEST_STEPS = 40

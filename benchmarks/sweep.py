@@ -16,18 +16,23 @@ from torch import Tensor
 
 from benchmarks.batch import COLUMNS as STEP
 from benchmarks.batch import describe_size, estimate_step_bytes, find_allowed_bytes
-from megatoken.bench.report import format_cell, save_picture, show_rows
-from megatoken.bench.workload import build_workload, describe_peak, describe_seconds, format_peak
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console, format_quantity
-from megatoken.errors import ConfigError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console, format_quantity
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import Device, cache_peak, open_device, product_calls, with_peak
+from megatoken.base.system.timing import time_calls
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY
-from megatoken.native.selection import find_library
-from megatoken.plots import load_pyplot, save_figure
-from megatoken.system.device import Device, cache_peak, open_device, product_calls, with_peak
-from megatoken.system.timing import time_calls
+from megatoken.model.native.selection import find_library
+from megatoken.study.bench.report import format_cell, save_picture, show_rows
+from megatoken.study.bench.workload import (
+    build_workload,
+    describe_peak,
+    describe_seconds,
+    format_peak,
+)
+from megatoken.study.plots import load_pyplot, save_figure
 
 LONGEST_SECONDS = 20.0  # per case; slow cases get fewer repeats, at least 3
 SMALLEST = 64  # square product, context of attention

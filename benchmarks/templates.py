@@ -23,9 +23,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatoken.data.chat_template import ChatTemplate, find_template, parse_messages
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ConfigError, DataError
+from megatoken.base.errors import ConfigError, DataError
+from megatoken.text.chat_template import ChatTemplate, find_template, parse_messages
+from megatoken.text.tokenizer import load_tokenizer
 
 CONTROL = re.compile(
     r"<[|｜][^<>|｜\s'\"{}]+[|｜]?>|｜DSML｜|<[a-z_]+\|>|<\|\"\|>|\[/?[A-Z_]{2,}\]|</?s>"

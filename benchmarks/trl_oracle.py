@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.objectives.policy_loss import (
+from megatoken.posttrain.policy_loss import (
     clipped_loss,
     clipped_value_loss,
     gae,
@@ -29,7 +29,7 @@ from megatoken.objectives.policy_loss import (
     moments,
     whiten,
 )
-from megatoken.objectives.preference_loss import dpo_loss
+from megatoken.posttrain.preference_loss import dpo_loss
 
 B, T, GROUP, ROUNDS = 16, 12, 4, 50
 ACCELERATOR = SimpleNamespace(

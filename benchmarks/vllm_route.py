@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, report, take_ids
-from megatoken.console import Console
+from megatoken.base.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
 

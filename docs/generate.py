@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import build_parser
-from megatoken.published import MODELS, RUNS
+from megatoken.study.published import MODELS, RUNS
 
 ROOT = Path(__file__).parents[1]
 STEP = "model optim distributed train"

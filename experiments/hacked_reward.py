@@ -16,12 +16,12 @@ from typing import Any
 
 from experiments.rl_answers import GRPO, start
 from experiments.sft_answers import train_for
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_template import find_template
-from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
-from megatoken.eval.rewards import load_reward
-from megatoken.sampling.choose import Sampling
-from megatoken.system.metrics_log import read_metrics
+from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
+from megatoken.inference.choose import Sampling
+from megatoken.posttrain.rewards import load_reward
+from megatoken.text.chat_template import find_template
 
 LIMIT_SECONDS = 120  # of each training
 RULE = "experiments.hacked_reward:pay_for_parts"

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.config.fields import Duration
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig, OptimConfig, build_config
+from megatoken.base.config.fields import Duration
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import MachineConfig, OptimConfig, build_config
+from megatoken.base.system.device import Device, open_device
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.optim.muon import Muon, WholeMatrices, list_hidden_matrices
-from megatoken.system.device import Device, open_device
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
 

@@ -29,7 +29,7 @@ from typing import Any
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("model", "optim", "distributed", "checkpoint", "objectives", "train", "data")
+PACKAGES = ("model", "optim", "distributed", "store", "posttrain", "train", "data")
 DATA_ORDER = ("dataloader.py", "window_order.py", "permutation.py", "mixture.py", "dataset.py")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,

@@ -7,8 +7,8 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from megatoken.plots import load_pyplot, save_figure
-from megatoken.system.metrics_log import read_metrics
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.study.plots import load_pyplot, save_figure
 
 LINES, COLUMNS = 7, 62  # of a sample that are shown
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatoken.published import RUNS
+from megatoken.study.published import RUNS
 
 
 def replay(name: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, object]:

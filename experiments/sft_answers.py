@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.cli.main import main
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
-from megatoken.data.exercises import Exercise, list_exercises
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import ExitCode
+from megatoken.inference.batch import BatchDecoder, Request
+from megatoken.inference.choose import Sampling
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import BatchDecoder, Request
-from megatoken.sampling.choose import Sampling
-from megatoken.system.metrics_log import read_metrics
+from megatoken.text.chat_template import Message, add_control_tokens, find_template
+from megatoken.text.exercises import Exercise, list_exercises
+from megatoken.text.tokenizer import Tokenizer
 from megatoken.train.initial_state import VOCABULARY_TABLES, add_mean_rows
 
 AT_ONCE = 50  # prompts

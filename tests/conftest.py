@@ -22,7 +22,7 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")
 import torch
 
 if TYPE_CHECKING:
-    from megatoken.system.device import Device
+    from megatoken.base.system.device import Device
     from tests.cli.browser import Browser
 
 if not torch.cuda.is_available():

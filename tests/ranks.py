@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing
 
 from megatoken.distributed.env import DistEnv
-from megatoken.launch.local import find_free_port
+from megatoken.distributed.local_launch import find_free_port
 from tests.tiny_run import train
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -33,12 +33,12 @@ FORKS.set_forkserver_preload(
 # A run in a test measures the machine's peak and its kernels for milliseconds, not for seconds, and
 # tries again at once what has failed.
 SHORT_MEASUREMENTS = {
-    "megatoken.system.device.PEAK_SIZES": {"cpu": (64, 128)},
+    "megatoken.base.system.device.PEAK_SIZES": {"cpu": (64, 128)},
     "megatoken.train.kernel_autotune.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
-    "megatoken.checkpoint.commit.RETRY_SECONDS": (0.0, 0.0),
+    "megatoken.store.commit.RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.checkpoint_saver.LAST_SAVE_RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.live_mirror.RETRY_SECONDS": (0.0,),
-    "megatoken.system.object_store.RETRY_SECONDS": (0.0,),
+    "megatoken.base.system.object_store.RETRY_SECONDS": (0.0,),
 }
 
 

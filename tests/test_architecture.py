@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 import megatoken
-from megatoken.cli import COMMANDS
-from megatoken.config.schema import FIELDS
+from megatoken.base.config.schema import FIELDS
+from megatoken.base.rooms import CORE, find_rooms, list_entries
 
 SOURCE = Path(megatoken.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -25,23 +25,25 @@ LONGEST_FUNCTION = 60
 # Files that may do what others must not.
 OWNERS = {
     r"os\.(environ|getenv)|from os import .*(environ|getenv)": {
-        "system/environment.py",
+        "base/system/environment.py",
         "distributed/env.py",
-        "redact.py",
+        "base/redact.py",
     },
-    r"^\s*(import|from) subprocess": {"system/process.py"},
-    r"^\s*(import|from) filelock": {"system/file_lock.py"},
+    r"^\s*(import|from) subprocess": {"base/system/process.py"},
+    r"^\s*(import|from) filelock": {"base/system/file_lock.py"},
     # Private names of torch.
     r"\btorch\._[a-z]|\btorch\.[\w.]*\._[a-z]|\btorch\.testing\._internal"
     r"|\._(foreach_\w+|found_inf_per_device|compiled_call_impl|orig_mod|local_tensor|cdata|schema)\b"
     r"|\b(active_fake_mode|FakeTensorMode|unset_fake_temporarily|fake_pg|fake_collectives)\b.* import "
-    r"|\.(found_inf|grad_scale) = |\"_orig_mod\"|\"_is_\w+_supported\"": {"system/torch_compat.py"},
+    r"|\.(found_inf|grad_scale) = |\"_orig_mod\"|\"_is_\w+_supported\"": {
+        "base/system/torch_compat.py"
+    },
     # Its python_command starts Python without the current folder.
-    r"sys\.executable": {"system/environment.py"},
+    r"sys\.executable": {"base/system/environment.py"},
     # They write the date. Durations are those of monotonic clocks: the date may jump.
     r"time\.time\(|from time import|datetime\.(now|utcnow)|\.today\(": {
-        "bench/report.py",
-        "serving/protocol.py",
+        "study/bench/report.py",
+        "inference/protocol.py",
     },
 }
 # Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
@@ -53,18 +55,71 @@ wandb lzma resource triton fsspec gguf llama_cpp
 # not wait for torch. A process alone splits no model: torch's code for it, in distributed/, is a
 # quarter of what a run loads. Readers take no lock.
 STARTERS = """
-__init__.py __main__.py bench/worker.py convert/recipes/llmc.py plots.py
-distributed/parallelize.py distributed/tensor_parallel.py measure/calibrate.py system/file_lock.py
+__init__.py __main__.py study/bench/worker.py convert/recipes/llmc.py study/plots.py base/rooms.py
+distributed/parallelize.py distributed/tensor_parallel.py plan/calibrate.py base/system/file_lock.py
 """
 HEAVY = "torch numpy tokenizers rich yaml safetensors xxhash filelock"
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the
 # command line.
 WITHOUT_TORCH = """
-megatoken megatoken.__main__ megatoken.cli.main megatoken.config.load megatoken.system.environment
-megatoken.data.prepare megatoken.data.dataset megatoken.data.permutation
-megatoken.checkpoint.commit megatoken.system.metrics_log megatoken.train.preemption
-megatoken.launch.local megatoken.bench.arguments megatoken.bench.worker megatoken.estimate.plan
-megatoken.plots
+megatoken megatoken.__main__ megatoken.cli.main megatoken.base.config.load megatoken.base.system.environment
+megatoken.text.prepare megatoken.data.dataset megatoken.data.permutation
+megatoken.store.commit megatoken.base.system.metrics_log megatoken.train.preemption
+megatoken.distributed.local_launch megatoken.study.bench.arguments megatoken.study.bench.worker megatoken.plan.estimate
+megatoken.study.plots
+"""
+KNOWN = """\
+cli/describe.py imports megatoken.convert.list_tensors
+cli/doctor.py imports megatoken.text.tokenizer
+cli/model.py imports megatoken.convert.load_pretrained
+cli/model.py imports megatoken.inference.generate
+cli/recipe.py imports megatoken.convert.recipes
+cli/recipe.py imports megatoken.inference.tasks
+cli/recipe.py imports megatoken.text.tokenizer
+cli/train.py imports megatoken.posttrain.rewards
+cli/verify.py imports megatoken.text.tokenizer
+data/dataloader.py imports megatoken.text.chat_dataset
+data/dataloader.py imports megatoken.text.documents
+data/dataloader.py imports megatoken.text.tokenizer
+data/dataset.py imports megatoken.text.documents
+data/dataset.py imports megatoken.text.external_shards
+data/dataset.py imports megatoken.text.tokenizer
+data/mixture.py imports megatoken.text.chat_dataset
+data/mixture.py imports megatoken.text.tokenizer
+data/remote.py imports megatoken.text.tokenizer
+data/window_order.py imports megatoken.text.tokenizer
+model/gpt.py imports megatoken.inference.kv_cache
+model/gpt.py imports megatoken.posttrain.lora
+study/report_page.py imports megatoken.cli.runs
+train/actions.py imports megatoken.inference.choose
+train/actions.py imports megatoken.inference.generate
+train/actions.py imports megatoken.inference.multiple_choice
+train/actions.py imports megatoken.posttrain.batches
+train/actions.py imports megatoken.text.chat_dataset
+train/actions.py imports megatoken.text.chat_template
+train/batches.py imports megatoken.posttrain.answer_scores
+train/batches.py imports megatoken.posttrain.batch_source
+train/batches.py imports megatoken.posttrain.batches
+train/batches.py imports megatoken.posttrain.rewards
+train/initial_state.py imports megatoken.convert.load_pretrained
+train/initial_state.py imports megatoken.text.chat_dataset
+train/run.py imports megatoken.inference.multiple_choice
+train/run.py imports megatoken.posttrain.batches
+train/run.py imports megatoken.text.tokenizer
+train/setup.py imports megatoken.inference.multiple_choice
+train/setup.py imports megatoken.text.chat_dataset
+train/state.py imports megatoken.posttrain.objective
+train/step.py imports megatoken.posttrain.answer_scores
+train/step_log.py imports megatoken.plan.expectation
+train/step_log.py imports megatoken.study.plots
+train/step_log.py imports megatoken.text.chat_dataset
+train/summary.py imports megatoken.text.chat_dataset
+train/train.py imports megatoken.plan.expectation
+train/train.py imports megatoken.posttrain.batch_source
+train/train.py imports megatoken.posttrain.objective
+train/train.py imports megatoken.posttrain.rewards
+train/train.py imports megatoken.study.sinks
+train/val_loss.py imports megatoken.text.tokenizer
 """
 EMPTY_NAMES = "utils util common helpers base misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.
@@ -146,7 +201,7 @@ def is_heavy(module: str) -> bool:
 
 
 def _is_starter(file: str) -> bool:
-    return file in STARTERS.split() or file.startswith("cli/")
+    return file in STARTERS.split() or file.startswith("cli/") or "/commands/" in file
 
 
 def check(found: list[str]) -> None:
@@ -156,26 +211,29 @@ def check(found: list[str]) -> None:
 
 @pytest.mark.long
 def test_imports_go_one_way():
-    """A package imports itself and earlier layers only."""
-    layers, found = megatoken.LAYERS, []
+    """A core room imports itself and earlier ones, another room also those that it says it needs."""
+    needs = {name: {*room.NEEDS} for name, room in find_rooms().items()}
+    found = []
     for file in FILES.keys() - TOP:
         own = Path(file).with_suffix("").parts[0]
-        if own not in layers:
-            found.append(f"{file}: {own} is in no layer")
+        if own not in {*CORE, *needs}:
+            found.append(f"{file}: {own} is no room")
             continue
+        allowed = {*CORE[: CORE.index(own)]} if own in CORE else {*CORE, *needs[own]}
+        if "/commands/" in file:
+            allowed.add("cli")
         for module, line, _ in imports_of(file):
             if module.startswith("."):
                 found.append(f"{file}:{line}: relative import")
-            elif module.startswith("megatoken."):
-                layer = module.split(".")[1]
-                if layer not in layers or layers.index(layer) > layers.index(own):
-                    found.append(f"{file} imports {module}")
-    check(found)
+            elif module.startswith("megatoken.") and module.split(".")[1] not in {own, *allowed}:
+                found.append(f"{file} imports {module}")
+    assert {*found} == {*KNOWN.splitlines()}
 
 
-def test_the_map_names_every_package():
+def test_the_map_names_every_room():
     chart = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
-    check([layer for layer in megatoken.LAYERS if not re.search(rf"^{layer}\b", chart, re.M)])
+    rooms = [*CORE, *find_rooms()]
+    check([room for room in rooms if not re.search(rf"^{room}\b", chart, re.M)])
 
 
 def test_no_import_cycles():
@@ -236,7 +294,7 @@ def list_code_paths(tree: ast.AST) -> list[str]:
 
 def test_no_file_is_unpickled_or_run():
     """Workers and ranks exchange pickles with the processes that started them: over pipes, and torch's collectives."""
-    pipes = {"data/encode_workers.py"}
+    pipes = {"text/encode_workers.py"}
     found = [f"{file}: {it}" for file in FILES for it in list_code_paths(parse(file))]
     for file in FILES.keys() - pipes:
         modules = {each.module for each in imports_of(file)}
@@ -293,7 +351,7 @@ def test_modules_have_docstrings():
 def test_every_config_field_has_a_reader():
     """A field is read as `.name` outside config/, or in a method of one of its dataclasses."""
     trees: list[ast.AST] = [parse(file) for file in FILES if not file.startswith("config/")]
-    for file in ("config/schema.py", "config/model_config.py"):
+    for file in ("base/config/schema.py", "base/config/model_config.py"):
         classes = [node for node in parse(file).body if isinstance(node, ast.ClassDef)]
         members = [node for each in classes for node in each.body]
         trees += [node for node in members if isinstance(node, ast.FunctionDef)]
@@ -309,7 +367,7 @@ def test_torch_is_not_imported_where_it_is_not_needed():
     # A process alone splits no model.
     code += "import megatoken.train.train\nfor name in ('sympy', 'torch.distributed.tensor'):\n"
     code += " if name in sys.modules: sys.exit(name)"
-    modules = [*WITHOUT_TORCH.split(), *(f"megatoken.cli.{name}" for name in COMMANDS)]
+    modules = [*WITHOUT_TORCH.split(), *list_entries("command").values()]
     command = [sys.executable, "-c", code, *modules]
     process = subprocess.run(command, capture_output=True, text=True)
     assert (process.returncode, process.stderr.strip()) == (0, "")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import megatoken
+from megatoken.base.errors import ConfigError
 from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
-from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]

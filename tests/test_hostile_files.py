@@ -29,7 +29,20 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from megatoken.checkpoint.manifest import (
+from megatoken.base.config.load import load_config, resolve
+from megatoken.base.errors import MegatokenError
+from megatoken.base.system.atomic_write import read_object
+from megatoken.base.system.machine import peak_resident_bytes
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.base.system.sealed_json import parse_sealed
+from megatoken.base.system.sealed_json import seal as seal_json
+from megatoken.cli.main import main
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.convert.recipes.composer import translate_composer
+from megatoken.convert.recipes.nanogpt import translate_nanogpt
+from megatoken.data.dataset import load_dataset
+from megatoken.inference.tasks import find_tasks, read_examples
+from megatoken.store.manifest import (
     MANIFEST,
     CheckpointManifest,
     FileEntry,
@@ -37,21 +50,8 @@ from megatoken.checkpoint.manifest import (
     hash_file,
     verify,
 )
-from megatoken.cli.main import main
-from megatoken.config.load import load_config, resolve
-from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.convert.recipes.composer import translate_composer
-from megatoken.convert.recipes.nanogpt import translate_nanogpt
-from megatoken.data.dataset import load_dataset
-from megatoken.data.prepare import prepare
-from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
-from megatoken.errors import MegatokenError
-from megatoken.eval.tasks import find_tasks, read_examples
-from megatoken.system.atomic_write import read_object
-from megatoken.system.machine import peak_resident_bytes
-from megatoken.system.metrics_log import read_metrics
-from megatoken.system.sealed_json import parse_sealed
-from megatoken.system.sealed_json import seal as seal_json
+from megatoken.text.prepare import prepare
+from megatoken.text.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.train.run_folder import find_changes
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import megatoken
-from megatoken.native.build import INSTRUCTION_SETS, library_name
-from megatoken.system.machine import find_compiler
+from megatoken.base.system.machine import find_compiler
+from megatoken.model.native.build import INSTRUCTION_SETS, library_name
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "megatoken"

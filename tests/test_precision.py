@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.errors import ExitCode
-from megatoken.system.device import Device
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.device import Device
 from megatoken.train.step import forward_backward
 from tests.tiny_model import CPU, relative_error, tiny_batch, tiny_state, tiny_step_config
 from tests.tiny_run import assert_equal_tensors, read_losses, train, write_shards

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, OptimConfig, build_config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config, OptimConfig, build_config
+from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, TreeMask
-from megatoken.system.device import Device
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16)

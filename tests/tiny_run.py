@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.config.load import ResolvedConfig, resolve
-from megatoken.console import Console
-from megatoken.system.metrics_log import read_metrics
+from megatoken.base.config.load import ResolvedConfig, resolve
+from megatoken.base.console import Console
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.store.commit import list_steps, step_folder
 from megatoken.train.train import Summary, Trainer
 
 TEXT = b"to be or not to be, that is the question. "

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.cli import child_runs
 from megatoken.cli.main import main
-from megatoken.data.prepare import prepare
-from megatoken.launch.local import COMMAND
+from megatoken.distributed.local_launch import COMMAND
+from megatoken.study import child_runs
+from megatoken.text.prepare import prepare
 from tests.ranks import start_process
 
 TEXT = "To be, or not to be, that is the question. " * 400
@@ -41,7 +41,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class ForkedChild:
-    """A `megatoken.system.process.Child` that starts in milliseconds."""
+    """A `megatoken.base.system.process.Child` that starts in milliseconds."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: Path, stderr: Path, detached: bool

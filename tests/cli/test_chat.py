@@ -13,13 +13,13 @@ from typing import Self
 import pytest
 import torch
 
+from megatoken.base.errors import ExitCode
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.chat_template import Message
-from megatoken.errors import ExitCode
-from megatoken.launch.local import COMMAND
+from megatoken.distributed.local_launch import COMMAND
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids
 from megatoken.model.gpt import GPT
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
+from megatoken.text.chat_template import Message
 from tests.conftest import Ask, Call
 from tests.convert.models import TEMPLATE, byte_tokenizer, draw_chat_model, draw_model
 from tests.processes import HANG_SECONDS, PROC, wait_until

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.errors import ExitCode
+from megatoken.base.errors import ExitCode
 from tests.cli.test_chat import Terminal
 from tests.conftest import Call
 

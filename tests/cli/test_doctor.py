@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatoken.base.errors import ExitCode
 from megatoken.cli import doctor
-from megatoken.errors import ExitCode
 from tests.conftest import Ask, Call
 from tests.processes import HANG_SECONDS
 
@@ -54,7 +54,7 @@ def test_a_failed_check_sets_the_exit_code(
 def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(doctor, "find_compiler", lambda: "")
     monkeypatch.setattr(doctor, "MIN_DISK", 1e30)
-    monkeypatch.setattr("megatoken.native.selection.find_library", lambda: None)
+    monkeypatch.setattr("megatoken.model.native.selection.find_library", lambda: None)
     for check in (doctor.check_compiler, doctor.check_disk, doctor.check_native):
         state, _, remedy = check(tmp_path)
         assert (state, bool(remedy)) == ("lacking", True)
@@ -72,8 +72,8 @@ def test_amx_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch):
         ("avx512_bf16", "at matmul", "lacking", "at matmul"),
     ):
         library = SimpleNamespace(instruction_set=name)
-        monkeypatch.setattr("megatoken.native.selection.find_library", lambda: library)  # noqa: B023
-        monkeypatch.setattr("megatoken.native.selection.find_amx_fault", lambda: fault)  # noqa: B023
+        monkeypatch.setattr("megatoken.model.native.selection.find_library", lambda: library)  # noqa: B023
+        monkeypatch.setattr("megatoken.model.native.selection.find_amx_fault", lambda: fault)  # noqa: B023
         finding = doctor.check_native(HERE)
         assert (finding.state, bool(finding.remedy)) == (state, bool(fault))
         assert name in finding.found

@@ -1,4 +1,4 @@
-"""`megatoken eval` and `megatoken.eval.evaluate`, and tasks scored while a run trains."""
+"""`megatoken eval` and `megatoken.inference.evaluate`, and tasks scored while a run trains."""
 
 import json
 import math
@@ -13,14 +13,14 @@ import pytest
 import tokenizers
 import torch
 
+from megatoken.base.errors import ConfigError, DataError, ExitCode, NumericsError
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.prepare import prepare
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError, DataError, ExitCode, NumericsError
-from megatoken.eval.evaluate import evaluate
-from megatoken.eval.scorer import BATCH_NODES
-from megatoken.eval.tasks import Example
+from megatoken.inference.evaluate import evaluate
+from megatoken.inference.scorer import BATCH_NODES
+from megatoken.inference.tasks import Example
+from megatoken.text.prepare import prepare
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import Ask, Call
 from tests.convert.models import TINY_GPT, draw_model
 from tests.data.small_dataset import write_external
@@ -246,7 +246,7 @@ ERRORS = """\
 def test_wrong_input_is_a_one_line_error(
     run: Path, data: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
+    monkeypatch.setattr("megatoken.inference.lm_eval_adapter.lm_eval", None)
     (data / "else/checkpoints").mkdir(parents=True)
     (data / "else/config.yaml").write_text("{data: {path: other}, budget: {steps: 1}}")
     for row in ERRORS.splitlines():

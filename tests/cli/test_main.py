@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.environment import python_command
 from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
-from megatoken.errors import ExitCode
-from megatoken.launch.local import COMMAND
-from megatoken.system.environment import python_command
+from megatoken.distributed.local_launch import COMMAND
 from tests.conftest import Ask, Call
 
 LONG = "x" * 300  # longer than a file name may be
@@ -209,7 +209,7 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\n")
     (tmp_path / "text.txt").write_text("words " * 100)
     prepare = (
-        "import sys; sys.path.append('.'); import megatoken.data.prepare as p; p.WORKER_BYTES = 1; "
+        "import sys; sys.path.append('.'); import megatoken.text.prepare as p; p.WORKER_BYTES = 1; "
         "p.prepare('text.txt', 'out', tokenizer='bytes', workers=2)"
     )
     for program in (prepare, python_command("import json, re, xxhash")[-1]):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import megatoken
-from megatoken.cli.quickstart import find_prompt
-from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
-from megatoken.data import sources
+from megatoken.base.config.load import SHIPPED, list_recipes, prepare_words, resolve
+from megatoken.base.errors import ExitCode
 from megatoken.data.dataset import load_dataset
-from megatoken.errors import ExitCode
+from megatoken.text import sources
+from megatoken.text.commands.quickstart import find_prompt
 from tests.conftest import Ask, Call
 
 SHORT = """budget.steps=2 model.n_layer=1 model.n_head=2 model.d_model=32 machine.micro_batch=2

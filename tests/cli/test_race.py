@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatoken.cli import race, race_report
-from megatoken.cli.race import CALIBRATION_STEPS
-from megatoken.cli.race_report import Curve, compare, describe, read_curve
+from megatoken.base.errors import ExitCode
 from megatoken.cli.runs import read_config
-from megatoken.errors import ExitCode
-from megatoken.estimate.paired_test import compute_p_value, two_sided
-from megatoken.launch.local import COMMAND
+from megatoken.distributed.local_launch import COMMAND
+from megatoken.study import race_report
+from megatoken.study.commands import race
+from megatoken.study.commands.race import CALIBRATION_STEPS
+from megatoken.study.paired_test import compute_p_value, two_sided
+from megatoken.study.race_report import Curve, compare, describe, read_curve
 from tests.cli.conftest import TEXT, prepare_text
 from tests.conftest import Ask, Call
 from tests.processes import wait_until

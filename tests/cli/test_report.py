@@ -15,11 +15,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from megatoken.cli.report import serve
-from megatoken.cli.report_page import MAX_POINTS, build_page, read_curves
-from megatoken.config.load import render, resolve
-from megatoken.console import Console
-from megatoken.published import LADDER, SCORES
+from megatoken.base.config.load import render, resolve
+from megatoken.base.console import Console
+from megatoken.study.commands.report import serve
+from megatoken.study.published import LADDER, SCORES
+from megatoken.study.report_page import MAX_POINTS, build_page, read_curves
 from tests.cli.browser import Browser
 from tests.conftest import Call
 from tests.processes import HANG_SECONDS

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatoken.cli import reproduce
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.gpus import GPUS
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.dataset import load_dataset
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode
-from megatoken.published import LADDER, MODELS, RUNS, SCORES, SOURCES
-from megatoken.system.gpus import GPUS
+from megatoken.study.commands import reproduce
+from megatoken.study.published import LADDER, MODELS, RUNS, SCORES, SOURCES
+from megatoken.text.tokenizer import load_tokenizer
 from tests.conftest import Call
 from tests.convert.models import draw_model
 from tests.tiny_run import write_jsonl

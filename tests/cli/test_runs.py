@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatoken.errors import ExitCode
+from megatoken.base.errors import ExitCode
 from tests.cli import test_report
 from tests.cli.test_report import write_config
 from tests.conftest import Ask, Call

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.base.errors import DataError, ExitCode
+from megatoken.base.redact import RedactedStream, redact
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import DataError, ExitCode
-from megatoken.redact import RedactedStream, redact
+from megatoken.text.tokenizer import load_tokenizer
 from tests.cli.canaries import VARIABLES, find_canaries, list_commands, write_inputs
 from tests.conftest import Ask, Call
 from tests.convert.models import draw_model

@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from megatoken.base.errors import ExitCode
 from megatoken.convert.hf.export import write_hf
-from megatoken.errors import ExitCode
 from tests.cli.conftest import run_command
 from tests.conftest import Ask, Call
+from tests.inference.served import build_model, user
 from tests.processes import HANG_SECONDS, wait_until
 from tests.ranks import start_process
-from tests.serving.served import build_model, user
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.cli import child_runs
+from megatoken.base.config.load import load_config
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.arguments import parse
-from megatoken.cli.sweep import Sweep, TrialLosses, draw, format_values, parse_space, report
-from megatoken.config.load import load_config
-from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.study import child_runs
+from megatoken.study.commands.sweep import (
+    Sweep,
+    TrialLosses,
+    draw,
+    format_values,
+    parse_space,
+    report,
+)
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask, Call
 from tests.processes import wait_until

@@ -9,14 +9,14 @@ import torch
 import yaml
 from tokenizers import decoders, models, normalizers, processors
 
-from megatoken.checkpoint.save import AsyncSave
-from megatoken.config.load import ResolvedConfig
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import flatten
+from megatoken.base.config.load import ResolvedConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import flatten
 from megatoken.convert.llmc import write_llmc
-from megatoken.data.chat_template import add_control_tokens, find_template
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.model.gpt import GPT
+from megatoken.store.save import AsyncSave
+from megatoken.text.chat_template import add_control_tokens, find_template
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from megatoken.train.state import TrainState, build_state
 from tests.tiny_model import CPU, TINY_LLAMA, tiny_config
 

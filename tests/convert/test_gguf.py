@@ -11,17 +11,17 @@ import pytest
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.cli.main import main
-from megatoken.config.model_config import ModelConfig
 from megatoken.convert.export import export
 from megatoken.convert.gguf import GELU_TOLERANCE
 from megatoken.convert.hf.export import TOLERANCE
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.load_pretrained import LoadedModel
-from megatoken.data.chat_template import add_control_tokens, find_template
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.text.chat_template import add_control_tokens, find_template
+from megatoken.text.tokenizer import Tokenizer
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, llama_tokenizer, save_run
 from tests.tables import read_table
 

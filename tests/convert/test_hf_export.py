@@ -14,19 +14,19 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.errors import CheckpointError, ConfigError, StorageError
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
 from tests.convert.models import (
     BYTES,
     FAMILIES,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatoken.base.errors import CheckpointError
 from megatoken.convert.hf.load import WEIGHTS, load_hf
 from megatoken.convert.load_pretrained import find_tokenizer
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 transformers = pytest.importorskip("transformers")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
 from megatoken.convert.load_pretrained import read_model_config
-from megatoken.errors import ExitCode
 from tests.conftest import Ask
 from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_run
 from tests.convert.test_recipes_nanogpt import save_nanogpt

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.export import export
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import CheckpointError, ConfigError
 from tests.convert.models import (
     BYTES,
     TINY_GPT,

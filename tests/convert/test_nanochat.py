@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from megatoken.base.errors import CheckpointError, DataError
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
-from megatoken.data.chat_template import Message, find_template
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import CheckpointError, DataError
+from megatoken.text.chat_template import Message, find_template
+from megatoken.text.tokenizer import load_tokenizer
 from tests.tables import read_table
 from tests.tiny_model import draw
 

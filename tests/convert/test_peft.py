@@ -11,12 +11,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megatoken.base.errors import CheckpointError
 from megatoken.convert.export import export
 from megatoken.convert.hf.peft import CONFIG, WEIGHTS, write_peft
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
-from megatoken.model.lora import LoRA, merge_adapters, without_adapters
+from megatoken.posttrain.lora import LoRA, merge_adapters, without_adapters
 from tests.convert.models import BYTES, FAMILIES, byte_tokenizer, draw_model, relative
 
 peft = pytest.importorskip("peft")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.composer import translate_composer
-from megatoken.errors import ConfigError
 from megatoken.optim.optimizer import build_optimizer
 from tests.convert.models import translated_values
 from tests.tables import read_table

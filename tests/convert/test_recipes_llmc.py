@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatoken.base.config.schema import flatten
+from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.main import main
-from megatoken.config.schema import flatten
 from megatoken.convert.recipes.llmc import translate_llmc
 from megatoken.convert.recipes.translation import load_table
-from megatoken.errors import ConfigError, ExitCode
 from megatoken.train.state import build_step_config
 from tests.conftest import Ask
 from tests.convert.models import draw_model, save_llmc, translated_values

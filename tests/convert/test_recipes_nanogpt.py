@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatoken.config.schema import flatten
+from megatoken.base.config.schema import flatten
+from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.hf.families import OTHERS
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
-from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train.state import build_step_config
 from tests.convert.models import (

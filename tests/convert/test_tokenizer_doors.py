@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import yaml
 
+from megatoken.base.errors import DataError
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.byte_bpe import assemble, byte_vocabulary
-from megatoken.data.chat_template import (
+from megatoken.model.gpt import GPT
+from megatoken.text.byte_bpe import assemble, byte_vocabulary
+from megatoken.text.chat_template import (
     Message,
     add_control_tokens,
     find_stop_ids,
     find_template,
     template_of,
 )
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import DataError
-from megatoken.model.gpt import GPT
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.convert.models import FAMILIES, draw_model, save_run
 
 gguf = pytest.importorskip("gguf")

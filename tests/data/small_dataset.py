@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.data.dataloader import DataLoader
-from megatoken.data.prepare import Progress
 from megatoken.data.shard_format import (
     Manifest,
     Shard,
@@ -16,6 +15,7 @@ from megatoken.data.shard_format import (
     make_header,
     write_manifest,
 )
+from megatoken.text.prepare import Progress
 
 TOKENIZER = {"name": "bpe:500", "vocab_size": 500, "eot": 0, "fingerprint": "5a" * 32}
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.base.errors import ConfigError, DataError, MegatokenError
 from megatoken.data.dataloader import DataLoader, Prefetcher, evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
-from megatoken.errors import ConfigError, DataError, MegatokenError
 from tests.data.small_dataset import list_windows, write_dataset, write_external
 
 SIZES = [997, 13, 2000, 1983]  # 78 windows of 64 tokens; one shard is shorter than a window

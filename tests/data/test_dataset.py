@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.base.errors import DataError, MegatokenError
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import Dataset, Tokens, load_dataset, verify_dataset
-from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -25,7 +25,7 @@ from megatoken.data.shard_format import (
     read_manifest,
     write_manifest,
 )
-from megatoken.errors import DataError, MegatokenError
+from megatoken.text.prepare import prepare
 from tests.data.small_dataset import TOKENIZER, write_dataset, write_external
 
 BLOCK = BLOCK_BYTES // 2  # uint16 tokens

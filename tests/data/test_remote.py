@@ -10,13 +10,13 @@ import fsspec
 import numpy as np
 import pytest
 
+from megatoken.base.console import format_quantity
+from megatoken.base.errors import ConfigError, DataError, ExitCode, StorageError
+from megatoken.base.system.object_store import ObjectStore, is_address
 from megatoken.cli.main import main
 from megatoken.cli.verify import verify_folder
-from megatoken.console import format_quantity
 from megatoken.data.dataset import load_dataset
 from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
-from megatoken.errors import ConfigError, DataError, ExitCode, StorageError
-from megatoken.system.object_store import ObjectStore, is_address
 from tests.conftest import Ask
 from tests.data.small_dataset import write_dataset, write_external
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from megatoken.base.errors import DataError
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     Header,
@@ -21,7 +22,6 @@ from megatoken.data.shard_format import (
     read_manifest,
     write_manifest,
 )
-from megatoken.errors import DataError
 from tests.data.small_dataset import TOKENIZER
 
 SHARD = Shard(

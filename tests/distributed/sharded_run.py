@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config
+from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, init_weights
-from megatoken.system.device import Device
 from megatoken.train.state import StepConfig, TrainState, build_state
 from megatoken.train.step import train_step
 from tests.ranks import run_ranks

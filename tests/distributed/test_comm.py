@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatoken.base.errors import ExitCode, PeerError
 from megatoken.distributed import comm
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import DistEnv, read_dist_env
-from megatoken.errors import ExitCode, PeerError
-from megatoken.launch.local import find_free_port
+from megatoken.distributed.local_launch import find_free_port
 from tests.processes import HANG_SECONDS
 from tests.ranks import run_ranks, start_process
 

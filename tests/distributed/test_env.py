@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv, first_host, read_dist_env
-from megatoken.errors import ConfigError
 
 
 def spell(line: str) -> dict[str, str]:

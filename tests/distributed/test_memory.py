@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatoken.config.fields import parse_value
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS, MachineConfig, build_config
+from megatoken.base.config.fields import parse_value
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
+from megatoken.base.system.gpus import GPUS
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import choose_dims, estimate_memory, holds_low_precision
 from megatoken.distributed.parallel_dims import build_dims
-from megatoken.measure.dry_run import dry_run
-from megatoken.system.gpus import GPUS
+from megatoken.plan.dry_run import dry_run
 
 # Preset, micro-batch, sharding, activation checkpointing, precision, micro-batches of a step, more
 # settings. Each part of the formula is the largest one somewhere.

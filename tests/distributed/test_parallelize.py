@@ -17,24 +17,24 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatoken.checkpoint.load import load_checkpoint_model, restore_state
-from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.save import AsyncSave
-from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, TensorReader, consolidate
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import OptimConfig
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims
 from megatoken.distributed.sharded_matrices import assign_owners
-from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
-from megatoken.eval.val_loss import validation_loss
+from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.optim.muon import Muon, list_hidden_matrices
+from megatoken.store.load import load_checkpoint_model, restore_state
+from megatoken.store.manifest import verify
+from megatoken.store.save import AsyncSave
+from megatoken.store.tensor_files import MODEL, OPTIMIZER, TensorReader, consolidate
 from megatoken.train.state import TrainState, gather_model
 from megatoken.train.step import forward_backward
+from megatoken.train.val_loss import validation_loss
 from tests.distributed.sharded_run import (
     ROWS,
     assert_close_weights,

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatoken.base.errors import MegatokenError
+from megatoken.base.system.device import memory_errors
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
-from megatoken.errors import MegatokenError
-from megatoken.system.device import memory_errors
 from megatoken.train import micro_batch
 from megatoken.train.compilation import compile_forward
 from megatoken.train.micro_batch import tune_micro_batch

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps
+from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
-from megatoken.errors import ExitCode
-from megatoken.launch.local import COMMAND, launch
+from megatoken.distributed.local_launch import COMMAND, launch
+from megatoken.store.commit import list_steps
 from tests.processes import HANG_SECONDS, children, read_variable, wait_until
 from tests.ranks import run_ranks, train_on_ranks
 from tests.tiny_run import TINY, newest_step, read_column, read_losses, train, write_shards

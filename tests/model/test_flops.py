@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
 from megatoken.model.flops import (
     count_decayed_parameters,
     count_matmul_parameters,

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, set_block_kernels
 from megatoken.model.kernels import fp8
 from megatoken.model.loss import cross_entropy

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import ConfigError
 from megatoken.model.gpt import GPT
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, TINY_MODERN, learn
 

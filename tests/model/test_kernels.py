@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids
+from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, register_attention
 from megatoken.model.kernels.attention import (
@@ -17,10 +20,7 @@ from megatoken.model.kernels.attention import (
     flash_attention,
     repeat_kv,
 )
-from megatoken.model.kv_cache import KeyValueCache
-from megatoken.native.selection import find_library
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
+from megatoken.model.native.selection import find_library
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, differentiate, draw
 
 ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))

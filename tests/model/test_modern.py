@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatoken.config.load import load_config
-from megatoken.config.model_config import ModelConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.load import load_config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
 from megatoken.model.gpt import GPT, set_attention
 from tests.tiny_model import TINY_MODERN, assert_tree_logits, learn

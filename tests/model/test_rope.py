@@ -6,7 +6,7 @@ tests/convert/test_hf_export.py compares models with those of transformers.
 import pytest
 import torch
 
-from megatoken.config.presets import PRESETS
+from megatoken.base.config.presets import PRESETS
 from megatoken.convert.hf.families import choose_family
 from megatoken.model.rope import apply_rotary, rope_inv_freq, rotary_cos_sin
 from tests.tiny_model import TINY_LLAMA, draw

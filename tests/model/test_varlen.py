@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.system.device import open_device
 from megatoken.model.gpt import find_bounds, separate_conversations
 from megatoken.model.kernels.attention import (
     attend_documents,
@@ -17,7 +18,6 @@ from megatoken.model.kernels.attention import (
     flash_attention,
     supports_varlen,
 )
-from megatoken.system.device import open_device
 from tests.nullgpu.counters import is_loaded
 from tests.tiny_model import differentiate, draw
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
-from megatoken.errors import ExitCode
 
 
 def shrink(preset: str, n_layer: int) -> ModelConfig:

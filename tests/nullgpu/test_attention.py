@@ -6,12 +6,12 @@ Decoding builds no cuDNN plan per token.
 import pytest
 import torch
 
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.system.device import open_device
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import attend_documents, flash_attention
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
-from megatoken.system.device import open_device
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
 

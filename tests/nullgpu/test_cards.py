@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.gpus import GPUS, Gpu
 from megatoken.cli.main import main
-from megatoken.config.presets import PRESETS
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ExitCode
-from megatoken.system.gpus import GPUS, Gpu
 from tests.tables import read_table
 from tests.tiny_run import TEXT, write_shards
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from megatoken.bench.workload import build_workload
-from megatoken.checkpoint.save import copy_tensors
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.schema import MachineConfig
 from megatoken.data.dataloader import DataLoader, Prefetcher
 from megatoken.data.dataset import load_dataset
+from megatoken.store.save import copy_tensors
+from megatoken.study.bench.workload import build_workload
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
 from tests.tiny_run import write_shards

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.bench.workload import Workload
 from megatoken.data.dataloader import Batch, separate_documents
 from megatoken.model.kernels import attention
+from megatoken.study.bench.workload import Workload
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink

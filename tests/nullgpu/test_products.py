@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.products import build_products, call_library, list_layers
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import MachineConfig
-from megatoken.system.device import open_device
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.system.device import open_device
 from tests.nullgpu import counters
 
 CALLS = {"cublas": "[cublasGemmEx]", "cublaslt": "[cublasLtMatmul]"}

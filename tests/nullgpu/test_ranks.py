@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.bench.workload import draw_batch
 from megatoken.distributed import grad_reduce
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import read_dist_env
+from megatoken.study.bench.workload import draw_batch
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink, train_and_extend

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.bench.workload import ONE_PROCESS, Workload, build_workload, draw_batch
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
+from megatoken.study.bench.workload import ONE_PROCESS, Workload, build_workload, draw_batch
 from megatoken.train.step import train_step_async
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink

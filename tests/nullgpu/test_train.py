@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
-from megatoken.errors import ExitCode
 from tests.nullgpu.models import train_and_extend
 from tests.tiny_run import read_column, read_events, read_rows
 

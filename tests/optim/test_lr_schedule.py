@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.fields import parse_value
-from megatoken.config.schema import FIELDS, build_config
+from megatoken.base.config.batch_ramp import BatchRamp
+from megatoken.base.config.fields import parse_value
+from megatoken.base.config.schema import FIELDS, build_config
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.train.state import build_step_config
 

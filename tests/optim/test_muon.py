@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.config.fields import Duration
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.fields import Duration
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import OptimConfig
 from megatoken.optim.costs import STATE_BYTES, count_optimizer_bytes, count_saved_bytes
 from megatoken.optim.muon import COEFFICIENTS, WholeMatrices, list_hidden_matrices, orthogonalize
 from megatoken.optim.optimizer import build_optimizer

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import OptimConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.errors import ConfigError
 from megatoken.optim.costs import count_optimizer_bytes
 from megatoken.optim.optimizer import (
     OptimizerSpec,

@@ -32,9 +32,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.errors import ExitCode
-from megatoken.system.metrics_log import read_metrics
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.metrics_log import read_metrics
+from megatoken.store.commit import list_steps, step_folder
 from tests.flip import flip_bit
 from tests.processes import children, group_members, wait_until
 from tests.ranks import train_on_ranks

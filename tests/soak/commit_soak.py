@@ -30,9 +30,9 @@ import numpy
 import yaml
 from safetensors.numpy import save_file
 
-from megatoken.checkpoint import commit as protocol
-from megatoken.checkpoint.manifest import verify
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.base.errors import ExitCode, MegatokenError
+from megatoken.store import commit as protocol
+from megatoken.store.manifest import verify
 from tests.flip import flip_bit
 from tests.soak.options import parse_options, report
 from tests.soak.strace import Point, run_traced, trace, try_points

@@ -17,12 +17,12 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
-from megatoken.checkpoint.commit import find_newest, step_folder
-from megatoken.checkpoint.load import load_checkpoint_model
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
-from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import INPUTS_NAME
+from megatoken.store.commit import find_newest, step_folder
+from megatoken.store.load import load_checkpoint_model
+from megatoken.text.prepare import prepare
 from tests.flip import flip_bit
 from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report

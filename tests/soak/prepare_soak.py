@@ -27,7 +27,7 @@ FAULTS = ("kill", "ENOSPC", "EIO")
 SMALL_CHUNKS = """
 import sys
 from megatoken.cli.main import main
-from megatoken.data import corpus_reader, documents
+from megatoken.text import corpus_reader, documents
 corpus_reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
 sys.exit(main(["prepare", *sys.argv[1:], "--workers", "1"]))
 """

@@ -21,10 +21,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from megatoken.base.errors import ConfigError
 from megatoken.data.shard_format import hash_block
-from megatoken.errors import ConfigError
-from tests.data import random_corpora
 from tests.soak.options import parse_options, report
+from tests.text import random_corpora
 from tests.tiny_run import fingerprint
 from tests.train.search import Case, write_data
 

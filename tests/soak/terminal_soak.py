@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from megatoken.errors import ExitCode
-from megatoken.system.atomic_write import read_object
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.atomic_write import read_object
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     STUCK_SECONDS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.system.process import at_parent_death
+from megatoken.base.system.process import at_parent_death
 from tests.processes import group_members
 from tests.tiny_run import write_shards
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.checkpoint.commit import step_folder
-from megatoken.checkpoint.manifest import read_manifest
+from megatoken.base.errors import ExitCode, MegatokenError
 from megatoken.distributed import stragglers
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.store.commit import step_folder
+from megatoken.store.manifest import read_manifest
 from megatoken.train import step, step_log
 from megatoken.train import train as pretrain
 from megatoken.train.state import TrainState

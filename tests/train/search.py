@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from torch.multiprocessing.spawn import ProcessException
 
-from megatoken.data.chat_template import add_control_tokens
-from megatoken.data.prepare_chats import prepare_chats
-from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError
+from megatoken.base.errors import ConfigError
 from megatoken.model.gpt import GPT
-from megatoken.native.selection import find_library
+from megatoken.model.native.selection import find_library
+from megatoken.text.chat_template import add_control_tokens
+from megatoken.text.prepare_chats import prepare_chats
+from megatoken.text.sources import find_source
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.convert.models import save_run
 from tests.ranks import run_ranks
 from tests.tiny_run import TINY, fingerprint, read_losses, tiny_run, train

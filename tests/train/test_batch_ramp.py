@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatoken.config.batch_ramp import BatchRamp
+from megatoken.base.config.batch_ramp import BatchRamp
+from megatoken.base.errors import ConfigError
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
-from megatoken.errors import ConfigError
 from tests.data.small_dataset import list_windows
 from tests.tiny_run import read_column, write_shards
 from tests.train.faulty_run import Job, final_bits, run_jobs

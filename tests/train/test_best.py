@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps
-from megatoken.console import Console
+from megatoken.base.console import Console
+from megatoken.base.errors import ExitCode
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ExitCode
+from megatoken.store.commit import list_steps
 from megatoken.train import actions
 from megatoken.train.run import Run
 from tests.tiny_run import fingerprint, read_column, read_events, train

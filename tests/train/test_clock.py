@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatoken.checkpoint.manifest import read_manifest
-from megatoken.system import metrics_log
-from megatoken.system.metrics_log import MetricsLogger, read_metrics
+from megatoken.base.system import metrics_log
+from megatoken.base.system.metrics_log import MetricsLogger, read_metrics
+from megatoken.store.manifest import read_manifest
 from tests.tiny_run import read_column, train
 
 

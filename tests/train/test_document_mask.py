@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 from megatoken.data.dataloader import separate_documents
-from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
-from megatoken.native.selection import find_library
+from megatoken.model.native.selection import find_library
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
-from tests.eval.test_val_loss import SINGLE
+from megatoken.train.val_loss import to_batch, validation_loss
 from tests.tiny_model import (
     CPU,
     TINY_GEMMA,
@@ -25,6 +24,7 @@ from tests.tiny_model import (
     tiny_state,
     tiny_step_config,
 )
+from tests.train.test_val_loss import SINGLE
 
 EOT, T = 96, 16  # of the tiny models
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps
+from megatoken.base.config.fields import Duration
+from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
 from megatoken.cli.runs import read_config
-from megatoken.config.fields import Duration
-from megatoken.errors import ExitCode
 from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.store.commit import list_steps
 from tests import tiny_run
 from tests.tiny_run import TINY, newest_step, read_column, read_events
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatoken.config.load import resolve
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.base.config.load import resolve
+from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.train.train import Summary
 from tests.tiny_run import MACHINE, read_losses, train, write_shards
 

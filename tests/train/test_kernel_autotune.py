@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.config.fields import parse_value
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import FIELDS, MachineConfig, build_config
-from megatoken.console import Console
-from megatoken.errors import ConfigError
+from megatoken.base.config.fields import parse_value
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
+from megatoken.base.system import device
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
-from megatoken.native.selection import find_library
-from megatoken.system import device
+from megatoken.model.native.selection import find_library
 from megatoken.train import kernel_autotune as autotune_module
 from megatoken.train import tuning
 from megatoken.train.kernel_autotune import (

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatoken.errors import DataError, MegatokenError, StorageError
-from megatoken.system.atomic_write import replace_file
-from megatoken.system.metrics_log import START, MetricsLogger, read_metrics, read_new_rows
+from megatoken.base.errors import DataError, MegatokenError, StorageError
+from megatoken.base.system.atomic_write import replace_file
+from megatoken.base.system.metrics_log import START, MetricsLogger, read_metrics, read_new_rows
 from tests.processes import HANG_SECONDS
 from tests.ranks import FORKS, start_process
 
@@ -95,7 +95,7 @@ def test_missing_log_is_a_data_error_and_unusable_folders_are_storage_errors(tmp
 def test_partial_write_is_removed(tmp_path: Path):
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from megatoken.system.metrics_log import MetricsLogger\n"
+        "from megatoken.base.system.metrics_log import MetricsLogger\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "log = MetricsLogger.open(Path(sys.argv[1]))\n"
         "for step in range(40): log.write('train', step, step, loss=1.0)\n"
@@ -113,7 +113,7 @@ def test_partial_write_is_removed(tmp_path: Path):
 
 def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now, seen = 100.0, []
-    monkeypatch.setattr("megatoken.system.metrics_log.time.monotonic", lambda: now)
+    monkeypatch.setattr("megatoken.base.system.metrics_log.time.monotonic", lambda: now)
     with MetricsLogger.open(tmp_path) as log:
         log.status(state="running", step=0)
         for step in range(1, 8):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatoken.base.errors import ConfigError
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train import compilation, micro_batch
 from megatoken.train.compilation import compile_forward

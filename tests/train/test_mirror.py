@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.checkpoint.mirror import list_mirrored
+from megatoken.base.console import Console
+from megatoken.base.errors import ExitCode, StorageError
+from megatoken.base.system.object_store import ObjectStore
 from megatoken.cli.main import main
-from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ExitCode, StorageError
-from megatoken.system.object_store import ObjectStore
+from megatoken.store.mirror import list_mirrored
 from tests.tiny_run import assert_equal_tensors, read_column, read_events, train
 
 SAVING = "save.keep_last=3 evaluate.every=0 model.dropout=0.1 save.mirror="

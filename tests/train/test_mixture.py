@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatoken.base.errors import ConfigError, DataError, ExitCode
 from megatoken.cli.main import main
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.mixture import load_mixture
-from megatoken.data.prepare import prepare
-from megatoken.errors import ConfigError, DataError, ExitCode
+from megatoken.text.prepare import prepare
 from tests.tiny_run import TINY, read_losses, read_rows, train, write_shards
 
 LETTERS, DIGITS = b"to be or not to be, that is the question. ", b"0123456789876543210 "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.errors import ExitCode
-from megatoken.launch.local import FORWARDED, not_ignored, stop_at_once
+from megatoken.base.errors import ExitCode
+from megatoken.distributed.local_launch import FORWARDED, not_ignored, stop_at_once
 from megatoken.train.preemption import PreemptionHandler
 from tests.processes import HANG_SECONDS
 

@@ -17,12 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.checkpoint import save
-from megatoken.checkpoint.commit import list_steps
-from megatoken.checkpoint.manifest import FileEntry
-from megatoken.cli.verify import verify_folder
-from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
-from megatoken.errors import (
+from megatoken.base.errors import (
     ConfigError,
     DataError,
     ExitCode,
@@ -30,6 +25,11 @@ from megatoken.errors import (
     NumericsError,
     StorageError,
 )
+from megatoken.cli.verify import verify_folder
+from megatoken.store import save
+from megatoken.store.commit import list_steps
+from megatoken.store.manifest import FileEntry
+from megatoken.text.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.train import initial_state
 from megatoken.train.run import Run
 from megatoken.train.state import TrainState

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from megatoken.base.errors import ExitCode
 from megatoken.distributed.replica_check import checksum, find_divergence
 from megatoken.distributed.stragglers import find_stragglers
-from megatoken.errors import ExitCode
 from megatoken.train.spikes import DEVIATIONS, MAD_TO_STD, MIN_STEPS, RecentSteps, upper_limit
 from tests.ranks import run_ranks
 from tests.tiny_run import read_events

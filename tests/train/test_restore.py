@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.checkpoint.manifest import verify
+from megatoken.base.errors import CheckpointError, PeerError
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
-from megatoken.errors import CheckpointError, PeerError
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import verify
 from megatoken.train import train as pretrain
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError, ExitCode, MegatokenError
 from megatoken.convert.export import export
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_dataset import open_rows
-from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import make_batch
 from megatoken.data.dataset import load_dataset
-from megatoken.data.prepare_chats import prepare_chats
-from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import CheckpointError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
+from megatoken.text.chat_dataset import open_rows
+from megatoken.text.chat_template import find_template
+from megatoken.text.prepare_chats import prepare_chats
+from megatoken.text.sources import find_source
+from megatoken.text.tokenizer import load_tokenizer
 from megatoken.train.initial_state import add_mean_rows
 from megatoken.train.state import build_state
 from megatoken.train.step import forward_backward

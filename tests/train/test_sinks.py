@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatoken.base.config.load import load_config
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli import sync
 from megatoken.cli.main import main
-from megatoken.config.load import load_config
-from megatoken.console import Console
-from megatoken.errors import ConfigError, ExitCode
-from megatoken.train.sinks import SinkProcesses, check_sinks
+from megatoken.study.sinks import SinkProcesses, check_sinks
 from tests.processes import wait_until
 
 Rows = list[tuple[int, dict[str, float]]]

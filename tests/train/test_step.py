@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import OptimConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.errors import NumericsError
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import NumericsError
 from megatoken.model.gpt import GPT, set_activation_checkpointing
-from megatoken.objectives.answer_scores import fit_rows
-from megatoken.objectives.objective import build_objective
 from megatoken.optim.optimizer import build_optimizer
+from megatoken.posttrain.answer_scores import fit_rows
+from megatoken.posttrain.objective import build_objective
 from megatoken.train.step import (
     count_rows,
     forward_backward,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.checkpoint import commit as protocol
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.checkpoint.manifest import verify
+from megatoken.base.errors import ConfigError, ExitCode, StorageError
+from megatoken.base.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.cli.main import main
-from megatoken.errors import ConfigError, ExitCode, StorageError
-from megatoken.system.metrics_log import MetricsLogger, read_metrics
+from megatoken.store import commit as protocol
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import verify
 from megatoken.train import train as pretrain
 from tests.ranks import run_ranks
 from tests.tiny_run import TINY, assert_equal_tensors, read_events, train

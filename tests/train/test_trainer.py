@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.config.schema import Config
-from megatoken.console import Console
+from megatoken.base.config.schema import Config
+from megatoken.base.console import Console
+from megatoken.base.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.train import compilation, preemption
@@ -57,7 +57,7 @@ def test_a_finished_run_was_not_stopped(data: str, tmp_path: Path, monkeypatch: 
 def test_callbacks_see_every_row_and_status_what_the_run_does(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
+    monkeypatch.setattr("megatoken.base.system.metrics_log.STATUS_SECONDS", 0.0)
     statuses = dict[tuple[str, int], dict[str, Any]]()
 
     def keep(row: dict[str, Any]) -> None:

@@ -1,27 +1,19 @@
 """The `megatoken` command: one module per subcommand.
 
-A command module defines HELP (one line), EXAMPLE (a command line), `add_arguments(parser)` and
-`run(options, console)`, which returns what --json prints, or a `Result` with another exit code than
-0. Importing it loads neither torch nor numpy; `run` imports what it needs.
+A room lists its command modules in its ENTRIES. Each defines HELP (one line), EXAMPLE (a command
+line), `add_arguments(parser)` and `run(options, console)`, which returns what --json prints, or a
+`Result` with another exit code than 0. Importing it loads neither torch nor numpy; `run` imports
+what it needs.
 """
 
 from argparse import Namespace
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megatoken.errors import ExitCode
+from megatoken.base.errors import ExitCode
+from megatoken.base.rooms import list_entries, load_entry
 
-GROUPS = {  # in the order of `megatoken --help`
-    "start": ("quickstart", "doctor", "completion"),
-    "data": ("prepare", "verify"),
-    "train": ("train", "runs", "sweep", "race", "config", "describe", "plan", "dryrun", "launch"),
-    "measure": ("eval", "plot", "report", "sync", "scaling", "bench", "reproduce"),
-    "models": ("sample", "chat", "serve", "export", "consolidate"),
-}
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-
-
+COMMANDS = tuple(list_entries("command"))
 Data = dict[str, Any]  # what --json prints
 
 
@@ -39,7 +31,9 @@ def done(data: Data | None) -> Result:
 
 def load_command(name: str) -> ModuleType:
     """Import the module of a command in COMMANDS."""
-    return import_module(f"megatoken.cli.{name}")
+    module = load_entry("command", name)
+    assert isinstance(module, ModuleType)
+    return module
 
 
 def run_parsed(options: Namespace, console: Any) -> Result:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatoken.base.errors import ConfigError
+from megatoken.base.suggest import suggest
 from megatoken.cli import COMMANDS, load_command
-from megatoken.errors import ConfigError
-from megatoken.suggest import suggest
 
 SETTING = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 HOME = re.compile(r"([\w.-]+=)~/")  # a shell expands ~/ only at the start of a word

@@ -3,13 +3,13 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from megatoken.base.config.load import list_recipes
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import FIELDS
+from megatoken.base.console import Console
+from megatoken.base.errors import import_extra
 from megatoken.cli import COMMANDS, Data, load_command
 from megatoken.cli.recipe import PRESET_HELP
-from megatoken.config.load import list_recipes
-from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS
-from megatoken.console import Console
-from megatoken.errors import import_extra
 
 HELP = "print a shell completion script"
 EXAMPLE = 'eval "$(megatoken completion bash)"'

@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
+from megatoken.base.console import Console
+from megatoken.base.redact import redact
 from megatoken.cli import Data
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import add_recipe_arguments, find_recipe, render_with_notes
-from megatoken.console import Console
-from megatoken.redact import redact
 
 HELP = "print every setting of a recipe and its origin"
 EXAMPLE = "megatoken config gpt2-124m optim.lr=1e-3"

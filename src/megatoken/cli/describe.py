@@ -5,18 +5,18 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.manifest import encode_model_config
+from megatoken.base.config.load import list_recipes
+from megatoken.base.config.model_config import ModelConfig, describe_heads
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.console import Console, format_count, format_memory
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.gpus import parse_gpus
 from megatoken.cli import Data
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model, find_vocabulary
-from megatoken.config.load import list_recipes
-from megatoken.config.model_config import ModelConfig, describe_heads
-from megatoken.config.presets import PRESETS
-from megatoken.console import Console, format_count, format_memory
-from megatoken.errors import ConfigError
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
-from megatoken.system.gpus import parse_gpus
+from megatoken.store.manifest import encode_model_config
 
 HELP = "print the parameters, FLOPs and memory of a preset or recipe"
 EXAMPLE = "megatoken describe gpt2-124m"

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console, format_quantity
+from megatoken.base.errors import ExitCode, MegatokenError
+from megatoken.base.system.atomic_write import local_path
+from megatoken.base.system.environment import python_command
+from megatoken.base.system.machine import cpu_count, find_compiler, free_memory_bytes
+from megatoken.base.system.process import run_child
 from megatoken.cli import Result
-from megatoken.config.schema import MachineConfig
-from megatoken.console import Console, format_quantity
-from megatoken.errors import ExitCode, MegatokenError
-from megatoken.system.atomic_write import local_path
-from megatoken.system.environment import python_command
-from megatoken.system.machine import cpu_count, find_compiler, free_memory_bytes
-from megatoken.system.process import run_child
 
 HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
@@ -39,7 +39,7 @@ PROGRAM = """
 import torch
 from megatoken.distributed import comm
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import PeerError
+from megatoken.base.errors import PeerError
 comm.JOIN_SECONDS = 30
 try:
     with comm.join_process_group(read_dist_env(), "cpu") as two:
@@ -48,7 +48,7 @@ except PeerError as error:
     sys.exit(str(error))
 sys.exit(0 if total == 3.0 else f"1 + 2 is {total}")
 """
-LAUNCH = "from megatoken.launch.local import launch; sys.exit(launch(sys.argv[1:], 2))"
+LAUNCH = "from megatoken.distributed.local_launch import launch; sys.exit(launch(sys.argv[1:], 2))"
 
 
 class Finding(NamedTuple):
@@ -96,7 +96,7 @@ def check_versions(_: Path) -> Finding:
 
 
 def check_device(_: Path) -> Finding:
-    from megatoken.system.device import choose_device
+    from megatoken.base.system.device import choose_device
 
     device = choose_device(MachineConfig())
     memory = f"{format_quantity(free_memory_bytes(), 'B')} of memory free"
@@ -110,7 +110,7 @@ def check_device(_: Path) -> Finding:
 
 
 def check_compiler(_: Path) -> Finding:
-    from megatoken.system.device import choose_device, misses_triton
+    from megatoken.base.system.device import choose_device, misses_triton
 
     device = choose_device(MachineConfig())
     reason = misses_triton(device) if device.type == "cuda" else ""
@@ -123,7 +123,7 @@ def check_compiler(_: Path) -> Finding:
 
 
 def check_native(_: Path) -> Finding:
-    from megatoken.native.selection import NO_LIBRARY, find_amx_fault, find_library
+    from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
 
     library = find_library()
     if not library:
@@ -152,7 +152,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_tokenizer(_: Path) -> Finding:
-    from megatoken.data.tokenizer import load_tokenizer
+    from megatoken.text.tokenizer import load_tokenizer
 
     try:
         return Finding("good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids")

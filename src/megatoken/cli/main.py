@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from megatoken import __version__
+from megatoken.base.console import Console
+from megatoken.base.errors import ExitCode, MegatokenError, StorageError
+from megatoken.base.redact import RedactedStream, redact_values
+from megatoken.base.system.environment import prepare_process
 from megatoken.cli import run_parsed
 from megatoken.cli.arguments import parse
 from megatoken.cli.help import format_overview
-from megatoken.console import Console
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import ExitCode, MegatokenError, StorageError
-from megatoken.redact import RedactedStream, redact_values
-from megatoken.system.environment import prepare_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:

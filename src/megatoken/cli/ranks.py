@@ -2,11 +2,11 @@
 
 from argparse import Namespace
 
-from megatoken.config.schema import Config
+from megatoken.base.config.schema import Config
+from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv, read_dist_env
+from megatoken.distributed.local_launch import COMMAND, launch
 from megatoken.distributed.parallel_dims import fit_batch
-from megatoken.errors import ConfigError
-from megatoken.launch.local import COMMAND, launch
 
 
 def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = None) -> int | None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.checkpoint.manifest import verify
-from megatoken.config.load import (
+from megatoken.base.config.load import (
     PREPARE,
     RUN_CONFIG,
     ResolvedConfig,
@@ -21,13 +19,15 @@ from megatoken.config.load import (
     resolve_preset,
     resolve_run,
 )
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
-from megatoken.config.schema import FIELDS, Config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.base.config.schema import FIELDS, Config
+from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.system.atomic_write import read_object
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
-from megatoken.errors import CheckpointError, ConfigError
-from megatoken.eval.tasks import find_tasks
-from megatoken.system.atomic_write import read_object
+from megatoken.inference.tasks import find_tasks
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import verify
 
 RECIPE_HELP = f"YAML file, run folder, or a built-in recipe: {', '.join(list_recipes())}"
 PRESET_HELP = f"recipe, or a preset: {', '.join(PRESETS)}"
@@ -100,7 +100,7 @@ def check_recipe(config: Config) -> None:
     if config.evaluate.tasks:
         find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
     if config.data.tokenizer != FIELDS["data.tokenizer"].default:
-        from megatoken.data.tokenizer import load_tokenizer
+        from megatoken.text.tokenizer import load_tokenizer
 
         load_tokenizer(config.data.tokenizer)
 

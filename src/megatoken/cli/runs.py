@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.commit import is_copy
+from megatoken.base.config.load import RUN_CONFIG, format_value, resolve
+from megatoken.base.config.schema import FIELDS, Config, flatten
+from megatoken.base.console import Console, format_duration, format_quantity
+from megatoken.base.errors import ConfigError, DataError, MegatokenError
+from megatoken.base.system.atomic_write import local_path, read_object
+from megatoken.base.system.metrics_log import METRICS, STATUS, Row, find_last_rows
 from megatoken.cli import Data
-from megatoken.config.load import RUN_CONFIG, format_value, resolve
-from megatoken.config.schema import FIELDS, Config, flatten
-from megatoken.console import Console, format_duration, format_quantity
-from megatoken.errors import ConfigError, DataError, MegatokenError
-from megatoken.system.atomic_write import local_path, read_object
-from megatoken.system.metrics_log import METRICS, STATUS, Row, find_last_rows
+from megatoken.store.commit import is_copy
 
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"

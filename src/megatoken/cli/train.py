@@ -5,6 +5,15 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
+from megatoken.base.config.fields import ConfigField, Duration, parse_value
+from megatoken.base.config.load import format_value
+from megatoken.base.config.schema import FIELDS, resume_class
+from megatoken.base.console import Console
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.atomic_write import local_path
+from megatoken.base.system.environment import heartbeat_file
+from megatoken.base.system.object_store import run_folder
+from megatoken.base.system.process import at_parent_death
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.ranks import launch_ranks
@@ -15,18 +24,9 @@ from megatoken.cli.recipe import (
     find_recipe,
     render_with_notes,
 )
-from megatoken.config.fields import ConfigField, Duration, parse_value
-from megatoken.config.load import format_value
-from megatoken.config.schema import FIELDS, resume_class
-from megatoken.console import Console
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import ExitCode
-from megatoken.eval.rewards import REWARDS
-from megatoken.launch.local import RESTARTS, stop_at_once, write_stop_marker
-from megatoken.system.atomic_write import local_path
-from megatoken.system.environment import heartbeat_file
-from megatoken.system.object_store import run_folder
-from megatoken.system.process import at_parent_death
+from megatoken.distributed.local_launch import RESTARTS, stop_at_once, write_stop_marker
+from megatoken.posttrain.rewards import REWARDS
 from megatoken.train.run_folder import find_changes
 
 HELP = "train a recipe, or resume a run"
@@ -51,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = "resume with changed guarded fields or data"
     arg("--allow-changes", action="store_true", help=doc)
     arg("--explain", action="store_true", help="print the measurements behind each auto setting")
-    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (launch/local.py)
+    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (distributed/local_launch.py)
     parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatoken.checkpoint.commit import is_checkpoint, is_copy, list_steps, step_folder
-from megatoken.checkpoint.manifest import verify
+from megatoken.base.config.load import resolve
+from megatoken.base.console import Console
+from megatoken.base.errors import CheckpointError, DataError, ExitCode, MegatokenError
+from megatoken.base.system.object_store import ObjectStore, path_or_address
 from megatoken.cli import Result
-from megatoken.config.load import resolve
-from megatoken.console import Console
-from megatoken.errors import CheckpointError, DataError, ExitCode, MegatokenError
-from megatoken.system.object_store import ObjectStore, path_or_address
+from megatoken.store.commit import is_checkpoint, is_copy, list_steps, step_folder
+from megatoken.store.manifest import verify
 
 HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
@@ -70,8 +70,8 @@ def verify_folder(folder: Path | str) -> Report:
 
 
 def _verify_address(address: str) -> Report:
-    from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
     from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
+    from megatoken.store.mirror import list_mirrored, verify_mirror
 
     store = ObjectStore(address)
     if list_mirrored(store):
@@ -83,7 +83,7 @@ def _verify_address(address: str) -> Report:
 
 
 def _verify_run(folder: Path) -> Report:
-    from megatoken.data.tokenizer import load_saved_tokenizer
+    from megatoken.text.tokenizer import load_saved_tokenizer
 
     root = folder / "checkpoints"
     steps = list_steps(root)
@@ -97,7 +97,7 @@ def _verify_run(folder: Path) -> Report:
 
 
 def _verify_checkpoint(folder: Path) -> None:
-    from megatoken.data.tokenizer import load_saved_tokenizer
+    from megatoken.text.tokenizer import load_saved_tokenizer
 
     expected = str(verify(folder).meta.get("tokenizer"))
     fingerprint = load_saved_tokenizer(folder / "tokenizer").fingerprint

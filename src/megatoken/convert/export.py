@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatoken.console import Console
+from megatoken.base.console import Console
+from megatoken.base.errors import CheckpointError, ConfigError, StorageError, Warn
+from megatoken.base.system.atomic_write import local_path, storage_errors
 from megatoken.convert.gguf import compare_llama, write_gguf
 from megatoken.convert.hf.chat_files import GGUF
 from megatoken.convert.hf.export import (
@@ -24,11 +26,9 @@ from megatoken.convert.hf.export import (
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError, StorageError, Warn
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
-from megatoken.system.atomic_write import local_path, storage_errors
+from megatoken.text.tokenizer import Tokenizer
 
 
 def export(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.errors import CheckpointError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 HEAD = "lm_head.weight"

@@ -18,7 +18,8 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError, ConfigError, import_extra
 from megatoken.convert.hf.chat_files import GGUF, describe_gguf
 from megatoken.convert.hf.export import (
     CHECK_TEXT,
@@ -28,12 +29,11 @@ from megatoken.convert.hf.export import (
     named_views,
 )
 from megatoken.convert.hf.families import choose_family
-from megatoken.data.byte_bpe import EOT, split_merge
-from megatoken.data.chat_template import drop_marks, find_stop_ids, template_of
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError, import_extra
 from megatoken.model.gpt import GPT
 from megatoken.model.rope import rope_inv_freq
+from megatoken.text.byte_bpe import EOT, split_merge
+from megatoken.text.chat_template import drop_marks, find_stop_ids, template_of
+from megatoken.text.tokenizer import Tokenizer
 
 GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatoken.checkpoint.commit import find_checkpoint
-from megatoken.checkpoint.tensor_files import MODEL, TensorReader
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import Warn
 from megatoken.convert.hf.load import find_folder, open_tensors
 from megatoken.convert.load_pretrained import READERS, find_format
-from megatoken.errors import Warn
 from megatoken.model.gpt import GPT
+from megatoken.store.commit import find_checkpoint
+from megatoken.store.tensor_files import MODEL, TensorReader
 
 
 class TensorInfo(NamedTuple):

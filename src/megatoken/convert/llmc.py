@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.fill_model import AGAIN, fill_model
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.text.tokenizer import Tokenizer
 
 MAGIC = 20240326
 HEADER_BYTES = 1024

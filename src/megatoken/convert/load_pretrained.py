@@ -4,20 +4,24 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatoken.checkpoint.commit import find_checkpoint, list_steps
-from megatoken.checkpoint.load import load_checkpoint_model
-from megatoken.checkpoint.manifest import decode_model_config
-from megatoken.checkpoint.mirror import fetch_model
-from megatoken.config.load import RUN_CONFIG, load_config
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import GPT2_VOCABULARY
+from megatoken.base.config.load import RUN_CONFIG, load_config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import GPT2_VOCABULARY
+from megatoken.base.errors import CheckpointError, Warn
+from megatoken.base.system.object_store import is_address
 from megatoken.convert import llmc, nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
 from megatoken.convert.hf.peft import BASE, merge_peft, read_base
 from megatoken.convert.hf.peft import CONFIG as ADAPTER
 from megatoken.convert.nanochat import FILES
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
-from megatoken.data.tokenizer import (
+from megatoken.model.gpt import GPT
+from megatoken.posttrain.lora import merge_adapters
+from megatoken.store.commit import find_checkpoint, list_steps
+from megatoken.store.load import load_checkpoint_model
+from megatoken.store.manifest import decode_model_config
+from megatoken.store.mirror import fetch_model
+from megatoken.text.tokenizer import (
     TIKTOKEN_NAME,
     TOKEN_IDS,
     Tokenizer,
@@ -25,10 +29,6 @@ from megatoken.data.tokenizer import (
     load_saved_tokenizer,
     load_tokenizer,
 )
-from megatoken.errors import CheckpointError, Warn
-from megatoken.model.gpt import GPT
-from megatoken.model.lora import merge_adapters
-from megatoken.system.object_store import is_address
 
 # Formats of one file: functions that return its tensors and architecture, and the model.
 READERS = {

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError
+from megatoken.base.system.atomic_write import read_object
 from megatoken.convert.fill_model import AGAIN, fill_model
 from megatoken.convert.hf.families import OTHERS, build_config
 from megatoken.convert.nanogpt import WRAPPERS, load_archive, select_weights
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
-from megatoken.system.atomic_write import read_object
 
 FILES = "model_[0-9]*.pt"
 FAMILY = OTHERS["nanochat"]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import GPT2_VOCABULARY
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import GPT2_VOCABULARY
+from megatoken.base.errors import CheckpointError
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import OTHERS, Family, build_config
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 CHECKPOINT = "ckpt.pt"

@@ -1,1 +1,1 @@
-"""From text to batches: sources -> documents -> tokenizer -> prepare -> shards -> loader."""
+"""Shards of tokens to batches: batch n is a pure function of dataset, seed and n."""

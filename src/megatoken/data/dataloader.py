@@ -17,12 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.schema import DataOrder
-from megatoken.data.chat_dataset import START, TRAINED, ChatRows, Marks
+from megatoken.base.config.batch_ramp import BatchRamp
+from megatoken.base.config.schema import DataOrder
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Tokens
-from megatoken.data.documents import Ids
-from megatoken.data.tokenizer import Ints
 from megatoken.data.window_order import (
     CachedOrder,
     MixedOrder,
@@ -30,7 +28,9 @@ from megatoken.data.window_order import (
     ShuffledOrder,
     WindowOrder,
 )
-from megatoken.errors import ConfigError, DataError
+from megatoken.text.chat_dataset import START, TRAINED, ChatRows, Marks
+from megatoken.text.documents import Ids
+from megatoken.text.tokenizer import Ints
 
 
 @dataclass(frozen=True)

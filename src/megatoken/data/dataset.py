@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatoken.data.documents import Ids
-from megatoken.data.external_shards import list_external, read_layout
+from megatoken.base.errors import DataError, MegatokenError
+from megatoken.base.system.machine import allow_open_files
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
@@ -31,15 +31,15 @@ from megatoken.data.shard_format import (
     read_errors,
     read_manifest,
 )
-from megatoken.data.tokenizer import (
+from megatoken.text.documents import Ids
+from megatoken.text.external_shards import list_external, read_layout
+from megatoken.text.tokenizer import (
     CountBytes,
     Ints,
     Tokenizer,
     load_saved_tokenizer,
     load_tokenizer,
 )
-from megatoken.errors import DataError, MegatokenError
-from megatoken.system.machine import allow_open_files
 
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between

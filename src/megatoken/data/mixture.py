@@ -6,11 +6,11 @@ from pathlib import Path
 
 import xxhash
 
-from megatoken.data.chat_dataset import OBJECTIVE_DATA
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
 from megatoken.data.remote import Report, no_report
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import ConfigError, DataError
+from megatoken.text.chat_dataset import OBJECTIVE_DATA
+from megatoken.text.tokenizer import Tokenizer
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
 _SMALLEST_SHARE = 1e-9

@@ -18,7 +18,24 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megatoken.console import format_quantity
+from megatoken.base.console import format_quantity
+from megatoken.base.errors import DataError, MegatokenError, StorageError
+from megatoken.base.system.atomic_write import (
+    hash_file,
+    local_path,
+    replace_file,
+    storage_errors,
+    sync_file,
+)
+from megatoken.base.system.environment import megatoken_cache
+from megatoken.base.system.file_lock import lock_folder
+from megatoken.base.system.object_store import (
+    MissingObjectError,
+    ObjectStore,
+    is_address,
+    run_parallel,
+    strip_file_scheme,
+)
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -31,24 +48,7 @@ from megatoken.data.shard_format import (
     parse_manifest,
     read_header,
 )
-from megatoken.data.tokenizer import load_saved_tokenizer
-from megatoken.errors import DataError, MegatokenError, StorageError
-from megatoken.system.atomic_write import (
-    hash_file,
-    local_path,
-    replace_file,
-    storage_errors,
-    sync_file,
-)
-from megatoken.system.environment import megatoken_cache
-from megatoken.system.file_lock import lock_folder
-from megatoken.system.object_store import (
-    MissingObjectError,
-    ObjectStore,
-    is_address,
-    run_parallel,
-    strip_file_scheme,
-)
+from megatoken.text.tokenizer import load_saved_tokenizer
 
 REPORT_SECONDS = 10.0
 LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it lists are there

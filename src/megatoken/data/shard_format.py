@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatoken.errors import DataError
-from megatoken.system.atomic_write import MALFORMED, read_small_file, replace_file
-from megatoken.system.sealed_json import parse_sealed, seal
+from megatoken.base.errors import DataError
+from megatoken.base.system.atomic_write import MALFORMED, read_small_file, replace_file
+from megatoken.base.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 18  # bytes of tokens per hash; the header is hashed separately

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatoken.base.errors import ExitCode, MegatokenError, PeerError
+from megatoken.base.system.torch_compat import abort_nccl
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ExitCode, MegatokenError, PeerError
-from megatoken.system.torch_compat import abort_nccl
 
 JOIN_SECONDS = 120  # limit for all processes to join, and for collectives of device tensors
 ANSWER_SECONDS = 400  # torch waits forever if something else accepts connections at the address

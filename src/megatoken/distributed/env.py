@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatoken.errors import ConfigError
+from megatoken.base.errors import ConfigError
 
 PORT = 29500
 VARIABLES = {

@@ -6,8 +6,8 @@ the tensors in a step.
 
 from dataclasses import dataclass
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import MachineConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
 from megatoken.model.flops import (

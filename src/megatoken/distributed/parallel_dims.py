@@ -14,10 +14,10 @@ read different data. Along the replica axis, ranks hold copies and read differen
 
 from dataclasses import dataclass, replace
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, MachineConfig, nearest_multiples
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config, MachineConfig, nearest_multiples
+from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import ConfigError
 
 SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
 

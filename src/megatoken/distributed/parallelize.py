@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.system.device import Device
+from megatoken.base.system.torch_compat import without_fake_tensors
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.grad_reduce import copy_from_flat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import apply_tensor_parallel, tp_slice
 from megatoken.distributed.tensor_slice import TensorSlice, chunk, is_dtensor
 from megatoken.model.gpt import GPT, set_activation_checkpointing
-from megatoken.system.device import Device
-from megatoken.system.torch_compat import without_fake_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

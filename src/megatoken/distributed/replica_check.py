@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatoken.console import format_count
+from megatoken.base.console import format_count
 from megatoken.distributed.comm import Comm
 
 

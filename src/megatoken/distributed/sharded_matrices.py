@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.system.device import Device
 from megatoken.distributed.comm import peer_errors
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, local_slice
 from megatoken.distributed.tensor_slice import Range, TensorSlice
 from megatoken.model.gpt import GPT
 from megatoken.optim.muon import Matrices, MatrixFn, WholeMatrices, list_hidden_matrices
-from megatoken.system.device import Device
 
 
 class Matrix(NamedTuple):

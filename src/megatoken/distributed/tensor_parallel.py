@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_slice import TensorSlice, chunk, is_dtensor
 from megatoken.model.dropout import Dropout

@@ -11,7 +11,7 @@ and causal attention counts w (2T - w) / 2T on average.
 
 import math
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 
 
 def count_parameters(config: ModelConfig) -> int:

@@ -47,8 +47,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.torch_compat import mark_dynamic
+from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.kernels import (
     ATTENTION,
@@ -57,11 +59,9 @@ from megatoken.model.kernels import (
     attend_documents,
     masked_attention,
 )
-from megatoken.model.kv_cache import KeyValueCache
-from megatoken.model.lora import LoRA, add_adapters
 from megatoken.model.loss import cap_logits, cross_entropy
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
-from megatoken.system.torch_compat import mark_dynamic
+from megatoken.posttrain.lora import LoRA, add_adapters
 
 INIT_STD = 0.02
 

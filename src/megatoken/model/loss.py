@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.kernels.cross_entropy import fused_softmax_cross_entropy
 from megatoken.model.kernels.fp8 import E5M2, OutputLayer
-from megatoken.native.products import matmul as native_matmul
+from megatoken.model.native.products import matmul as native_matmul
 
 
 def cross_entropy(

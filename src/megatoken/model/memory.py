@@ -5,7 +5,7 @@ The estimate is for an uncompiled model; a compiled one saves less for the backw
 
 from dataclasses import dataclass
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 from megatoken.model.flops import (
     count_block_parameters,
     count_padded_parameters,

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 
 # Cosines and sines (T, 1, D) or (B, T, 1, D) in fp32; the sines' first half is negated.
 CosSin = tuple[Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""torch's AdamW, with an optional native kernel for CPUs (native/kernels/adamw.cc)."""
+"""torch's AdamW, with an optional native kernel for CPUs (model/native/kernels/adamw.cc)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, AdamWUpdate, addresses
+from megatoken.model.native.library import DTYPES, AdamWUpdate, addresses
 from megatoken.optim.native import NativeOptimizer
 
 

@@ -1,6 +1,6 @@
 """Compute the memory and FLOPs of optimizers from the model's config, without torch."""
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
 from megatoken.model.flops import (
     count_matmul_parameters,
     count_padded_parameters,

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.schema import END_DECAYS
+from megatoken.base.config.batch_ramp import BatchRamp
+from megatoken.base.config.schema import END_DECAYS
 
 
 @dataclass(frozen=True, kw_only=True)

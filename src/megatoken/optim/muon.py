@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatoken.base.system.torch_compat import follow_found_inf, step_inner
 from megatoken.model.gpt import GPT
-from megatoken.native.library import DTYPES, Library, MuonUpdate, addresses
+from megatoken.model.native.library import DTYPES, Library, MuonUpdate, addresses
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 from megatoken.optim.native import NativeOptimizer
-from megatoken.system.torch_compat import follow_found_inf, step_inner
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by

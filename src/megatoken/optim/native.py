@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatoken.native.library import DTYPES, Library, Values
+from megatoken.model.native.library import DTYPES, Library, Values
 
 
 class NativeOptimizer(torch.optim.Optimizer):

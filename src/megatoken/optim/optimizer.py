@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatoken.config.fields import register_choice
-from megatoken.config.schema import OptimConfig
-from megatoken.errors import ConfigError
+from megatoken.base.config.fields import register_choice
+from megatoken.base.config.schema import OptimConfig
+from megatoken.base.errors import ConfigError
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices

@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.console import SHOWN_FIRST
-from megatoken.data.chat_dataset import open_rows
-from megatoken.data.chat_template import Message, find_stop_ids, find_template
+from megatoken.base.console import SHOWN_FIRST
+from megatoken.base.errors import NumericsError
+from megatoken.base.redact import redact
+from megatoken.base.system.device import is_out_of_memory
+from megatoken.base.system.torch_compat import uncompiled
 from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
 from megatoken.data.dataset import Dataset
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import NumericsError
-from megatoken.eval.multiple_choice import compute_metrics, format_metrics, score_examples
-from megatoken.eval.val_loss import to_batch, validation_loss
-from megatoken.objectives.batches import Poll
-from megatoken.redact import redact
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
-from megatoken.system.device import is_out_of_memory
-from megatoken.system.torch_compat import uncompiled
+from megatoken.inference.choose import Sampling
+from megatoken.inference.generate import generate_ids
+from megatoken.inference.multiple_choice import compute_metrics, format_metrics, score_examples
+from megatoken.posttrain.batches import Poll
+from megatoken.text.chat_dataset import open_rows
+from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.state import gather_model
+from megatoken.train.val_loss import to_batch, validation_loss
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
 DEFAULT_QUESTION = "Hello."  # for chat samples if sample.prompt is empty

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatoken.data.dataloader import Prefetcher
-from megatoken.eval.rewards import Reward
-from megatoken.objectives.answer_scores import AnswerScorer
-from megatoken.objectives.batch_source import open_row_batches
-from megatoken.objectives.batches import BatchSource, Learner, Poll
+from megatoken.posttrain.answer_scores import AnswerScorer
+from megatoken.posttrain.batch_source import open_row_batches
+from megatoken.posttrain.batches import BatchSource, Learner, Poll
+from megatoken.posttrain.rewards import Reward
 from megatoken.train.run import RunLog, RunPlan
 from megatoken.train.state import TrainState
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megatoken.checkpoint.commit import list_steps, prune, step_folder
-from megatoken.checkpoint.save import AsyncSave
+from megatoken.base.errors import CheckpointError, MegatokenError, StorageError
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import CheckpointError, MegatokenError, StorageError
+from megatoken.store.commit import list_steps, prune, step_folder
+from megatoken.store.save import AsyncSave
 from megatoken.train.live_mirror import Mirror
 from megatoken.train.run import Run
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER

@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatoken.base.errors import ConfigError, MegatokenError
+from megatoken.base.system.device import Device, is_out_of_memory
+from megatoken.base.system.torch_compat import uncompile
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.dropout import sequence_keys
 from megatoken.model.gpt import GPT, set_activation_checkpointing, set_attention
-from megatoken.system.device import Device, is_out_of_memory
-from megatoken.system.torch_compat import uncompile
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 

@@ -12,16 +12,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.mirror import allow_rewind
-from megatoken.config.fields import Duration, parse_value
-from megatoken.config.load import RUN_CONFIG, Change, ResolvedConfig
-from megatoken.config.schema import END_DECAYS, FIELDS, BudgetConfig, Config, build_config, flatten
-from megatoken.errors import CheckpointError, ConfigError
+from megatoken.base.config.fields import Duration, parse_value
+from megatoken.base.config.load import RUN_CONFIG, Change, ResolvedConfig
+from megatoken.base.config.schema import (
+    END_DECAYS,
+    FIELDS,
+    BudgetConfig,
+    Config,
+    build_config,
+    flatten,
+)
+from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.system.atomic_write import storage_errors
+from megatoken.base.system.metrics_log import METRICS
 from megatoken.optim.lr_schedule import LRSchedule
-from megatoken.system.atomic_write import storage_errors
-from megatoken.system.metrics_log import METRICS
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import verify
+from megatoken.store.mirror import allow_rewind
 from megatoken.train.run import Run, RunContext, RunData, RunPlan
 from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
 from megatoken.train.state import StepConfig, build_step_config

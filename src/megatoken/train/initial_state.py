@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatoken.checkpoint.commit import list_steps
-from megatoken.config.load import ResolvedConfig
-from megatoken.config.model_config import ADDED, ModelConfig
-from megatoken.config.validate import validate
+from megatoken.base.config.load import ResolvedConfig
+from megatoken.base.config.model_config import ADDED, ModelConfig
+from megatoken.base.config.validate import validate
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
-from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.data.mixture import load_mixture
-from megatoken.errors import ConfigError, DataError
 from megatoken.model.gpt import GPT, init_weights
+from megatoken.store.commit import list_steps
+from megatoken.text.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState, build_state

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, MachineConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config, MachineConfig
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import Device, is_out_of_memory, misses_triton
+from megatoken.base.system.malloc import return_freed_memory
+from megatoken.base.system.measurement_cache import read_measurements, save_measurement
+from megatoken.base.system.threads import thread_count, use_torch_threads
+from megatoken.base.system.timing import time_calls
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.memory import LOSS_CHUNK
+from megatoken.model.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.model.rope import rotary_cos_sin
-from megatoken.native.selection import NO_LIBRARY, find_library, loaded_library
-from megatoken.system.device import Device, is_out_of_memory, misses_triton
-from megatoken.system.malloc import return_freed_memory
-from megatoken.system.measurement_cache import read_measurements, save_measurement
-from megatoken.system.threads import thread_count, use_torch_threads
-from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
 CACHE_FILE = "kernels.json"

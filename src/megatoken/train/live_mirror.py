@@ -2,12 +2,12 @@
 
 import time
 
-from megatoken.checkpoint.commit import list_steps
-from megatoken.checkpoint.mirror import check_owner, fetch_run
-from megatoken.checkpoint.mirror_uploads import MirrorUploads
-from megatoken.console import format_duration, format_quantity
-from megatoken.errors import StorageError
-from megatoken.system.object_store import ObjectStore
+from megatoken.base.console import format_duration, format_quantity
+from megatoken.base.errors import StorageError
+from megatoken.base.system.object_store import ObjectStore
+from megatoken.store.commit import list_steps
+from megatoken.store.mirror import check_owner, fetch_run
+from megatoken.store.mirror_uploads import MirrorUploads
 from megatoken.train.run import RunContext, RunLog
 from megatoken.train.run_folder import CHECKPOINTS
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import torch
 
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.device import Device, is_out_of_memory
+from megatoken.base.system.malloc import return_freed_memory
+from megatoken.base.system.measurement_cache import read_measurements, save_measurement
+from megatoken.base.system.timing import time_once
+from megatoken.base.system.torch_compat import is_compiler_error
 from megatoken.data.dataloader import Batch
-from megatoken.errors import ConfigError
-from megatoken.system.device import Device, is_out_of_memory
-from megatoken.system.malloc import return_freed_memory
-from megatoken.system.measurement_cache import read_measurements, save_measurement
-from megatoken.system.timing import time_once
-from megatoken.system.torch_compat import is_compiler_error
 from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward

@@ -14,10 +14,10 @@ from collections import deque
 from types import FrameType
 from typing import Self
 
-from megatoken.console import format_duration
-from megatoken.errors import ExitCode
-from megatoken.launch.local import FORWARDED, RepeatedSignal, handle_signals, name_cause
-from megatoken.system.environment import heartbeat_file
+from megatoken.base.console import format_duration
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.environment import heartbeat_file
+from megatoken.distributed.local_launch import FORWARDED, RepeatedSignal, handle_signals, name_cause
 
 _RECENT_STEPS = 16  # few enough to forget compilation soon
 _MARGIN = 1.5

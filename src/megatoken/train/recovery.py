@@ -11,10 +11,10 @@ numbers and so make the same decisions.
 
 from bisect import insort
 
-from megatoken.checkpoint.load import list_optimizer_tensors
+from megatoken.base.errors import NumericsError
 from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.replica_check import compare_replicas
-from megatoken.errors import NumericsError
+from megatoken.store.load import list_optimizer_tensors
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error

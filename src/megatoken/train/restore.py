@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatoken.checkpoint.commit import list_steps, remove_leftovers, step_folder
-from megatoken.checkpoint.load import restore_state
-from megatoken.checkpoint.manifest import CheckpointManifest, DamagedError, FileEntry, verify
-from megatoken.config.load import Change
+from megatoken.base.config.load import Change
+from megatoken.base.errors import CheckpointError, DataError, MegatokenError
+from megatoken.base.system.metrics_log import read_metrics
 from megatoken.data.mixture import Mixture
-from megatoken.errors import CheckpointError, DataError, MegatokenError
-from megatoken.system.metrics_log import read_metrics
+from megatoken.store.commit import list_steps, remove_leftovers, step_folder
+from megatoken.store.load import restore_state
+from megatoken.store.manifest import CheckpointManifest, DamagedError, FileEntry, verify
 from megatoken.train.run import Progress, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.manifest import CheckpointManifest, FileEntry
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config
-from megatoken.console import Console
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config
+from megatoken.base.console import Console
+from megatoken.base.system.device import Device
+from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
-from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
+from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.eval.multiple_choice import EncodedExample
-from megatoken.launch.heartbeat import Heartbeat
-from megatoken.objectives.batches import BatchSource, Poll
-from megatoken.system.device import Device
-from megatoken.system.metrics_log import MetricsLogger
+from megatoken.inference.multiple_choice import EncodedExample
+from megatoken.posttrain.batches import BatchSource, Poll
+from megatoken.store.manifest import CheckpointManifest, FileEntry
+from megatoken.text.tokenizer import Tokenizer
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 

@@ -3,14 +3,14 @@
 from contextlib import suppress
 from pathlib import Path
 
-from megatoken.checkpoint.commit import list_steps, step_folder
-from megatoken.checkpoint.manifest import MANIFEST, DamagedError, verify
-from megatoken.config.load import Change, list_changes, resolve
-from megatoken.config.schema import Config
-from megatoken.errors import ConfigError
-from megatoken.system.atomic_write import read_object, storage_errors
-from megatoken.system.file_lock import LOCK, OWNER
-from megatoken.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
+from megatoken.base.config.load import Change, list_changes, resolve
+from megatoken.base.config.schema import Config
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.atomic_write import read_object, storage_errors
+from megatoken.base.system.file_lock import LOCK, OWNER
+from megatoken.base.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import MANIFEST, DamagedError, verify
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"

@@ -16,18 +16,16 @@ import numpy as np
 import torch
 
 from megatoken import __version__
-from megatoken.checkpoint.commit import count_needed_bytes, list_steps, list_surplus
-from megatoken.config.load import Change, ResolvedConfig, render
-from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config
-from megatoken.console import format_quantity
-from megatoken.data.chat_dataset import (
-    OBJECTIVE_DATA,
-    ROW_OBJECTIVES,
-    Marks,
-    open_rows,
-    require_data_for,
-)
+from megatoken.base.config.load import Change, ResolvedConfig, render
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.schema import Config
+from megatoken.base.console import format_quantity
+from megatoken.base.errors import ConfigError, DataError, StorageError
+from megatoken.base.redact import redact
+from megatoken.base.system.atomic_write import replace_file, storage_errors
+from megatoken.base.system.device import with_peak
+from megatoken.base.system.machine import find_commit
+from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture, count_rows, load_mixture
 from megatoken.distributed.comm import Comm
@@ -38,14 +36,16 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     disable_unsupported,
 )
-from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.eval.multiple_choice import read_tasks
+from megatoken.inference.multiple_choice import read_tasks
 from megatoken.optim.costs import count_saved_bytes
-from megatoken.redact import redact
-from megatoken.system.atomic_write import replace_file, storage_errors
-from megatoken.system.device import with_peak
-from megatoken.system.machine import find_commit
-from megatoken.system.metrics_log import MetricsLogger
+from megatoken.store.commit import count_needed_bytes, list_steps, list_surplus
+from megatoken.text.chat_dataset import (
+    OBJECTIVE_DATA,
+    ROW_OBJECTIVES,
+    Marks,
+    open_rows,
+    require_data_for,
+)
 from megatoken.train.live_mirror import check_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import RunContext, RunData, RunPlan

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.fields import Duration
-from megatoken.config.schema import Config
+from megatoken.base.config.batch_ramp import BatchRamp
+from megatoken.base.config.fields import Duration
+from megatoken.base.config.schema import Config
+from megatoken.base.system.device import Device
+from megatoken.base.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -24,14 +26,12 @@ from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
-from megatoken.native.library import Library
-from megatoken.objectives.objective import Objective
+from megatoken.model.native.library import Library
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
 from megatoken.optim.native import NativeOptimizer
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
-from megatoken.system.device import Device
-from megatoken.system.torch_compat import foreach_copy, supports_found_inf
+from megatoken.posttrain.objective import Objective
 from megatoken.train.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)

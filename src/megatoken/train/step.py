@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatoken.base.errors import NumericsError
+from megatoken.base.system.device import Device
+from megatoken.base.system.threads import use_torch_threads
+from megatoken.base.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.grad_reduce import PairwiseGradSum
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
-from megatoken.errors import NumericsError
 from megatoken.model.dropout import sequence_keys
 from megatoken.model.gpt import separate_conversations
 from megatoken.model.loss import cross_entropy
-from megatoken.objectives.answer_scores import fit_rows
 from megatoken.optim.optimizer import set_lr, set_momentum
-from megatoken.system.device import Device
-from megatoken.system.threads import use_torch_threads
-from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
+from megatoken.posttrain.answer_scores import fit_rows
 from megatoken.train.state import StepConfig, TrainState
 
 MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it would overflow at any scale

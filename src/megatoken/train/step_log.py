@@ -4,15 +4,15 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from megatoken.config.schema import Config
-from megatoken.console import format_duration, format_step
-from megatoken.data.chat_dataset import ROW_OBJECTIVES
+from megatoken.base.config.schema import Config
+from megatoken.base.console import format_duration, format_step
+from megatoken.base.errors import ExitCode
 from megatoken.distributed.stragglers import StragglerDetector
-from megatoken.errors import ExitCode
-from megatoken.plots import draw_run
+from megatoken.plan.expectation import Expectation
+from megatoken.study.plots import draw_run
+from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.actions import Action, is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
-from megatoken.train.expectation import Expectation
 from megatoken.train.recovery import Recovery
 from megatoken.train.run import Run
 from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps

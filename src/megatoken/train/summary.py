@@ -1,8 +1,7 @@
 """The lines that a run prints before its first step."""
 
-from megatoken.config.model_config import describe_heads
-from megatoken.console import format_count, format_quantity
-from megatoken.data.chat_dataset import ROW_OBJECTIVES
+from megatoken.base.config.model_config import describe_heads
+from megatoken.base.console import format_count, format_quantity
 from megatoken.data.mixture import Mixture
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.flops import (
@@ -11,6 +10,7 @@ from megatoken.model.flops import (
     expected_initial_loss,
     flops_per_token,
 )
+from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.run import RunPlan
 from megatoken.train.state import StepConfig
 

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.system.device import Device
 from megatoken.model.flops import describe_mfu
-from megatoken.system.device import Device
 from megatoken.train.state import StepConfig
 
 

@@ -15,28 +15,35 @@ from pathlib import Path
 
 import torch
 
-from megatoken.checkpoint.manifest import CheckpointManifest
-from megatoken.config.fields import Duration, parse_time
-from megatoken.config.load import ResolvedConfig, from_python, list_changes, render
-from megatoken.config.schema import Config
-from megatoken.console import Console
+from megatoken.base.config.fields import Duration, parse_time
+from megatoken.base.config.load import ResolvedConfig, from_python, list_changes, render
+from megatoken.base.config.schema import Config
+from megatoken.base.console import Console
+from megatoken.base.errors import (
+    ConfigError,
+    ExitCode,
+    MegatokenError,
+    NumericsError,
+    error_from_code,
+)
+from megatoken.base.system.atomic_write import read_object
+from megatoken.base.system.device import Device, memory_errors, open_device, restored_settings
+from megatoken.base.system.metrics_log import STATUS, find_last_rows
+from megatoken.base.system.object_store import run_folder
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
-from megatoken.eval.rewards import REWARDS, Reward
-from megatoken.launch.local import COMMAND, RESTARTS, launch
+from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
-from megatoken.objectives.batch_source import check_reward
-from megatoken.objectives.objective import build_objective
-from megatoken.system.atomic_write import read_object
-from megatoken.system.device import Device, memory_errors, open_device, restored_settings
-from megatoken.system.metrics_log import STATUS, find_last_rows
-from megatoken.system.object_store import run_folder
+from megatoken.plan.expectation import expect
+from megatoken.posttrain.batch_source import check_reward
+from megatoken.posttrain.objective import build_objective
+from megatoken.posttrain.rewards import REWARDS, Reward
+from megatoken.store.manifest import CheckpointManifest
+from megatoken.study.sinks import SinkProcesses, check_sinks
 from megatoken.train import setup
 from megatoken.train.actions import Action, is_due, list_actions
 from megatoken.train.batches import open_batches
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.expectation import expect
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
 from megatoken.train.initial_state import build_train_state, take_architecture
 from megatoken.train.live_mirror import Mirror
@@ -44,7 +51,6 @@ from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Callback, Progress, Run, RunContext, RunLog, RunPlan
-from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, call_actions, report_early_stop, report_end
 from megatoken.train.summary import print_summary

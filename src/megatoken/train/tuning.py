@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatoken.config.schema import Config
-from megatoken.console import format_duration
-from megatoken.errors import ConfigError
+from megatoken.base.config.schema import Config
+from megatoken.base.console import format_duration
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.base.system.device import Device, wants_compile
+from megatoken.base.system.threads import set_thread_count, thread_count
 from megatoken.model.kernels import Kernels
 from megatoken.model.kernels.attention import BUILT_IN, WITHOUT_MASK
-from megatoken.native.selection import NO_LIBRARY, find_amx_fault, find_library
-from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.device import Device, wants_compile
-from megatoken.system.threads import set_thread_count, thread_count
+from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
 from megatoken.train.compilation import compile_forward
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, step_key
 from megatoken.train.micro_batch import find_rates, pick_micro_batch

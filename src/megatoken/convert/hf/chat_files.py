@@ -1,6 +1,6 @@
 """Describe how to serve an exported chat model: a README, and a Modelfile for ollama."""
 
-from megatoken.data.chat_template import BUILT_IN, ChatTemplate
+from megatoken.text.chat_template import BUILT_IN, ChatTemplate
 
 # The conversation in Go's template language, for ollama.
 _GO_TEMPLATES = {

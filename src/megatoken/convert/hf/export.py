@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatoken.base.errors import CheckpointError, DataError
 from megatoken.convert.hf.chat_files import describe_chat
 from megatoken.convert.hf.families import Family, choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
-from megatoken.data.chat_template import Message, drop_marks, find_stop_ids, template_of
-from megatoken.data.tokenizer import CHAT_FILES, TOKEN_IDS, TOKENIZER_CONFIG, Tokenizer
-from megatoken.errors import CheckpointError, DataError
 from megatoken.model.gpt import GPT, INIT_STD
+from megatoken.text.chat_template import Message, drop_marks, find_stop_ids, template_of
+from megatoken.text.tokenizer import CHAT_FILES, TOKEN_IDS, TOKENIZER_CONFIG, Tokenizer
 
 TOLERANCE = 2e-5  # as a share of the largest logit; the order of fp32 sums differs
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

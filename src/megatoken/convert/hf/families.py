@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from megatoken.config.fields import parse_value
-from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig, validate_model
-from megatoken.config.schema import FIELDS, Config, is_ignored
-from megatoken.errors import CheckpointError, ConfigError
+from megatoken.base.config.fields import parse_value
+from megatoken.base.config.model_config import VOCAB_MULTIPLE, ModelConfig, validate_model
+from megatoken.base.config.schema import FIELDS, Config, is_ignored
+from megatoken.base.errors import CheckpointError, ConfigError
 
 Json = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -7,14 +7,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.errors import CheckpointError
+from megatoken.base.system.atomic_write import MALFORMED, read_json
+from megatoken.base.system.environment import huggingface_cache
+from megatoken.base.system.object_store import is_address
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import FAMILIES, FIX, Family
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
-from megatoken.system.atomic_write import MALFORMED, read_json
-from megatoken.system.environment import huggingface_cache
-from megatoken.system.object_store import is_address
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

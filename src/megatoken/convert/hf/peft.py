@@ -11,14 +11,14 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.system.atomic_write import read_object
 from megatoken.convert.fill_model import AGAIN
 from megatoken.convert.hf.export import DTYPES
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import open_tensors
-from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
-from megatoken.model.lora import LoRA
-from megatoken.system.atomic_write import read_object
+from megatoken.posttrain.lora import LoRA
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from megatoken.config.load import NULL, Assignment, compose_yaml
+from megatoken.base.config.load import NULL, Assignment, compose_yaml
+from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.translation import Functions, Translation, load_table
-from megatoken.errors import ConfigError
 
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # Other spellings of a key (wrapper sections, lists of one entry), and what replaces them.

@@ -9,7 +9,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from megatoken.config.load import Assignment
+from megatoken.base.config.load import Assignment
+from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.translation import (
     STEPS,
     Translation,
@@ -18,7 +19,6 @@ from megatoken.convert.recipes.translation import (
     split_words,
 )
 from megatoken.data.shard_format import MANIFEST_NAME
-from megatoken.errors import ConfigError
 
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 

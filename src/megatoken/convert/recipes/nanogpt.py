@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatoken.config.load import Assignment
+from megatoken.base.config.load import Assignment
+from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.translation import (
     Translation,
     load_table,
     split_program,
     split_words,
 )
-from megatoken.errors import ConfigError
 
 
 def translate_nanogpt(command: str) -> Translation:

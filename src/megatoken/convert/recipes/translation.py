@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from megatoken.config.load import Assignment, ResolvedConfig, resolve_assignments
-from megatoken.errors import ConfigError
+from megatoken.base.config.load import Assignment, ResolvedConfig, resolve_assignments
+from megatoken.base.errors import ConfigError
 
 STEPS = "{}steps".format  # optimizer steps as a duration
 Functions = Mapping[str, Callable[[Any], Any]]

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatoken.config.fields import register_choice
-from megatoken.errors import ConfigError
-from megatoken.native.attention import attention as compiled_attention
-from megatoken.system.torch_compat import flash_varlen
+from megatoken.base.config.fields import register_choice
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.torch_compat import flash_varlen
+from megatoken.model.native.attention import attention as compiled_attention
 
 Mask = Tensor | None
 Dropout = Callable[[Tensor], Tensor] | None  # drops some of the weights (B, H, T, S)

@@ -1,6 +1,6 @@
 """Operations of a transformer block, by name: torch's, or the native CPU kernels.
 
-`int8` is only for decoding, with the weights of native/int8.py; `fp8` only for the MLP.
+`int8` is only for decoding, with the weights of model/native/int8.py; `fp8` only for the MLP.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.model.kernels import cublaslt, fp8
-from megatoken.native import int8
-from megatoken.native import ops as native
-from megatoken.native.block import FusedBlock
-from megatoken.native.products import linear as native_linear
+from megatoken.model.native import int8
+from megatoken.model.native import ops as native
+from megatoken.model.native.block import FusedBlock
+from megatoken.model.native.products import linear as native_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class BlockKernels:
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
     like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu
     (N, out) of linear with approximate=`tanh`, and its input; None for separate operations. fused_block:
-    all operations of a block in one call (native/block.py), or None.
+    all operations of a block in one call (model/native/block.py), or None.
     """
 
     linear: Callable[..., Tensor]

@@ -6,7 +6,7 @@ multiplied by 4 s (1 - s). Columns from `vocab_size` on are padding, with neithe
 gradient. Rows without a target have no gradient.
 
 `softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
-and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
+and writes it once, with sums in fp32; the native kernel (model/native/kernels/cross_entropy.cc) does the
 same on a CPU. This module can be imported without Triton. TRITON_INTERPRET=1 runs the Triton kernel
 on a CPU, and tests/model/compile_kernels.py compiles it for GPUs on a machine that has none.
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
-from megatoken.native import ops as native
+from megatoken.model.native import ops as native
 
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:

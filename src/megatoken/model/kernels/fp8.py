@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.system.torch_compat import scaled_matmul
+from megatoken.base.system.torch_compat import scaled_matmul
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

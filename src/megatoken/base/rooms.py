@@ -1,0 +1,46 @@
+"""What rooms add to the core, which does not know them.
+
+A room is a package of megatoken with a module `room`, or a single module. CORE are the rooms that
+training needs; each other one can be deleted, and what it adds goes with it. A room says what it
+adds in ENTRIES, a dict by kind of entry ("command", ...) of dicts from names to places, `module` or
+`module:attribute`. They are imported when they are used. NEEDS lists the rooms outside the core
+that it imports; without one of them, the room is left out.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CORE = ("base", "data", "model", "optim", "distributed", "store", "train")
+PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def find_rooms() -> dict[str, ModuleType]:
+    """Import and return the rooms that add something, by name, without those that lack another."""
+    places = {path.parent.name: ".room" for path in sorted(PACKAGE.glob("*/room.py"))}
+    places |= {path.stem: "" for path in sorted(PACKAGE.glob("[!_]*.py"))}
+    found = {name: import_module(f"megatoken.{name}{place}") for name, place in places.items()}
+    while lacking := [name for name, room in found.items() if {*room.NEEDS} - found.keys()]:
+        for name in lacking:
+            del found[name]
+    return found
+
+
+def list_entries(kind: str) -> Mapping[str, str]:
+    """Return where the entries of a kind are, by name."""
+    return {
+        name: place
+        for room in find_rooms().values()
+        for name, place in room.ENTRIES.get(kind, {}).items()
+    }
+
+
+def load_entry(kind: str, name: str) -> Any:
+    """Import an entry. Raises KeyError if no room adds it."""
+    module, _, attribute = list_entries(kind)[name].partition(":")
+    loaded = import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded

@@ -1,0 +1,394 @@
+"""Choose the device and precision of a run, and find its peak FLOP/s, the denominator of MFU."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatoken.base.config.schema import DEVICE_WORDS, MachineConfig
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.environment import preferred_precision
+from megatoken.base.system.machine import (
+    allowed_features,
+    cpu_count,
+    find_compiler,
+    find_processor_name,
+    free_memory_bytes,
+    peak_resident_bytes,
+)
+from megatoken.base.system.measurement_cache import read_measurements, save_measurement
+from megatoken.base.system.peak_flops import PEAK_FLOPS
+from megatoken.base.system.threads import set_thread_count, thread_count, use_torch_threads
+from megatoken.base.system.timing import time_once
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIN_COMPILED_STEPS = 500  # a shorter run would spend most of its time compiling
+PEAKS = "peaks.json"  # in the measurement cache
+MEASURED = "matrix products measured here"
+PEAK_SIZES = {
+    "cpu": (512, 1024, 2048, 4096),
+    "mps": (1024, 2048, 4096, 8192),
+    "cuda": (2048, 4096, 8192, 16384),
+}
+PROBE_SIZE = 1024
+PROBE_CALLS = 6
+PEAK_SECONDS = 3.0  # time to measure a peak on a machine without a cached one
+AGAIN_SECONDS = 1.0  # time to measure it again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of a run, and the precision of its matmuls."""
+
+    torch_device: torch.device
+    name: str
+    precision: str
+    peak_flops: float
+    peak_source: str
+
+    @property
+    def type(self) -> str:
+        """The device type: cpu, cuda or mps."""
+        return self.torch_device.type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def is_ampere(self) -> bool:
+        """Whether this is an NVIDIA GPU of the Ampere generation or newer, with TF32 and bf16."""
+        return self.type == "cuda" and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether torch has FP8 matmuls: on NVIDIA GPUs since Ada, and for tests on CPUs."""
+        if self.type == "cuda" and not torch.version.hip:
+            return torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+        return self.type == "cpu"
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The widest floating-point dtype of the device, for long sums: fp64, or fp32 on MPS."""
+        return torch.float32 if self.type == "mps" else torch.float64
+
+    def autocast(self, weights: torch.dtype = torch.float32) -> AbstractContextManager[object]:
+        """Return a context in which matmuls run in the device's precision.
+
+        weights: dtype of the weights. No autocast is needed if it is the device's dtype.
+        """
+        if weights == self.dtype:
+            return nullcontext()
+        return torch.autocast(self.type, dtype=self.dtype)
+
+    def peak_memory_bytes(self) -> int:
+        """Return the peak memory allocated on the device; on a CPU, the peak resident memory."""
+        if self.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        if self.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        return peak_resident_bytes()
+
+    def reset_peak_memory(self) -> None:
+        """Free cached memory and reset the peak on CUDA; a process's peak cannot be reset."""
+        if self.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def memory_bytes(self, processes: int) -> int:
+        """Return the memory that a process can use, or 0 if unknown.
+
+        It is a GPU's total memory, or the machine's free memory divided by `processes`.
+        """
+        if self.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+        return free_memory_bytes() // processes if self.type == "cpu" else 0
+
+    def synchronize(self) -> None:
+        """Wait for all queued kernels."""
+        if self.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        elif self.type == "mps":
+            torch.mps.synchronize()
+
+
+def open_device(
+    machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
+) -> Device:
+    """Choose the device, and set torch's threads, CUDA device, TF32 and deterministic mode.
+
+    Processes on one machine divide its cores. Raises what `choose_device` raises.
+    """
+    device = choose_device(machine, local_rank=local_rank, local_world_size=local_world_size)
+    set_thread_count(machine.threads or max(1, cpu_count() // local_world_size))
+    if device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)
+        # On Hopper, torch prefers cuDNN's attention, which makes a new plan for every length, so
+        # for each decoded token. machine.attention=cudnn still selects it, and `auto` measures it.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision(
+        "high" if _uses_tf32(device.torch_device, machine) else "highest"
+    )
+    torch.use_deterministic_algorithms(machine.deterministic)
+    return device
+
+
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Restore on exit what `open_device` and a choice of kernels set in this process."""
+    cuda = torch.backends.cuda
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
+    before: list[tuple[Callable[[Any], object], Any]] = [
+        (set_thread_count, thread_count()),
+        (use_torch_threads, torch.get_num_threads()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),  # type: ignore[no-untyped-call]
+        (torch.cuda.set_device, index),  # nothing for -1
+    ]
+    try:
+        yield
+    finally:
+        for restore, value in before:
+            restore(value)
+
+
+def choose_device(
+    machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
+) -> Device:
+    """Choose device and precision without changing torch's settings.
+
+    On CUDA, each local rank gets its own device. The result's peak_flops is from the data sheet, or
+    0 if the device is not in the table. Raises ConfigError if the requested device is missing or
+    does not support the requested precision.
+    """
+    device = _find_device(machine.device)
+    if device.type == "cuda" and local_world_size > 1:
+        # Slurm may show each process its own GPU only (--gpus-per-task=1), as cuda:0.
+        index = local_rank if torch.cuda.device_count() > 1 else 0
+        device = _find_device(f"cuda:{index}")
+    precision = _choose_precision(device, machine.precision)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else find_processor_name()
+    rates = PEAK_FLOPS.get(name, {})
+    tf32 = rates.get("tf32") if precision == "fp32" and _uses_tf32(device, machine) else None
+    peak = tf32 or rates.get(precision, 0.0)
+    source = "data sheet" if peak else "unknown"
+    return Device(
+        torch_device=device, name=name, precision=precision, peak_flops=peak, peak_source=source
+    )
+
+
+def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
+    return (
+        device.type == "cuda"
+        and machine.tf32
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def with_peak(device: Device) -> Device:
+    """Return the device with its peak FLOP/s, from the data sheet or else measured.
+
+    A measurement that ran on a busy machine is too low. So even if a measured peak is cached, it is
+    briefly measured again, and the higher value is used.
+    """
+    if device.peak_flops:
+        return device
+    seconds = AGAIN_SECONDS if _peak_key(device) in read_measurements(PEAKS) else PEAK_SECONDS
+    return replace(
+        device, peak_flops=cache_peak(device, measure_peak(device, seconds)), peak_source=MEASURED
+    )
+
+
+def cache_peak(device: Device, flops: float) -> float:
+    """Return the higher of `flops` and the cached peak of the device, and cache it."""
+    key = _peak_key(device)
+    best: float = max(flops, read_measurements(PEAKS).get(key, 0.0))
+    save_measurement(PEAKS, key, best)
+    return best
+
+
+def _peak_key(device: Device) -> str:
+    """Return the cache key of a peak: everything that its measurement depends on."""
+    tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    threads = f", {thread_count()} threads" if device.type == "cpu" else ""
+    precision = "tf32" if tf32 else device.precision
+    return f"{device.name} ({device.type}{threads}), {precision}, torch {torch.__version__}"
+
+
+def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return a function per library that computes `left @ right` into a preallocated result.
+
+    The libraries are torch, and for fp32 on a CPU also numpy, whose BLAS may be faster. numpy is
+    left out if torch uses fewer threads than there are cores, because numpy always uses all.
+    """
+    out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
+    calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
+    if left.device.type == "cpu" and left.dtype == torch.float32 and thread_count() >= cpu_count():
+        arrays = (left.numpy(), right.numpy())
+        calls["numpy"] = partial(np.matmul, *arrays, out=out.numpy())
+    return calls
+
+
+def measure_peak(device: Device, seconds: float) -> float:
+    """Return the highest FLOP/s of square matmuls, over several sizes and all libraries.
+
+    It stops at a size that does not fit in memory. It also stops before a matmul after which it
+    would have run for more than `seconds`.
+    """
+    best = 0.0
+    deadline = time.perf_counter() + seconds
+    with suppress(torch.OutOfMemoryError):
+        for size in PEAK_SIZES[device.type]:
+            flops = 2.0 * size**3
+            square = _random_square(device, size)
+            for call in [*product_calls(square, square).values()] * 5:
+                if best and time.perf_counter() + flops / best > deadline:
+                    return best
+                best = max(best, flops / time_once(call, device.synchronize))
+    return best
+
+
+def probe_flops(device: Device) -> float:
+    """Return the FLOP/s that the device reaches now, measured for a few milliseconds."""
+    square = _random_square(device, PROBE_SIZE)
+    call = product_calls(square, square)["torch"]
+    call()
+    seconds = sum(time_once(call, device.synchronize) for _ in range(PROBE_CALLS))
+    return PROBE_CALLS * 2.0 * PROBE_SIZE**3 / seconds
+
+
+def _random_square(device: Device, size: int) -> torch.Tensor:
+    """Return a square matrix of random values, because chips clock higher on constant values.
+
+    torch's global generator is not used.
+    """
+    generator = torch.Generator(device.torch_device).manual_seed(0)
+    return torch.randn(
+        size, size, dtype=device.dtype, device=device.torch_device, generator=generator
+    )
+
+
+@contextmanager
+def memory_errors(where: str, fix: str) -> Iterator[None]:
+    """Convert out-of-memory errors to ConfigError; let other errors through."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        text = " ".join(str(error).split())
+        text = text.partition(" Including")[0]  # cut off advice about the allocator
+        what = text.partition("DefaultCPUAllocator: ")[2] or text
+        what = what.removeprefix("CUDA out of memory. ")
+        raise ConfigError(f"out of memory: {what}", where, fix) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means out of memory. On CPUs torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
+        error
+    )
+
+
+def _find_device(requested: str) -> torch.device:
+    if requested == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if not re.fullmatch(DEVICE_WORDS, requested):
+        raise ConfigError(
+            f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps"
+        )
+    device = torch.device(requested)
+    present = {
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }.get(device.type, 1)
+    if present <= (device.index or 0):
+        fix = "set machine.device=auto or cpu, or install a torch build and a driver for it"
+        raise ConfigError(
+            f"no {device.type.upper()} device for '{requested}': {present} found",
+            "machine.device",
+            fix,
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def fast_precision(
+    device_type: str, capability: tuple[int, int], cpu_features: frozenset[str]
+) -> str:
+    """Return the lowest precision in which a device is fast: bf16, fp16 or fp32.
+
+    On CUDA it depends on the compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and
+    Turing (7.x), whose bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. On
+    a CPU it is bf16 with AVX512-BF16 or AMX, else fp32.
+    """
+    if device_type == "cuda":
+        if capability >= (8, 0):
+            return "bf16"
+        return "fp16" if capability >= (7, 0) else "fp32"
+    return "bf16" if cpu_features & {"avx512_bf16", "amx_bf16"} else "fp32"
+
+
+def _choose_precision(device: torch.device, precision: str) -> str:
+    if precision == "auto" and (preferred := preferred_precision()):
+        if preferred not in DTYPES:
+            what = f"unknown precision {preferred!r}"
+            raise ConfigError(
+                what, "MEGATOKEN_PRECISION", f"set it to one of {', '.join(DTYPES)}, or unset it"
+            )
+        precision = preferred
+    if precision == "fp16" and device.type == "cpu":
+        raise ConfigError(
+            "fp16 is not trained on a CPU", "machine.precision", "use auto, bf16 or fp32"
+        )
+    if precision != "auto":
+        return precision
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    features: dict[str, Any] = (
+        getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    )
+    available = allowed_features(name for name, has in features.items() if has is True)
+    return fast_precision(device.type, capability, available)
+
+
+def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
+    """Return the compile mode to use, and a warning.
+
+    The warning is "" unless the configured mode is impossible on this machine.
+    """
+    if machine.compile == "auto":
+        # Blocks compile faster than a full model, and their gradients arrive during the backward,
+        # to be reduced while it computes.
+        pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
+        return ("blocks" if pays_off else "off"), ""
+    if machine.compile == "graphs" and device.type != "cuda":
+        return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
+    if machine.compile != "off" and device.type == "cpu" and not find_compiler():
+        return (
+            "off",
+            "no C++ compiler found: the model runs uncompiled (install g++ to change that)",
+        )
+    return machine.compile, ""
+
+
+def misses_triton(device: Device) -> str:
+    """Return why our Triton kernels cannot run on this device, or "" if they can."""
+    if device.type != "cuda":
+        return f"there is no GPU to run them ({device.type})"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip:
+        return "they are made for NVIDIA GPUs"
+    if not device.is_ampere:
+        return f"{device.name} is older than Ampere"
+    return ""

@@ -1,0 +1,15 @@
+"""What this room adds to the core (base/rooms.py)."""
+
+NEEDS: tuple[str, ...] = ()
+ENTRIES = {
+    "command": {
+        "train": "megatoken.cli.train",
+        "runs": "megatoken.cli.runs",
+        "config": "megatoken.cli.config",
+        "describe": "megatoken.cli.describe",
+        "doctor": "megatoken.cli.doctor",
+        "completion": "megatoken.cli.completion",
+        "verify": "megatoken.cli.verify",
+        "sync": "megatoken.cli.sync",
+    }
+}

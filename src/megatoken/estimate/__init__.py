@@ -1,1 +1,0 @@
-"""Estimate a run's memory, speed, cost and loss without its devices."""

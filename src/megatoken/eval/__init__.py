@@ -1,1 +1,0 @@
-"""Evaluate models by loss, multiple-choice tasks, generated answers or lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""Use a model: generate text, serve it over HTTP, evaluate it."""

@@ -1,0 +1,303 @@
+"""`megatoken eval MODEL...`: score models on tasks, questions or text."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console, format_quantity
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.atomic_write import local_path
+from megatoken.base.system.object_store import path_or_address
+from megatoken.cli import Data, Result
+from megatoken.cli.arguments import add_device_arguments
+from megatoken.cli.ranks import launch_ranks
+from megatoken.cli.runs import find_own_data
+from megatoken.distributed.env import read_dist_env
+from megatoken.inference.tasks import CORE, SCORES, TASKS, find_tasks
+from megatoken.model.flops import count_parameters
+from megatoken.posttrain.rewards import REWARDS, load_reward
+from megatoken.study.published import SCORES as PUBLISHED_SCORES
+
+if TYPE_CHECKING:
+    from megatoken.base.system.device import Device
+    from megatoken.convert.load_pretrained import LoadedModel
+    from megatoken.distributed.comm import Comm
+
+HELP = "score models on tasks, or compute their loss"
+EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
+HELLASWAG = "hellaswag"
+Model = tuple[str, Mapping[str, Any]]  # a name, and the data that the evaluation returned
+PUBLISHED: list[Model] = [  # on all 10,042 examples
+    (
+        row.title.replace(", published", ",\npublished"),
+        {
+            "parameters": row.parameters,
+            "tasks": {HELLASWAG: asdict(row) | {"n": 10_042, "stderr": dict.fromkeys(SCORES)}},
+        },
+    )
+    for row in PUBLISHED_SCORES
+]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    doc = "any MODEL of `sample`; several are compared in one table"
+    arg("models", metavar="MODEL", nargs="+", help=doc)
+    arg("--tasks", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}; or {CORE}")
+    doc = "with --tasks: file of examples, or folder with TASK.jsonl (default: Hugging Face hub), "
+    doc += "or nanochat's eval_bundle; "
+    doc += "without: shards or text, also at an address (default: what the run trained on)"
+    arg("--data", type=path_or_address, metavar="PATH", help=doc)
+    doc = "most examples per task, prompts, or tokens; 0: all (default 0)"
+    arg("--limit", default=0, metavar="N", help=doc)
+    arg("--split", choices=("train", "val"), help="split of the shards (default val if any)")
+    arg("--examples", action="store_true", help="also return the prediction for each example")
+    arg(
+        "--no-token-mean",
+        action="store_true",
+        help="skip acc_token_mean: HellaSwag in half the time",
+    )
+    arg("--nproc", default=1, metavar="N", help="local processes (default 1)")
+    doc = "PNG of the scores, or the loss, of each model"
+    arg("--plot", type=local_path, metavar="FILE", help=doc)
+    chat = parser.add_argument_group("chat models")
+    doc = "questions to answer: rows of prompt and answer, conversations, or exercises-test"
+    chat.add_argument("--chat", metavar="SOURCE", help=doc)
+    doc = f"{', '.join(REWARDS)}, or module:function (default exact)"
+    chat.add_argument("--reward", metavar="NAME", default="exact", help=doc)
+    doc = "answers to sample per question, for pass@k (default 0)"
+    chat.add_argument("--samples", default=0, metavar="N", help=doc)
+    doc = "of the sampled answers (default 1)"
+    chat.add_argument("--temperature", default=1.0, metavar="T", help=doc)
+    doc = "most new tokens per answer (default 256)"
+    chat.add_argument("--tokens", default=256, metavar="N", help=doc)
+    harness = parser.add_argument_group("lm-evaluation-harness")
+    doc = "evaluate --tasks, any it has, by lm-evaluation-harness"
+    harness.add_argument("--harness", action="store_true", help=doc)
+    harness.add_argument("--no-template", action="store_true", help="no chat template")
+    harness.add_argument("--include", type=local_path, metavar="DIR", help="folder of task files")
+    harness.add_argument("--fewshot", type=int, metavar="K", help="examples in each prompt")
+    add_device_arguments(parser)
+
+
+def run(options: Namespace, console: Console) -> Result | Data | None:
+    if options.limit < 0:
+        raise ConfigError(f"--limit is {options.limit}", "--limit", "give 0 or more")
+    if options.tasks is None and not (options.data or options.chat or options.harness):
+        options.data = find_own_data(options.models)
+        if not options.data:
+            fix = "give --tasks, --data or --chat"
+            raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
+        console.print(f"data: {options.data}, which the run was trained on")
+    if options.tasks not in (None, CORE) and not options.harness:
+        find_tasks(options.tasks)
+    code = launch_ranks(options)
+    if code is not None:
+        return Result(code, None)
+    from megatoken.base.system.device import memory_errors
+
+    with memory_errors("eval", "use --precision bf16 or --device cpu"):
+        return evaluate_models(options)
+
+
+def choose_evaluation(
+    options: Namespace, console: Console
+) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
+    """Read and check the examples, and return the function that evaluates a model on them."""
+    if options.chat:
+        return prepare_questions(options)
+    if options.harness:
+        from megatoken.inference.lm_eval_adapter import run_harness
+
+        return lambda loaded, device, comm: run_harness(options, loaded, device, comm, console)
+    from megatoken.inference.evaluate import evaluate_loss, evaluate_tasks, read_tasks
+
+    if not options.tasks:
+        return lambda loaded, device, comm: evaluate_loss(
+            loaded.model,
+            loaded.tokenizer,
+            options.data,
+            device,
+            comm,
+            limit=options.limit,
+            split=options.split,
+        )
+    tasks = read_tasks(options.tasks, options.data, options.limit)
+    return lambda loaded, device, comm: evaluate_tasks(
+        loaded.model,
+        loaded.tokenizer,
+        tasks,
+        device,
+        comm,
+        token_mean=not options.no_token_mean,
+        per_example=options.examples,
+    )
+
+
+def prepare_questions(
+    options: Namespace,
+) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
+    """Read the questions of --chat, and return a function that lets a model answer them.
+
+    The function returns the scores of the answers.
+    """
+    from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
+    from megatoken.inference.choose import Sampling
+    from megatoken.text.chat_template import find_template
+
+    reward = REWARDS.get(options.reward) or load_reward(options.reward)
+    sampling = Sampling(options.tokens, options.temperature)
+    settings = AnswerSettings(
+        reward, options.reward, options.samples, sampling, per_example=options.examples
+    )
+    questions = read_questions(options.chat, options.limit)
+    return lambda loaded, device, comm: {
+        "chat": {
+            **evaluate_answers(
+                loaded.model,
+                find_template(loaded.tokenizer),
+                questions,
+                settings,
+                device=device,
+                comm=comm,
+            ),
+            "data": options.chat,
+        }
+    }
+
+
+def evaluate_models(options: Namespace) -> Data | None:
+    """Load and evaluate each model. Only rank 0 prints results and returns them as data.
+
+    For a single model, the data is its scores. For several, it is {"models": [...]}, with the
+    scores and `parameters` of each.
+    """
+    from megatoken.base.system.device import open_device
+    from megatoken.convert.hf.load import refuse_missing_path
+    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.distributed.comm import join_process_group
+    from megatoken.study.plots import check_picture
+
+    for name in options.models:
+        refuse_missing_path(name)
+    if options.plot:
+        check_picture(options.plot)
+    dist_env = read_dist_env()
+    console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
+    evaluate_model = choose_evaluation(options, console)
+    device = open_device(
+        MachineConfig(device=options.device, precision=options.precision),
+        local_rank=dist_env.local_rank,
+        local_world_size=dist_env.local_world_size,
+    )
+    answers: list[dict[str, Any]] = []
+    with join_process_group(dist_env, device.type) as comm:
+        for name in options.models:
+            loaded = load_pretrained(name, console.warn)
+            loaded.model.to(device.torch_device)
+            about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
+            answers.append(about | evaluate_model(loaded, device, comm))
+    if not dist_env.is_main_process:
+        return None
+    models: list[Model] = list(zip(options.models, answers, strict=True))
+    if HELLASWAG in answers[0].get("tasks", ()):
+        models += PUBLISHED
+    if not options.json and not options.harness:
+        print_answers(models, console)
+    if options.plot:
+        console.print(f"picture: {draw_scores(models, options.plot)}")
+    if len(answers) > 1:
+        return {"models": answers}
+    del answers[0]["parameters"]
+    return answers[0]
+
+
+def print_answers(models: Sequence[Model], console: Console) -> None:
+    """Print the scores of all models: for tasks, for text, or for answers to questions."""
+    first = models[0][1]
+    if "chat" in first:
+        from megatoken.inference.answers import describe_answers
+
+        for _, answer in models:
+            console.table([("model", answer["model"]), *describe_answers(answer["chat"])])
+        return
+    has_tasks = "tasks" in first
+    if has_tasks:
+        heads = ["task", "n", *SCORES, ""]
+    else:
+        heads = ["data", "loss", "bits/byte", "perplexity", "tokens", "bytes"]
+    rows = [["model", "parameters", *heads]]
+    for name, answer in models:
+        lines = list_task_cells(answer) if has_tasks else [list_loss_cells(answer)]
+        rows += [[name, f"{answer['parameters']:,}", *cells] for cells in lines]
+    console.table(rows, left=3)
+
+
+def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row of table cells per task: scores in percent with standard errors, and remarks.
+
+    answer: the data that the evaluation of a model returned.
+    """
+    from megatoken.inference.multiple_choice import describe_cut, format_score
+
+    rows = []
+    for task, metrics in answer["tasks"].items():
+        scores = [format_score(metrics, score) for score in SCORES]
+        remark = describe_cut(metrics).removeprefix(", ")
+        if "perplexity" in metrics:
+            remark = f"perplexity {metrics['perplexity']:.2f} {remark}"
+        if CORE in answer:
+            remark = f"centered {metrics['centered']:.2%} {remark}"
+        rows.append([task, f"{metrics['n']:,}", *scores, remark])
+    if CORE in answer:
+        rows.append([CORE, "", "", "", "", f"centered {answer[CORE]:.2%}"])
+    return rows
+
+
+def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
+    """Return the table cells of a loss: data, nats per token, bits per byte, perplexity, counts."""
+    bits = answer["bits_per_byte"]
+    return [
+        f"{answer['split']} of {answer['data']}",
+        f"{answer['loss']:.4f}",
+        "-" if bits is None else f"{bits:.4f}",
+        f"{answer['perplexity']:.3f}",
+        f"{answer['target_tokens']:,}",
+        f"{answer['text_bytes']:,}",
+    ]
+
+
+def draw_scores(models: Sequence[Model], target: Path) -> Path:
+    """Plot scores in a panel per task, with a row per model, the smallest first; return the path.
+
+    Without tasks, there are two panels, for loss and bits per byte.
+    """
+    from megatoken.study.plots import LAST_VALUES, number, open_panels, save_figure
+
+    tasks = models[0][1].get("tasks", ())
+    panels = list(tasks or ("loss", "bits_per_byte"))
+    models = sorted(models, key=lambda model: model[1]["parameters"])
+    figure, axes = open_panels(len(panels), (9, 1.5 + 0.45 * len(models)))
+    for axis, panel in zip(axes, panels, strict=True):
+        labels, rows = [], []
+        for name, answer in models:
+            if not tasks or panel in answer["tasks"]:
+                labels.append(f"{Path(name).name}, {format_quantity(answer['parameters'])}")
+                rows.append(answer["tasks"][panel] if tasks else answer)
+        for score, marker in zip(SCORES if tasks else [panel], "osv", strict=False):
+            values = [number(row[score]) for row in rows]
+            errors = [row.get("stderr", {}).get(score) or 0 for row in rows]
+            places = range(len(rows))
+            axis.errorbar(values, places, xerr=errors, fmt=marker, mfc="none", label=score)
+        axis.set_yticks(range(len(rows)), labels)
+        title = "loss (nats per token)" if panel == "loss" else panel.replace("_", " ")
+        axis.set(title=title, ylim=(len(rows) - 0.5, -0.5))
+        if panel == HELLASWAG:
+            axis.axvline(0.25, color="gray", ls="--", label="chance")
+        if tasks:
+            axis.xaxis.set_major_formatter("{x:.0%}")
+            axis.legend(**LAST_VALUES)
+    return save_figure(figure, target)

@@ -1,0 +1,109 @@
+"""`megatoken serve MODEL`: serve a model over HTTP, with OpenAI's API and a chat page."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, import_extra
+from megatoken.cli import Data
+from megatoken.cli.arguments import add_address_arguments, add_device_arguments
+from megatoken.distributed.local_launch import handle_signals
+
+HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
+EXAMPLE = "megatoken serve runs/mine --port 8000"
+LOOPBACK = ["127.0.0.1", "::1", "localhost"]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("model", metavar="MODEL", help="any MODEL of `sample`")
+    add_address_arguments(parser, 8000, "key that clients must send (default: none)")
+    doc = "answers decoded at once (default 64)"
+    arg("--parallel", default=64, metavar="N", help=doc)
+    doc = "requests that may wait; others are refused (default 256)"
+    arg("--queue", default=256, metavar="N", help=doc)
+    doc = "tokens in the KV cache (default: a quarter of the memory, at most N full contexts)"
+    arg("--cache-tokens", type=int, metavar="N", help=doc)
+    doc = "accept this Host header too, * for any; repeatable"
+    arg("--allow-host", action="append", default=[], metavar="NAME", help=doc)
+    add_device_arguments(parser)
+
+
+def run(options: Namespace, console: Console) -> Data:
+    from megatoken.base.system.device import memory_errors
+
+    with memory_errors("serve", "use --precision bf16 or --device cpu, or lower --parallel"):
+        return serve(options, console)
+
+
+def serve(options: Namespace, console: Console) -> Data:
+    """Serve until SIGTERM or Ctrl-C, then finish the answers in progress.
+
+    A second Ctrl-C cuts them off. Raises ConfigError if an option is out of range, if the port is
+    in use, or if other machines could connect without a key.
+    """
+    import_extra("megatoken.inference.app", "serve")
+    from megatoken.cli.model import open_model
+    from megatoken.inference.app import build_app, build_server, listen
+    from megatoken.inference.engine import Engine
+    from megatoken.inference.kv_cache import token_bytes
+    from megatoken.inference.protocol import ServedModel
+    from megatoken.text.chat_template import find_template
+
+    check_options(options)
+    loaded, device = open_model(options, console.warn)
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
+    template = None
+    no_template = ""
+    try:
+        template = find_template(loaded.tokenizer)
+    except ConfigError as error:
+        no_template = str(error)
+        console.warn(no_template)
+    bytes_per_token = token_bytes(loaded.model.config, device.dtype)
+    context = loaded.model.config.seq_len
+    most = options.parallel * context
+    free = device.memory_bytes(1) // (4 * bytes_per_token) or most
+    cache_tokens = options.cache_tokens or max(1, min(free, most))
+    context = min(context, cache_tokens)
+    served = ServedModel(name, context, loaded.tokenizer, template, no_template)
+    # Any other address needs a key, which the page of another site (DNS rebinding) does not have.
+    names = ["127.0.0.1", "[::1]", "localhost", *options.allow_host]
+    hosts = names if options.host in LOOPBACK else ["*"]
+    with (
+        listen(options.host, options.port) as listener,
+        Engine(
+            loaded.model,
+            device,
+            rows=options.parallel,
+            waiting=options.queue,
+            cache_tokens=cache_tokens,
+        ) as engine,
+    ):
+        server = build_server(build_app(engine, served, hosts, options.api_key or ""), engine)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        cache = f"KV cache of up to {cache_tokens:,} tokens ({cache_tokens * bytes_per_token / 2**30:.2f} GiB)"
+        console.print(
+            f"{loaded.source}: chat at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"
+        )
+        # Before and after its own handlers: uvicorn raises the signals that stopped it again.
+        with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
+            server.run([listener])
+    return {"model": loaded.source, "address": address}
+
+
+def check_options(options: Namespace) -> None:
+    """Raise ConfigError for options out of range."""
+    if options.host not in LOOPBACK and not options.api_key:
+        what = f"--host {options.host} opens the server to other machines"
+        raise ConfigError(what, fix="set --api-key")
+    limits = (
+        *(("port", 0, 65_535), ("parallel", 1, 1024), ("queue", 0, 65_536)),
+        ("cache_tokens", 1, 2**40),
+    )
+    for name, low, high in limits:
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            name = name.replace("_", "-")
+            raise ConfigError(f"--{name} is {value}", fix=f"use {low:,} to {high:,}")

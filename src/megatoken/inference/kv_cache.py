@@ -1,0 +1,183 @@
+"""Cache keys and values of earlier tokens, so that sampling computes each token once.
+
+Shapes: N sequences, K heads of keys and values, T new tokens, S cached tokens, D head width.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
+
+import torch
+from torch import Tensor
+
+from megatoken.base.config.model_config import ModelConfig
+
+Pairs = list[Tensor]  # keys and values of a sequence: (2, K, S, D) per layer
+
+
+class KeyValueCache:
+    """Keys and values of every layer; a row holds one sequence.
+
+    A layer's tensor is (2, rows, K, capacity, D), keys before values. With `model.smear`, one more
+    holds the halves of each embedding. In each forward, the model calls `place` to get the new
+    tokens' positions, each layer calls `append`, and the model calls `advance` at the end. If rows
+    differ in length, they can grow only by one token per forward.
+
+    lengths: number of tokens in each row in use. Rows in use come before unused ones.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sizes = [(config.kv_heads, config.d_head)] * config.n_layer
+        sizes += [(1, config.d_model // 2)] * config.smear
+        # Zeros, because unused positions of short rows are read with weight 0, and 0 * NaN is NaN.
+        self._layers = [
+            torch.zeros(2, rows, K, capacity, D, dtype=dtype, device=device) for K, D in sizes
+        ]
+        self.lengths = [0] * rows
+        self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of rows, and of tokens in a row, that the tensors can hold."""
+        _, rows, _, capacity, _ = self._layers[0].shape
+        return rows, capacity
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Change `sizes`, one layer at a time, so that only one is in memory twice."""
+        used = len(self.lengths)
+        length = self.length
+        for index, layer in enumerate(self._layers):
+            _, _, K, _, D = layer.shape
+            self._layers[index] = layer.new_zeros(2, rows, K, capacity, D)
+            self._layers[index][:, :used, :, :length] = layer[:, :used, :, :length]
+
+    def place(self, T: int) -> Tensor:
+        """Return the positions of the next T tokens: (T,) if all rows are equally long.
+
+        If lengths differ, T must be 1, and the positions are (N, 1).
+        """
+        device = self._layers[0].device
+        length = self.length
+        if min(self.lengths) == length:
+            self._row_and_end = None
+            return torch.arange(length, length + T, device=device)
+        assert T == 1
+        ends_N = torch.tensor(self.lengths, device=device)
+        self._row_and_end = torch.arange(len(ends_N), device=device), ends_N
+        return ends_N[:, None]
+
+    def append(self, layer: int, k_NKTD: Tensor, v_NKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, and return all of them, (N, K, S, D) each."""
+        start = self.length
+        end = start + k_NKTD.shape[2]
+        keys, values = self._layers[layer][:, : len(self.lengths), :, :end].unbind()
+        if self._row_and_end is None:
+            keys[:, :, start:] = k_NKTD
+            values[:, :, start:] = v_NKTD
+        else:
+            row_N, end_N = self._row_and_end
+            keys[row_N, :, end_N] = k_NKTD[:, :, 0].to(keys.dtype)
+            values[row_N, :, end_N] = v_NKTD[:, :, 0].to(keys.dtype)
+        return keys, values
+
+    def advance(self, T: int) -> None:
+        """Add T to every row's length."""
+        self.lengths = [length + T for length in self.lengths]
+
+    def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
+        """Append copies of each sequence in another cache, whose sequences are equally long.
+
+        copies: number of copies of each sequence.
+        """
+        start = len(self.lengths)
+        length = other.length
+        rows = [index for index, count in enumerate(copies) for _ in range(count)]
+        for target, source in zip(self._layers, other._layers, strict=True):
+            target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
+        self.lengths += [length] * len(rows)
+
+    def leave(self, row: int) -> None:
+        """Remove a row, and move the last row to its index."""
+        length = self.lengths[row] = self.lengths[-1]
+        last = len(self.lengths) - 1
+        if row != last:
+            for layer in self._layers:
+                layer[:, row, :, :length] = layer[:, last, :, :length]
+        self.lengths.pop()
+
+    def copy_row(self, row: int) -> Pairs:
+        """Return a copy of a row's keys and values."""
+        length = self.lengths[row]
+        return [layer[:, row, :, :length].clone() for layer in self._layers]
+
+    def fill(self, sequences: Sequence[Pairs], length: int) -> None:
+        """Start each row with the first `length` tokens of a sequence from `copy_row`."""
+        for row, sequence in enumerate(sequences):
+            for layer, pairs in zip(self._layers, sequence, strict=True):
+                layer[:, row, :, :length] = pairs[:, :, :length]
+        self.lengths = [length] * len(sequences)
+
+
+Prefix = tuple[int, Pairs]  # number of tokens, and a sequence with as many or more
+NO_PREFIX: Prefix = 0, []
+
+
+class PrefixStore:
+    """Keys and values of finished sequences, for prompts that begin with the same tokens."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[tuple[int, ...], Pairs] = {}  # by ids, least recently used first
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens stored."""
+        return sum(map(len, self._sequences))
+
+    def add(self, ids: Sequence[int], pairs: Pairs) -> None:
+        """Store a sequence in place of its stored prefixes."""
+        new = tuple(ids)
+        for prefix in [old for old in self._sequences if old == new[: len(old)]]:
+            del self._sequences[prefix]
+        self._sequences[new] = pairs
+
+    def find(self, ids: Sequence[int]) -> Prefix:
+        """Return the longest stored beginning of `ids`.
+
+        The last of `ids` is never included, because its logits are needed.
+        """
+        prompt = tuple(ids[:-1])
+        lengths = {old: _count_equal(old, prompt) for old in self._sequences}
+        best = max(lengths, key=lengths.__getitem__, default=())
+        if not lengths.get(best):
+            return NO_PREFIX
+        pairs = self._sequences[best] = self._sequences.pop(best)
+        return lengths[best], pairs
+
+    def shrink(self, tokens: float) -> None:
+        """Drop the least recently used sequences until at most `tokens` tokens are stored."""
+        while self.tokens > tokens:
+            del self._sequences[next(iter(self._sequences))]
+
+
+def _count_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of equal ids before the first difference."""
+    return len(list(takewhile(bool, map(eq, a, b))))
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the size of one token's keys and values."""
+    pairs = 2 * config.n_layer * config.kv_heads * config.d_head
+    return (pairs + config.smear * config.d_model) * dtype.itemsize

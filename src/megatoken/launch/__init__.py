@@ -1,1 +1,0 @@
-"""Start the processes of a run, on one machine or many."""

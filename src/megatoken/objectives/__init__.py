@@ -1,1 +1,0 @@
-"""DPO, reward models, GRPO and PPO: losses, batches and rewards, independent of the trainer."""

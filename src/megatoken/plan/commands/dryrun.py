@@ -1,0 +1,67 @@
+"""`megatoken dryrun RECIPE`: estimate memory and traffic per GPU of a large run, without a GPU."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, replace
+
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.gpus import GPUS, Gpu, find_gpu
+from megatoken.cli import Result, done
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
+from megatoken.plan.estimate import open_modes, plan_run
+
+HELP = "estimate the memory and traffic of one GPU of many, without a GPU"
+EXAMPLE = "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    add_recipe_arguments(parser, PRESET_HELP)
+    add_settings(parser)
+    arg("--gpus", type=int, default=1, help="processes, one per GPU (default 1)")
+    arg("--tp", type=int, help="machine.tensor_parallel=...")
+    arg("--shard", help="machine.sharding=...")
+    arg("--gpu", default="h100", help="GPU to fit on: a name, or memory in GB (default h100)")
+
+
+def run(options: Namespace, console: Console) -> Result:
+    apply_options(
+        options,
+        {
+            "--tp": ("machine.tensor_parallel", options.tp),
+            "--shard": ("machine.sharding", options.shard),
+        },
+    )
+    resolved, model, _ = find_model(options)
+    gpu = find_card(options.gpu)
+    if options.gpus < 1:
+        raise ConfigError(f"{options.gpus} GPUs", "--gpus", "give at least 1")
+    modes = open_modes(resolved)
+    layout = plan_run(resolved.config, model, gpu, options.gpus, modes=modes).layout
+    settings = [
+        f"machine.precision={layout.precision.replace('tf32', 'fp32')}",
+        f"machine.micro_batch={layout.micro_batch}",
+        f"machine.sharding={layout.sharding}",
+        f"machine.activation_checkpointing={layout.checkpointing}",
+    ]
+    options.overrides += settings
+    config = find_model(options)[0].config
+    from megatoken.plan.dry_run import check_fit, describe_estimate, dry_run
+
+    estimate = dry_run(config, model, options.gpus)
+    fits, advice = check_fit(estimate, options.gpu, gpu.memory_bytes)
+    name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
+    rows = [("model", name), ("settings", " ".join(settings)), *describe_estimate(estimate)]
+    console.table(rows)
+    console.print(advice)
+    data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
+    return done(data)
+
+
+def find_card(text: str) -> Gpu:
+    """Return the GPU of a name, or an H100 with the given memory in GB, such as "80" or "80gb"."""
+    size = text.strip().lower().removesuffix("gb")
+    if size.isdigit() and len(size) < 4:  # 4090 is a name
+        return replace(GPUS["H100"], memory_gib=int(size) * 1e9 / 2**30)
+    return find_gpu(text, "--gpu")

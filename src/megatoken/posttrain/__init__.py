@@ -1,0 +1,1 @@
+"""Fine-tune: SFT, DPO, KTO, reward models, GRPO, PPO and LoRA."""

@@ -1,0 +1,105 @@
+"""Log-probabilities and values of answers, measured without gradients or inside a loss.
+
+A row is a prompt and its answer. The targets are the answer's tokens. Unlike in pre-training, the
+inputs include the last token, whose value a reward model needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatoken.base.system.device import Device
+from megatoken.data.dataloader import Batch
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import token_log_probs
+
+MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward recomputes them
+
+
+def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
+    """Return how many rows of `row_tokens` tokens to put into a micro-batch.
+
+    Doubles or halves `micro_batch` until the rows have as many tokens as possible, but not more
+    than `micro_batch` full contexts. Stops doubling when all `rows` rows fit.
+    """
+    size = micro_batch
+    while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
+        size //= 2
+    while 2 * size * row_tokens <= micro_batch * seq_len and size < rows:
+        size *= 2
+    return size
+
+
+def answer_log_probs(
+    model: GPT, hidden_BTC: Tensor, batch: Batch, *, loss_chunk: int, temperature: float = 1.0
+) -> Tensor:
+    """Return the log-probabilities (B, T) of the targets, with gradients."""
+    targets = batch.targets_BT
+    saves_logits = targets.numel() * model.config.padded_vocab_size <= MAX_SAVED_LOGITS
+    return token_log_probs(
+        hidden_BTC,
+        model.lm_head_weight,
+        targets,
+        vocab_size=model.config.vocab_size,
+        softcap=model.config.logit_softcap,
+        temperature=temperature,
+        chunk=0 if saves_logits else loss_chunk,
+    )
+
+
+def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the value (B,) at the last token of each row.
+
+    If the last token was cut off, return the value at the last input instead.
+    """
+    positions = torch.arange(targets_BT.shape[1], device=targets_BT.device)
+    ends = torch.where(targets_BT >= 0, positions, -1).amax(1) + 1
+    return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerScorer:
+    """Computes scores of rows with a full model, in micro-batches, without gradients or dropout.
+
+    micro_batch: number of full-context sequences that fit in memory. fits: whether to put more of
+    shorter rows into a micro-batch, whose number then depends on the number of processes.
+    """
+
+    device: Device
+    micro_batch: int
+    loss_chunk: int
+    fits: bool = True
+
+    def log_probs(self, model: GPT, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """Return the log-probabilities (B, T) of the targets at a sampling temperature."""
+
+        def score(rows: Batch, hidden_BTC: Tensor) -> Tensor:
+            return answer_log_probs(
+                model, hidden_BTC, rows, loss_chunk=self.loss_chunk, temperature=temperature
+            )
+
+        return self._measure(model, batch, score)
+
+    def values(self, model: GPT, batch: Batch) -> Tensor:
+        """Return the value head's output (B, T) for every input token."""
+        return self._measure(model, batch, lambda _, hidden_BTC: model.values(hidden_BTC))
+
+    @torch.no_grad()
+    def _measure(
+        self, model: GPT, batch: Batch, score: Callable[[Batch, Tensor], Tensor]
+    ) -> Tensor:
+        size = self.micro_batch
+        if self.fits:
+            size = fit_rows(size, len(batch), batch.inputs_BT.shape[1], model.config.seq_len)
+        was_training = model.training
+        model.eval()
+        parts = []
+        try:
+            for rows in batch.split(size):
+                with self.device.autocast(model.tokens.weight.dtype):
+                    parts.append(score(rows, model(rows.inputs_BT)))
+        finally:
+            model.train(was_training)
+        return torch.cat(parts)

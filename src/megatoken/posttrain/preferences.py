@@ -1,0 +1,218 @@
+"""Batches of preferences: pairs of a chosen and a rejected answer to the same prompt.
+
+A pair counts as one sequence of the batch. For DPO, a pair also has the summed log-probability of
+each answer under the reference model, which is the model that the run starts from. These
+log-probabilities are computed once per run.
+
+For KTO, a pair is a rated answer and, for the estimate of the KL divergence, the answer to another
+prompt. The seed chooses the other prompt: the next one in the order of the first epoch.
+
+Shapes: N pairs of the split, B pairs of this process, T tokens.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatoken.base.errors import DataError
+from megatoken.data.dataloader import Batch
+from megatoken.data.window_order import CachedOrder, ShuffledOrder
+from megatoken.model.gpt import GPT
+from megatoken.posttrain.batches import Learner, Poll, PreferenceBatch
+from megatoken.posttrain.objective import Objective
+from megatoken.posttrain.reference import load_reference
+from megatoken.text.chat_dataset import open_rows
+
+MEASURED_PAIRS = 32  # per forward in validation and for the reference
+
+
+class Row(NamedTuple):
+    """A conversation: its ids, and whether each belongs to the answer.
+
+    is_good: for KTO, whether the answer is desirable.
+    """
+
+    ids: Sequence[int]
+    is_answer: Sequence[bool]
+    is_good: bool = True
+
+
+Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismatched answer
+
+
+def read_pairs(learner: Learner, split: str) -> list[Pair]:
+    """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
+    rows = open_rows(learner.dataset.parts[0].dataset, split)
+    read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
+    if learner.config.objective.name != "kto":
+        return list(zip(read[::2], read[1::2], strict=True))
+    order = ShuffledOrder(len(read), learner.config.seed).windows(0, len(read)).tolist()
+    mismatched = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+    limit = rows.seq_len + 1
+    return [(row, mismatch(row, read[mismatched[n]], limit)) for n, row in enumerate(read)]
+
+
+def mismatch(row: Row, other: Row, limit: int) -> Row:
+    """Return the prompt of `row` with the answer of `other`, cut to `limit` tokens."""
+    start, other_start = row.is_answer.index(True), other.is_answer.index(True)
+    return Row(
+        [*row.ids[:start], *other.ids[other_start:]][:limit],
+        [*row.is_answer[:start], *other.is_answer[other_start:]][:limit],
+    )
+
+
+class PairBatches:
+    """Batches of pairs. They are stateless: any batch can be requested at any time."""
+
+    def __init__(
+        self, learner: Learner, objective: Objective, pairs: Mapping[str, Sequence[Pair]]
+    ) -> None:
+        """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
+
+        Raises DataError if there are fewer training pairs than a batch needs.
+        """
+        self.metrics: dict[str, float] = {}
+        self._learner = learner
+        self._objective = objective
+        self._pairs = pairs
+        batch_seqs = learner.config.batch_seqs
+        n_pairs = len(pairs["train"])
+        if n_pairs < batch_seqs:
+            what = f"the training split has {n_pairs:,} pairs, a batch needs {batch_seqs:,}"
+            raise DataError(what, "data.path", "lower budget.batch_tokens, or prepare more")
+        self._order = CachedOrder(ShuffledOrder(n_pairs, learner.config.seed), n_pairs)
+        self._reference_N2: dict[str, Tensor] = {}  # by split
+        if learner.config.objective.name in ("dpo", "kto"):
+            self._reference_N2 = load_reference(learner, self._measure_reference)
+
+    def get(self, number: int) -> PreferenceBatch:
+        """Return this process's share of batch `number`."""
+        learner = self._learner
+        batch_seqs = learner.config.batch_seqs
+        rows = self._order.windows(number * batch_seqs, batch_seqs).tolist()
+        first = learner.policy.dims.dp_rank * learner.local_batch_size
+        # Padded as the global batch, because rounding depends on the shape.
+        length = max(len(row.ids) for index in rows for row in self._pairs["train"][index])
+        batch = self._build("train", rows[first : first + learner.local_batch_size], length)
+        if batch.is_good_B is None:
+            return batch
+        ratios = self._compare_mismatched(learner.policy.full_model(learner.device), batch)
+        return keep_rated(batch, itertools.chain(*learner.comm.gather(ratios)))
+
+    @torch.no_grad()
+    def validate(self, poll: Poll) -> dict[str, float]:
+        """Return the means over the held-out pairs: `loss`, and the objective's other values."""
+        comm = self._learner.comm
+        model = self._learner.policy.full_model(self._learner.device)
+        was_training = model.training
+        model.eval()
+        totals: defaultdict[str, float] = defaultdict(float)
+        n_pairs = len(self._pairs["val"])
+        for rows in self._divide(n_pairs):
+            poll()
+            if rows:
+                batch = self._build("val", rows)
+                if batch.is_good_B is not None:
+                    batch = keep_rated(batch, self._compare_mismatched(model, batch))
+                for name, value in self._sums(model, batch).items():
+                    totals[name] += value.item()
+        model.train(was_training)
+        parts = comm.gather(dict(totals))
+        names = max(parts, key=len)
+        return {name: sum(part.get(name, 0.0) for part in parts) / n_pairs for name in names}
+
+    def close(self) -> None:
+        """Do nothing, as there is no background work."""
+
+    def _divide(self, count: int) -> Iterator[range]:
+        """Yield this rank's share of `count` pairs in parts, as many on each rank; some are empty."""
+        dist_env = self._learner.comm.dist_env
+        for first in range(0, count, MEASURED_PAIRS * dist_env.world_size):
+            start = first + dist_env.rank * MEASURED_PAIRS
+            yield range(start, min(start + MEASURED_PAIRS, count))
+
+    def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
+        def forward(rows: Batch, _: Tensor | None) -> Tensor:
+            hidden_BTC: Tensor = model(rows.inputs_BT)
+            return hidden_BTC
+
+        device = self._learner.device
+        with device.autocast(model.tokens.weight.dtype):
+            return self._objective.sums(model, forward, batch, None)
+
+    def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
+        pairs = [self._pairs[split][row] for row in rows]
+        batch = build_pairs(pairs, self._learner.config.model.seq_len, length)
+        reference_N2 = self._reference_N2.get(split)
+        reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
+        is_good = torch.tensor([row.is_good for row, _ in pairs])
+        pairs_batch = PreferenceBatch(
+            batch.inputs_BT,
+            batch.targets_BT,
+            reference_B2=reference_B2,
+            is_good_B=is_good if self._learner.config.objective.name == "kto" else None,
+        )
+        return pairs_batch.to(self._learner.device.torch_device)
+
+    def _compare_mismatched(self, model: GPT, batch: PreferenceBatch) -> list[float]:
+        """Return log p / p_reference of each mismatched answer."""
+        assert batch.reference_B2 is not None
+        rows = Batch(batch.inputs_BT[:, 1], batch.targets_BT[:, 1])
+        log_probs_B = self._learner.scorer.log_probs(model, rows).sum(1)
+        ratios: list[float] = (log_probs_B - batch.reference_B2[:, 1]).tolist()
+        return ratios
+
+    def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
+        """Return the summed log-probabilities (N, 2) of chosen and rejected answers, by split.
+
+        The ranks divide the pairs, and each gets the full result.
+        """
+        return {split: self._sum_log_probs(model, split) for split in self._pairs}
+
+    def _sum_log_probs(self, model: GPT, split: str) -> Tensor:
+        learner = self._learner
+        sums_by_start = {}
+        for part in filter(None, self._divide(len(self._pairs[split]))):
+            batch = self._build(split, part)
+            rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
+            log_probs_BT = learner.scorer.log_probs(model, rows)
+            sums_by_start[part.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
+        for sums in learner.comm.gather(sums_by_start):
+            sums_by_start |= sums
+        ordered = [sums_by_start[first] for first in sorted(sums_by_start)]
+        return torch.cat([torch.zeros(0, 2), *ordered])
+
+
+def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBatch:
+    """Return a batch of KTO's rated answers only, with an estimate of the KL divergence.
+
+    The estimate is the mean of `ratios`, log p / p_reference of the mismatched answers, or 0 if it
+    is negative.
+    """
+    kl_B = torch.full((len(batch),), max(fmean(ratios), 0.0), device=batch.inputs_BT.device)
+    return replace(
+        batch, inputs_BT=batch.inputs_BT[:, :1], targets_BT=batch.targets_BT[:, :1], kl_B=kl_B
+    )
+
+
+def build_pairs(pairs: Sequence[Pair], seq_len: int, length: int = 0) -> Batch:
+    """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens.
+
+    length: of the rows, after padding; by default that of the longest.
+    """
+    shape = len(pairs), 2, length or max(len(row.ids) for pair in pairs for row in pair)
+    inputs = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.full(shape, -1, dtype=torch.int64)
+    for number, pair in enumerate(pairs):
+        for side, row in enumerate(pair):
+            ids = torch.tensor(row.ids)
+            is_answer = torch.tensor(row.is_answer)
+            inputs[number, side, : len(ids)] = ids
+            targets[number, side, : len(ids) - 1] = torch.where(is_answer, ids, -1)[1:]
+    return Batch(inputs[:, :, :seq_len], targets[:, :, :seq_len])

@@ -1,1 +1,0 @@
-"""Text generation: `generate` for text, `generate_ids` for token ids."""

@@ -1,0 +1,218 @@
+"""Restore the training state, or only the model, from a checkpoint on any number of ranks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.parallelize import ShardedParams
+from megatoken.distributed.tensor_slice import TensorSlice
+from megatoken.model.gpt import GPT, set_attention
+from megatoken.model.kernels import ATTENTION
+from megatoken.optim.adamw import AdamW
+from megatoken.optim.muon import Muon
+from megatoken.store.manifest import CheckpointManifest, FileEntry, decode_model_config
+from megatoken.store.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
+
+
+class TrainingState(Protocol):
+    """What this package saves and restores of a training state.
+
+    train/checkpoint_saver.py saves the rest in the manifest's `meta`; train/restore.py reads it.
+    """
+
+    model: GPT
+    sharded: ShardedParams
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    comm: Comm
+    step: int
+
+
+def restore_state(
+    folder: Path, manifest: CheckpointManifest, state: TrainingState, share: slice = slice(None)
+) -> dict[str, FileEntry]:
+    """Restore a state from a checkpoint, and return the entries of the files that were verified.
+
+    Raises CheckpointError, before any weight changes, if the checkpoint was saved with a different
+    model or optimizer. Raises DamagedError if a file is damaged; the state is then invalid until
+    another checkpoint is restored.
+
+    share: which files this rank reads in full and verifies: a slice of the list of weight files,
+        also applied to the list of optimizer files. From other files it reads only the parts that
+        it needs.
+    """
+    weights = TensorReader(folder, manifest, MODEL)
+    saved = TensorReader(folder, manifest, OPTIMIZER)
+    sharded = state.sharded
+    check_shapes(weights.shapes, sharded.full_shapes, folder)
+    groups = state.optimizer.param_groups
+    with malformed(folder):
+        saved_groups = manifest.meta.get("optimizer", {}).get("groups", [])
+        _check_optimizer(saved.shapes, manifest, state, folder)
+        _check_lr_scales(saved_groups, groups)
+    with torch.no_grad():
+        verified = weights.fill(sharded.local_params, sharded.slices, share)
+        verified |= _restore_optimizer(saved, state, share)
+    for group, numbers in zip(groups, saved_groups, strict=False):
+        group.update(numbers)
+    scaler_state = manifest.meta["scaler"]
+    if scaler_state:  # empty if saved in bf16 or fp32: fp16 then starts at its initial loss scale
+        with malformed(folder):
+            state.scaler.load_state_dict(scaler_state)
+    state.step = manifest.step
+    return verified
+
+
+def _restore_optimizer(
+    saved: TensorReader, state: TrainingState, share: slice
+) -> dict[str, FileEntry]:
+    sharded = state.sharded
+    groups = state.optimizer.param_groups
+    on_device = {
+        param
+        for group in groups
+        if group.get("fused") or group.get("capturable")
+        for param in group["params"]
+    }
+    values = list_optimizer_tensors(state)
+    slices: dict[str, TensorSlice] = {}
+    for name, full_shape in saved.shapes.items():
+        owner, _, key = name.partition("/")
+        if owner not in sharded.local_params:
+            continue
+        param = sharded.local_params[owner]
+        shape = full_shape
+        if full_shape == sharded.full_shapes[owner]:
+            slices[name] = sharded.slices[owner]
+            shape = tuple(param.shape)
+        if name not in values:  # as the first step would create it
+            # torch keeps `step` on the CPU unless the update runs on the device.
+            device = "cpu" if key == "step" and param not in on_device else param.device
+            values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
+    verified = saved.fill(values, slices, share)
+    for name, tensor in values.items():
+        owner, _, key = name.partition("/")
+        state.optimizer.state[sharded.local_params[owner]][key] = tensor
+    return verified
+
+
+def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
+    """Load the unsharded model of a verified checkpoint on the CPU in fp32.
+
+    Raises CheckpointError.
+    """
+    model_config = decode_model_config(manifest.meta.get("shape"), folder)
+    weights = TensorReader(folder, manifest, MODEL)
+    with torch.device("meta"), malformed(folder):
+        # A damaged manifest may claim any depth: limit the memory before shapes are compared.
+        model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_shapes(weights.shapes, expected, folder)
+    tensors = {name: weights.read(name).float() for name in weights.shapes}
+    model.load_state_dict(tensors, assign=True)
+    attention = str(manifest.meta.get("attention", ""))
+    if attention:
+        if attention not in ATTENTION:
+            what = f"checkpoint was trained with attention {attention!r}, which is not registered"
+            raise CheckpointError(what, str(folder), "call megatoken.register_attention first")
+        set_attention(model, attention)
+    return model
+
+
+def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], folder: Path) -> None:
+    """Raise CheckpointError unless the saved names and shapes are those expected."""
+    names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
+    if names:
+        differences = [
+            f"{name} is {saved.get(name)}, the model has {expected.get(name)}" for name in names[:3]
+        ]
+        what = f"checkpoint does not fit the model: {'; '.join(differences)}"
+        raise CheckpointError(what, str(folder), "use that model's recipe, or another --out")
+
+
+def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """Return the optimizer state of this rank's parameters, named `<parameter>/<key>`.
+
+    Raises ConfigError for a value that cannot be saved. A value must be a tensor. If the model is
+    sharded, it must also be a scalar or have the shape of its parameter.
+    """
+    tensors = {}
+    for name, param in state.sharded.local_params.items():
+        for key, value in state.optimizer.state.get(param, {}).items():
+            where = f"optimizer state {name}/{key}"
+            if not isinstance(value, Tensor):
+                raise ConfigError(f"not a tensor: {value!r:.40}", where, "keep it as a tensor")
+            if value.shape not in ((), param.shape) and not state.sharded.dims.is_unsharded:
+                what = f"shape {tuple(value.shape)} of a shard {tuple(param.shape)}"
+                fix = "set machine.sharding=none and machine.tensor_parallel=1"
+                raise ConfigError(what, where, fix)
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's class and its groups' hyperparameters for `meta` of the manifest.
+
+    Learning rates are left out, because the schedule sets them. Muon's hyperparameters are left
+    out, because they are in the config. For AdamW, the result is empty.
+    """
+    if type(optimizer) in (AdamW, torch.optim.AdamW):
+        return {}
+    groups = []
+    if type(optimizer) is not Muon:
+        groups = [
+            {
+                key: value
+                for key, value in group.items()
+                if type(value) in (int, float) and key != "lr"
+            }
+            for group in optimizer.param_groups
+        ]
+    return {"optimizer": {"name": type(optimizer).__name__, "groups": groups}}
+
+
+def _check_optimizer(
+    saved: Mapping[str, Shape], manifest: CheckpointManifest, state: TrainingState, folder: Path
+) -> None:
+    """Raise CheckpointError if the optimizer class or the names or shapes of its state differ."""
+    default = {"name": "AdamW", "groups": []}
+    saved_as = manifest.meta.get("optimizer", default)
+    live_as = describe_optimizer(state.optimizer).get("optimizer", default)
+    if (saved_as["name"], len(saved_as["groups"])) != (live_as["name"], len(live_as["groups"])):
+        what = f"checkpoint has optimizer {saved_as['name']}, this run {live_as['name']}"
+        raise CheckpointError(what, str(folder), "use that optimizer, or another --out")
+    sharded = state.sharded
+    live = {}
+    for name, tensor in list_optimizer_tensors(state).items():
+        owner = name.partition("/")[0]
+        is_slice = tensor.shape == sharded.local_params[owner].shape
+        live[name] = sharded.full_shapes[owner] if is_slice else tuple(tensor.shape)
+    # Many optimizers create a parameter's state in the first step.
+    has_state = {name.partition("/")[0] for name in live}
+    wrong = [name for name in live if saved.get(name) != live[name]]
+    for name, shape in saved.items():
+        owner = name.partition("/")[0]
+        full_shape = sharded.full_shapes.get(owner)
+        fits = full_shape is not None and (shape in ((), full_shape) or sharded.dims.is_unsharded)
+        if not fits or (owner in has_state and name not in live):
+            wrong.append(name)
+    if wrong:
+        what = f"optimizer state does not fit the model: {', '.join(wrong[:4])}"
+        raise CheckpointError(what, str(folder))
+
+
+def _check_lr_scales(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    for group, numbers in zip(groups, saved_groups, strict=False):
+        saved_scale = numbers.get("lr_scale", 1.0)
+        scale = group.get("lr_scale", 1.0)
+        if saved_scale != scale:
+            what = f"a group's lr_scale was {saved_scale:g}, now {scale:g}"
+            raise ConfigError(
+                what, "optimizer", "build the optimizer as before, or use another --out"
+            )

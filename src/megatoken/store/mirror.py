@@ -1,0 +1,364 @@
+"""Copy a run to another folder or an address such as s3://bucket/run. No torch.
+
+`ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its
+upload, and then its `manifest.json`. Only a checkpoint with a manifest counts as complete, so an
+upload may be interrupted at any moment. Small files of the run are next to `checkpoints/`.
+`mirror.json`, in the run folder and at the address, holds an id of the run.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, Warn
+from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.base.system.file_lock import lock_folder
+from megatoken.base.system.object_store import (
+    MissingObjectError,
+    ObjectInfo,
+    ObjectStore,
+    run_parallel,
+)
+from megatoken.data.remote import cache_folder
+from megatoken.store.commit import (
+    IDENTITY,
+    count_needed_bytes,
+    discard,
+    list_steps,
+    open_draft,
+    parse_steps,
+    publish,
+    step_folder,
+    write_files,
+)
+from megatoken.store.manifest import (
+    MANIFEST,
+    STEP,
+    CheckpointManifest,
+    DamagedError,
+    FileEntry,
+    damaged,
+    parse_manifest,
+    verify,
+)
+
+CHECKPOINTS = "checkpoints"
+PROVENANCE = "provenance.json"
+RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
+
+
+def list_mirrored(store: ObjectStore) -> list[int]:
+    """Return the steps of checkpoints that have a manifest at the address, ascending."""
+    return _list_marked(store.list(CHECKPOINTS))
+
+
+def _list_marked(files: Iterable[str]) -> list[int]:
+    paths = [name.split("/") for name in files]
+    return parse_steps([path[1] for path in paths if len(path) == 3 and path[2] == MANIFEST])
+
+
+def check_owner(run: Path, store: ObjectStore) -> None:
+    """Check that a mirror belongs to this run and has no later checkpoints than the run folder.
+
+    An address without a mirror is claimed for this run. Raises ConfigError if a check fails, and
+    StorageError if the mirror cannot be read or written.
+    """
+    identity = read_object(run / IDENTITY)
+    local_id = identity.get("run")
+    remote_id = read_identity(store)
+    mirrored = list_mirrored(store)
+    # Without a local id or mirrored checkpoints, the run was lost before its first checkpoint.
+    if remote_id is None or (local_id is None and not mirrored):
+        local_id = local_id or remote_id or uuid.uuid4().hex
+        remote_id = local_id
+        _write_identity(run, {**identity, "run": local_id})
+        store.write(IDENTITY, f"{json.dumps({'run': local_id})}\n".encode())
+    if remote_id != local_id:
+        fix = "choose another save.mirror, or a new --out to continue that run"
+        raise ConfigError("save.mirror holds another run", store.address, fix)
+    steps = list_steps(run / CHECKPOINTS)
+    if steps and mirrored and mirrored[-1] > steps[-1] and not identity.get("rewound"):
+        what = f"save.mirror is ahead: step {mirrored[-1]:,} there, {steps[-1]:,} here"
+        fix = "choose a new --out to continue from there, or another save.mirror"
+        raise ConfigError(what, store.address, fix)
+
+
+def allow_rewind(run: Path) -> None:
+    """Let the next upload delete mirrored checkpoints that are later than the newest local one."""
+    identity = read_object(run / IDENTITY)
+    if identity:
+        _write_identity(run, {**identity, "rewound": True})
+
+
+def _write_identity(run: Path, identity: Mapping[str, Any]) -> None:
+    with storage_errors(run):
+        replace_file(run / IDENTITY, json.dumps(identity) + "\n", durable=True)
+
+
+def read_identity(store: ObjectStore) -> str | None:
+    """Return the id of the mirrored run, None if the address holds no mirror, "" if damaged."""
+    try:
+        return str(json.loads(store.read(IDENTITY))["run"])
+    except MissingObjectError:
+        return None
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def update_mirror(
+    run: Path, address: str, *, keep_last: int, keep_every: int, best: int | None = None
+) -> dict[str, Any]:
+    """Upload what is missing in a run's mirror, prune the mirror, and return a report for the log.
+
+    It uploads small files, the newest checkpoint, the `best` one and multiples of `keep_every`. Old
+    checkpoints are removed by the same rules as in `checkpoint.commit.prune`. If it raises
+    MegatokenError, the next call continues from what was already uploaded.
+    """
+    start = time.monotonic()
+    store = ObjectStore(address)
+    check_owner(run, store)
+    for name in RUN_FILES:
+        if (run / name).is_file():
+            store.write(name, (run / name).read_bytes())
+    missing = _list_missing(run, store, keep_every, best)
+    folders = [step_folder(run / CHECKPOINTS, step) for step in missing]
+    n_bytes = sum(upload_checkpoint(store, folder) for folder in folders)
+    _remove_rewound(run, store)
+    prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
+    return {
+        "uploaded": [folder.name for folder in folders],
+        "bytes": n_bytes,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
+    """Return the steps of checkpoints to upload, newest first."""
+    steps = list_steps(run / CHECKPOINTS)
+    files = store.list(CHECKPOINTS)
+    return [
+        step
+        for step in reversed(steps)
+        if (step in (steps[-1], best) or (keep_every and step % keep_every == 0))
+        and not _is_complete(store, step, files)
+    ]
+
+
+def _remove_rewound(run: Path, store: ObjectStore) -> None:
+    """Delete mirrored checkpoints later than the newest local one, if `allow_rewind` was called."""
+    identity = read_object(run / IDENTITY)
+    if identity.pop("rewound", False):
+        newest = max(list_steps(run / CHECKPOINTS), default=None)
+        if newest is not None:
+            remove_steps(store, [step for step in list_mirrored(store) if step > newest])
+        _write_identity(run, identity)
+
+
+def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
+    """Upload a checkpoint, its manifest last, and return the number of bytes.
+
+    Raises DamagedError if the local checkpoint is damaged.
+    """
+    files = verify(folder).files
+    name = f"{CHECKPOINTS}/{folder.name}"
+    run_parallel(
+        [
+            partial(store.upload, folder / file, f"{name}/{file}", entry.xxh3_128)
+            for file, entry in files.items()
+        ]
+    )
+    store.write(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+    read_mark(store, folder.name)
+    return sum(entry.bytes for entry in files.values())
+
+
+def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
+    """Return the manifest of a mirrored checkpoint. Raises DamagedError.
+
+    name: the checkpoint's, `step-...`.
+    """
+    file = f"{CHECKPOINTS}/{name}/{MANIFEST}"
+    try:
+        manifest = parse_manifest(store.read(file), store.at(file), name)
+    except MissingObjectError as error:
+        raise damaged(store.at(file), "it is missing, so this was never committed") from error
+    for path in manifest.files:
+        if ".." in path.split("/") or path.startswith("/") or "\\" in path:
+            raise damaged(store.at(file), f"it names a file outside the folder: {path!r}")
+    return manifest
+
+
+def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
+    """Remove old mirrored checkpoints, and old remains of interrupted uploads.
+
+    Remains are old if they belong to an earlier step than the newest checkpoint. Raises
+    StorageError.
+
+    keep_last: how many of the newest complete checkpoints to keep, at least 1. In a complete one,
+        all files have their full size. Incomplete ones newer than the oldest of these are kept as
+        well.
+    keep_every: keep steps that are multiples of it; 0 disables this.
+    best: another step to keep.
+    """
+    files = store.list(CHECKPOINTS)
+    steps = _list_marked(files)
+    n_complete = 0
+    to_remove: list[int] = []
+    for step in reversed(steps):
+        if n_complete < max(1, keep_last):
+            n_complete += _is_complete(store, step, files)
+        elif step != best and (not keep_every or step % keep_every):
+            to_remove.append(step)
+    unmarked = {*parse_steps([name.split("/")[1] for name in files])} - {*steps}
+    to_remove += [step for step in unmarked if step < max(steps, default=0)]
+    remove_steps(store, to_remove)
+
+
+def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
+    """Remove mirrored checkpoints, starting in each with its manifest. Raises StorageError."""
+    for step in steps:
+        store.remove(f"{CHECKPOINTS}/{_step_name(step)}/{MANIFEST}")
+        store.remove(f"{CHECKPOINTS}/{_step_name(step)}")
+
+
+def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo]) -> bool:
+    """Return whether a mirrored checkpoint has a manifest and every file at its full size."""
+    try:
+        entries = read_mark(store, _step_name(step)).files
+    except DamagedError:
+        return False
+    sizes = {_object_name(step, file): entry.bytes for file, entry in entries.items()}
+    return all(name in files and files[name].bytes == size for name, size in sizes.items())
+
+
+def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
+    """Verify all mirrored checkpoints by reading every byte.
+
+    Returns their number, and the first error of each damaged one.
+    """
+    errors: list[MegatokenError] = []
+    steps = list_mirrored(store)
+    for step in steps:
+        try:
+            for file, entry in read_mark(store, _step_name(step)).files.items():
+                name = _object_name(step, file)
+                stored = FileEntry(store.size(name) or 0, store.hash(name))
+                _check_entry(store.at(name), stored, entry)
+        except MegatokenError as error:
+            errors.append(error)
+    return len(steps), errors
+
+
+def fetch_run(run: Path, address: str, warn: Warn) -> Path | None:
+    """Fetch a run's newest valid checkpoint and its small files, if the run folder has none.
+
+    Returns the checkpoint's local folder, or None if nothing was fetched, because the run folder
+    has a checkpoint or the mirror has none. Raises what `check_owner` raises, and CheckpointError
+    if all mirrored checkpoints are damaged.
+
+    warn: called with a message for each damaged checkpoint.
+    """
+    store = ObjectStore(address)
+    if list_steps(run / CHECKPOINTS):
+        check_owner(run, store)
+        return None
+    steps = list_mirrored(store)
+    if not steps or read_identity(store) is None:
+        return None
+    _fetch_file(store, PROVENANCE, run)  # makes the folder a run even if this process is killed
+    folder = fetch_newest(store, steps, run / CHECKPOINTS, warn)
+    if folder is None:
+        fix = "start without save.mirror, or with another one"
+        raise CheckpointError("all checkpoints there are damaged", address, fix)
+    for name in (*RUN_FILES, IDENTITY):
+        _fetch_file(store, name, run)
+    return folder
+
+
+def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: Warn) -> Path | None:
+    """Fetch the newest valid checkpoint of these ascending steps into `root`; return its folder.
+
+    Returns None if all are damaged.
+    """
+    for step in reversed(steps):
+        try:
+            return fetch_checkpoint(store, step, root)
+        except DamagedError as error:
+            warn(f"{error} (skipping {_step_name(step)})")
+    return None
+
+
+def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
+    """Fetch and commit one checkpoint. Raises DamagedError, StorageError."""
+    manifest = read_mark(store, _step_name(step))
+    needed_bytes = count_needed_bytes(sum(entry.bytes for entry in manifest.files.values()))
+    draft = open_draft(root, step, needed_bytes)
+    if draft is None:
+        return step_folder(root, step)
+    entries: dict[str, FileEntry] = {}
+
+    def fetch(file: str) -> None:
+        name = _object_name(step, file)
+        try:
+            writer = {file: partial(store.download, name)}
+            entries.update(write_files(draft, step, writer, needed_bytes))
+        except MissingObjectError as error:
+            raise damaged(store.at(name), "it is missing") from error
+        _check_entry(store.at(name), entries[file], manifest.files[file])
+
+    try:
+        run_parallel([partial(fetch, file) for file in manifest.files])
+        publish(draft, step, {file: entries[file] for file in manifest.files}, meta=manifest.meta)
+    finally:
+        discard(draft)
+    return step_folder(root, step)
+
+
+def fetch_model(address: str, warn: Warn) -> Path:
+    """Fetch a checkpoint from a mirror into the cache, and return its local folder.
+
+    Raises CheckpointError if no checkpoint is found.
+
+    address: of a mirror, for its newest valid checkpoint, or of one checkpoint in it.
+    """
+    run, _, last = address.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
+    named = STEP.fullmatch(last)
+    store = ObjectStore(run if named else address)
+    steps = [step for step in list_mirrored(store) if not named or step == int(named[1])]
+    root = cache_folder("models", store.address, b"") / CHECKPOINTS
+    with storage_errors(root), lock_folder(root.parent, "download", on_wait=lambda: None):
+        folder = fetch_newest(store, steps, root, warn)
+        if folder is None:
+            what = "all checkpoints there are damaged" if steps else "no checkpoint there"
+            raise CheckpointError(what, address, "name the address of a run's save.mirror")
+        for other in root.iterdir():
+            if other != folder:
+                discard(other)
+    return folder
+
+
+def _check_entry(where: str, stored: FileEntry, expected: FileEntry) -> None:
+    if stored != expected:
+        difference = f"{stored.bytes:,} bytes of xxh3-128 {stored.xxh3_128}"
+        expectation = f"{expected.bytes:,} of {expected.xxh3_128}"
+        raise damaged(where, f"it has {difference}, expected {expectation}")
+
+
+def _fetch_file(store: ObjectStore, name: str, run: Path) -> None:
+    with suppress(MissingObjectError), storage_errors(run):
+        content = store.read(name)
+        run.mkdir(parents=True, exist_ok=True)
+        replace_file(run / name, content, durable=True)
+
+
+def _step_name(step: int) -> str:
+    return step_folder(Path(), step).name
+
+
+def _object_name(step: int, file: str) -> str:
+    return f"{CHECKPOINTS}/{_step_name(step)}/{file}"

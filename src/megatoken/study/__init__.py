@@ -1,0 +1,1 @@
+"""Compare runs and machines: races, sweeps, scaling, benchmarks, reports, plots."""

@@ -1,0 +1,310 @@
+"""`megatoken race A B ... --tokens T`: compare the tokens and time to reach a loss.
+
+A contender is a recipe, which may have its own settings: 'quickstart optim.lr=8e-3' (in quotes).
+All contenders train with the same seeds, which set the order of the data, and are validated on all
+held-out text. Each run is a `megatoken train` in a folder below OUT. The runs take turns of a few
+minutes, so that slow hours of the machine affect all of them. Repeating the command continues a
+race, and trains seeds or contenders that were added.
+
+With `--minutes`, short runs of each contender first measure its pace, which sets how many tokens it
+trains on. The budget is fixed from then on, so schedules end with it and runs are deterministic.
+"""
+
+import re
+import shlex
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from megatoken.base.config.fields import parse_time
+from megatoken.base.config.load import ALTERNATIVES, RUN_CONFIG, list_changes, resolve
+from megatoken.base.config.schema import Config
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError, DataError, ExitCode, error_from_code
+from megatoken.base.system.atomic_write import local_path, read_object
+from megatoken.base.system.file_lock import lock_folder
+from megatoken.base.system.metrics_log import STATUS, find_last_rows, read_metrics
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.recipe import RECIPE_HELP
+from megatoken.cli.runs import read_config
+from megatoken.study.child_runs import read_error, stop_on_signal, train
+
+if TYPE_CHECKING:
+    from megatoken.data.mixture import Mixture
+
+HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
+EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
+CALIBRATIONS = 3  # short runs that measure the pace of a contender
+CALIBRATION_STEPS = 20
+VALIDATIONS = (10, 50)  # minimum and maximum number of validations of the longest contender
+SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
+# Only train and validate, and log every step.
+FIXED = (
+    "evaluate.tasks=",
+    "evaluate.patience=0",
+    "sample.every=0",
+    "save.mirror=",
+    "log.every=1steps",
+    "log.plots=false",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    doc = f"recipe, optionally with its own settings in quotes; {RECIPE_HELP}"
+    arg("contenders", metavar="RECIPE", nargs="+", help=doc)
+    add_settings(parser)
+    doc = "target validation loss, nats per token (bits per byte across tokenizers)"
+    arg("--target-loss", type=float, metavar="L", help=doc)
+    doc = "training tokens, such as 10M; alone, the target is the final loss of the first RECIPE"
+    arg("--tokens", metavar="T", help=doc)
+    doc = "training time of a run instead of --tokens, from the measured time of a step"
+    arg("--minutes", type=float, metavar="M", help=doc)
+    doc = "runs of each RECIPE; a larger number continues a finished race (default 3)"
+    arg("--seeds", default=3, metavar="N", help=doc)
+    doc = "time slice of a run; 0: run each to its end (default 5m)"
+    arg("--turn", type=parse_time, default="5m", metavar="TIME", help=doc)
+    doc = "folder of the race and its runs (default races/FIRST)"
+    arg("--out", type=local_path, metavar="DIR", help=doc)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A recipe with its settings, and its data.
+
+    label: the contender as the user wrote it. words: the recipe and its overrides, as arguments of
+    `megatoken train`.
+    """
+
+    label: str
+    words: tuple[str, ...]
+    config: Config
+    data: "Mixture"
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder that holds the contender's runs."""
+        return re.sub(r"[^\w.=+-]+", "-", self.label).strip("-.")
+
+    @property
+    def texts(self) -> list[Any]:
+        """What identifies the text of its datasets, independent of the tokenizer.
+
+        For each dataset, the hash of the input files and the number of documents in each split.
+        """
+        manifests = [part.dataset.manifest for part in self.data.parts]
+        return [(manifest.source.get("inputs"), manifest.documents) for manifest in manifests]
+
+    @property
+    def n_val(self) -> int:
+        """The number of held-out tokens in the dataset that has most of them."""
+        return max(len(part.dataset.val) for part in self.data.parts)
+
+    @property
+    def total_tokens(self) -> int:
+        """The number of training tokens of one run."""
+        seq_len = self.config.model.seq_len
+        epoch_tokens = (len(self.data.train) - 1) // seq_len * seq_len
+        return self.config.budget.tokens_before(self.config.total_steps(epoch_tokens=epoch_tokens))
+
+
+@dataclass
+class Run:
+    """The run of a contender with one seed.
+
+    turn_seconds: length of a turn; 0 to train the whole run in one turn.
+    """
+
+    name: str
+    folder: Path
+    words: list[str]
+    turn_seconds: int
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained; 0 before the first."""
+        return int(read_object(self.folder / STATUS).get("step", 0))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has reached its end, or has failed because its loss was not finite."""
+        status = read_object(self.folder / STATUS)
+        return status.get("state") == "done" or status.get("exit_code") == ExitCode.NUMERICS
+
+
+def run(options: Namespace, console: Console) -> Result:
+    """Train all unfinished runs, then compare the contenders, and draw and record the result."""
+    from megatoken.study.race_report import report
+
+    if not (options.target_loss or options.tokens or options.minutes):
+        fix = "give --target-loss, --tokens or --minutes"
+        raise ConfigError("no target", "megatoken race", fix)
+    contenders = [open_contender(label, options) for label in options.contenders]
+    metric = check_contenders(contenders)
+    options.out = options.out or Path("races") / contenders[0].folder
+    stopping = threading.Event()
+    with lock_folder(options.out, "race"):
+        with stop_on_signal(stopping):
+            if options.minutes:
+                contenders = fit_budgets(contenders, options, stopping, console)
+            rounds = list_rounds(contenders, options)
+            for runs in rounds.values():
+                check_unchanged(list(runs.values()))
+            for runs in rounds.values():
+                run_round(list(runs.values()), stopping, console)
+        finished_rounds = {
+            seed: runs
+            for seed, runs in rounds.items()
+            if all(run.is_finished for run in runs.values())
+        }
+        folders = {
+            label: [runs[label].folder for runs in finished_rounds.values()]
+            for label in options.contenders
+        }
+        data = report(options, metric, list(finished_rounds), folders, console)
+    return Result(ExitCode.DONE if finished_rounds == rounds else ExitCode.STOPPED, data)
+
+
+def open_contender(label: str, options: Namespace) -> Contender:
+    """Resolve a contender's recipe and open its data. Raises ConfigError and DataError."""
+    from megatoken.data.mixture import load_mixture
+
+    recipe, *settings = shlex.split(label)
+    words = [*options.overrides, *settings]
+    if options.tokens and not any(word.partition("=")[0] in ALTERNATIVES for word in words):
+        words.insert(0, f"budget.tokens={options.tokens}")
+    config = resolve(recipe, words).config
+    data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
+    return Contender(label, (recipe, *words), config, data)
+
+
+def fit_budgets(
+    contenders: list[Contender], options: Namespace, stopping: threading.Event, console: Console
+) -> list[Contender]:
+    """Return the contenders with the budgets that they train in `--minutes`.
+
+    Paces are measured once, by CALIBRATIONS runs of each contender below OUT that take turns; the
+    fastest counts, because other work on the machine only slows a run down. If `stopping` is set
+    meanwhile, the contenders are returned unchanged.
+    """
+    from megatoken.study.race_report import read_pace
+
+    settings = (*FIXED, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
+    paces: dict[str, list[float]] = {contender.label: [] for contender in contenders}
+    for number in range(CALIBRATIONS):
+        for contender in contenders:
+            folder = options.out / contender.folder / f"calibration-{number}"
+            name = f"{contender.label}, {folder.name}"
+            run = Run(name, folder, [*contender.words, *settings], 0)
+            if not run.is_finished:
+                train_turn(run, stopping)
+            if not run.is_finished:
+                return contenders
+            _, pace = read_pace(read_metrics(folder, console.warn))
+            paces[contender.label].append(float(median(pace)))
+    fitted = []
+    for contender in contenders:
+        tokens = round(60 * options.minutes / min(paces[contender.label]))
+        console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
+        recipe, *overrides = contender.words
+        overrides.append(f"budget.tokens={tokens}")
+        config = resolve(recipe, overrides).config
+        fitted.append(replace(contender, words=(recipe, *overrides), config=config))
+    return fitted
+
+
+def check_contenders(contenders: Sequence[Contender]) -> str:
+    """Check that contenders are comparable, and return the metric to compare.
+
+    The metric is `loss`, or `bits_per_byte` if their tokenizers differ. Raises ConfigError if two
+    contenders have the same folder, and DataError if their texts differ or no text is held out.
+    """
+    first = contenders[0]
+    if len({contender.folder for contender in contenders}) < max(2, len(contenders)):
+        raise ConfigError("a race takes two or more different recipes", "megatoken race")
+    tokenizers = {contender.data.tokenizer.fingerprint for contender in contenders}
+    for contender in contenders:
+        is_same = len(tokenizers) > 1 or contender.data.fingerprint == first.data.fingerprint
+        if not is_same or contender.texts != first.texts:
+            raise DataError(f"{contender.data} and {first.data} are different text", "data.path")
+        if contender.n_val < 2:
+            raise DataError("no held-out text", str(contender.data), "use a larger --val-fraction")
+    return "loss" if len(tokenizers) == 1 else "bits_per_byte"
+
+
+def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
+    """Return for each seed its runs by contender label, in the order in which they take turns.
+
+    The order rotates from seed to seed. The interval of validations is chosen so that validation
+    costs about a third of the training FLOPs of the longest contender.
+    """
+    longest = max(contender.total_tokens for contender in contenders)
+    n_val = max(contender.n_val for contender in contenders)
+    fewest, most = VALIDATIONS
+    every = max(1, longest // min(max(longest // n_val, fewest), most))
+    user_keys = {word.partition("=")[0] for word in options.overrides}
+    rounds: dict[int, dict[str, Run]] = {}
+    for index in range(options.seeds):
+        seed = contenders[0].config.seed + index
+        start = index % len(contenders)
+        rounds[seed] = {}
+        for contender in [*contenders[start:], *contenders[:start]]:
+            shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": contender.n_val}
+            words = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
+            words = [*contender.words, *FIXED, *words, f"seed={seed}"]
+            folder = options.out / contender.folder / f"seed-{seed}"
+            name = f"{contender.label}, seed {seed}"
+            rounds[seed][contender.label] = Run(name, folder, words, int(options.turn))
+    return rounds
+
+
+def check_unchanged(runs: Sequence[Run]) -> None:
+    """Raise ConfigError if the folder of one of the runs holds a run with other settings."""
+    for run in runs:
+        if not (run.folder / RUN_CONFIG).is_file():
+            continue
+        config = resolve(run.words[0], run.words[1:]).config
+        for change in list_changes(read_config(run.folder), config):
+            if change.key in SHARED or change.resume != "free":
+                what = f"{run.name} has changed: {change}"
+                raise ConfigError(what, run.folder, "name another --out")
+
+
+def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) -> None:
+    """Train the runs of one seed in turns until all are finished or `stopping` is set."""
+    while not all(run.is_finished for run in runs):
+        for run in runs:
+            if stopping.is_set():
+                return
+            if not run.is_finished:
+                take_turn(run, stopping, console)
+
+
+def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
+    """Train a run for one turn, and print its progress. Raises what `train_turn` raises."""
+    step = run.step
+    train_turn(run, stopping)
+    val = find_last_rows(run.folder, ["val"]).get("val", {})
+    loss = float(val.get("loss", "nan"))
+    console.print(f"{run.name}: step {run.step:,}, validation loss {loss:.4f}")
+    if run.step == step:
+        run.turn_seconds *= 2  # setup or validation takes longer than a turn
+
+
+def train_turn(run: Run, stopping: threading.Event) -> None:
+    """Train a run for one turn.
+
+    Raises the error of a run that fails. If only its loss is not finite, the run ends without an
+    error.
+    """
+    limit = f"save.time_limit={run.turn_seconds or ''}"
+    code = train(run.folder, [*run.words, limit], stopping.is_set)
+    is_error = code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
+    if is_error and not stopping.is_set():
+        code = code if code in set(ExitCode) else ExitCode.PEER
+        raise error_from_code(code, f"{run.name}: {read_error(run.folder)}")

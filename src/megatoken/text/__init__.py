@@ -1,0 +1,1 @@
+"""Raw text to shards of tokens: sources, documents, tokenizers, conversations."""

@@ -1,0 +1,153 @@
+"""Read datasets of conversations: token rows of equal length, with one byte of flags per token.
+
+A row is one token longer than the context that the dataset was prepared for. The flags are called
+marks. The manifest's `source` records the kind of dataset, the context, and a hash of each extra
+file.
+
+| kind | a row | extra files next to the shards |
+|---|---|---|
+| chat | complete conversations, as many as fit | `train_000000.marks`, ... |
+| preference | one conversation; chosen and rejected rows alternate | the same |
+| kto | one conversation; a mark tells whether its answer is desirable | the same |
+| prompt | one prompt with the header of the answer | also `train_answers.jsonl`, the input rows |
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatoken.base.errors import DataError
+from megatoken.data.dataset import Dataset, Tokens
+from megatoken.data.shard_format import RESTORE, Manifest, read_errors
+
+# Flags in a token's mark: the token is trained on, starts a conversation, or pads the row, or (for
+# KTO) starts a conversation with a desirable answer.
+TRAINED = 1
+START = 2
+PADDING = 4
+DESIRABLE = 8
+KINDS = {
+    "text": "text",
+    "chat": "conversations",
+    "preference": "preferences",
+    "kto": "rated answers",
+    "prompt": "prompts with answers",
+}
+OBJECTIVE_DATA = {  # the kind of data of each objective
+    "pretrain": "text",
+    "sft": "chat",
+    "dpo": "preference",
+    "kto": "kto",
+    "reward": "preference",
+    "grpo": "prompt",
+    "ppo": "prompt",
+}
+# Objectives whose batches are made from individual rows.
+ROW_OBJECTIVES = ("dpo", "kto", "reward", "grpo", "ppo")
+
+Marks = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ChatRows:
+    """The rows of one split.
+
+    marks (n_tokens,): the flags TRAINED, START and PADDING of each token.
+    """
+
+    tokens: Tokens
+    marks: Marks
+    seq_len: int
+
+    def __len__(self) -> int:
+        return len(self.marks) // (self.seq_len + 1)
+
+    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Marks]:
+        """Return (ids, marks) of the rows with these numbers, both (n, seq_len + 1).
+
+        Raises DataError as `Tokens.gather` does.
+        """
+        length = self.seq_len + 1
+        return self.tokens.gather(rows * length, length), self.marks.reshape(-1, length)[rows]
+
+    def sequence(self, row: int) -> tuple[list[int], list[bool]]:
+        """Return a row's ids without padding, and for each id whether it is trained on."""
+        ids, marks = self.read(np.array([row]))
+        is_real = marks[0] & PADDING == 0
+        return ids[0][is_real].tolist(), (marks[0][is_real] & TRAINED > 0).tolist()
+
+    def is_desirable(self, row: int) -> bool:
+        """Return whether a row's answer is desirable (KTO)."""
+        return bool(self.marks[row * (self.seq_len + 1)] & DESIRABLE)
+
+
+def find_kind(manifest: Manifest) -> str:
+    """Return the kind of a dataset: text, chat, preference, kto or prompt."""
+    return str(manifest.source.get("kind", "text"))
+
+
+def require_data_for(objective: str, dataset: Dataset) -> None:
+    """Raise DataError unless the dataset has the kind of data that the objective trains on."""
+    require_kind(dataset, OBJECTIVE_DATA[objective], f"objective.name={objective}")
+
+
+def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:
+    """Raise DataError unless the dataset is of this kind.
+
+    needed_by: what needs this kind, for the error message.
+    """
+    actual = find_kind(dataset.manifest)
+    if actual != kind:
+        what = f"{needed_by} needs {KINDS[kind]}, this dataset holds {KINDS.get(actual, actual)}"
+        raise DataError(what, dataset.path, "prepare another one")
+
+
+def open_rows(dataset: Dataset, split: str) -> ChatRows:
+    """Return the rows of a split. Raises DataError if a .marks file is missing or damaged."""
+    parts = [np.zeros(0, np.uint8)]
+    for shard in dataset.manifest.shards:
+        if shard.split == split:
+            marks = np.frombuffer(_read_verified(dataset, marks_name(shard.file)), np.uint8)
+            if len(marks) != shard.tokens:
+                path = dataset.path / marks_name(shard.file)
+                raise DataError(f"{len(marks):,} marks, {shard.tokens:,} tokens", path, RESTORE)
+            parts.append(marks)
+    seq_len = int(dataset.manifest.source["seq_len"])
+    return ChatRows(getattr(dataset, split), np.concatenate(parts), seq_len)
+
+
+def read_answers(dataset: Dataset, split: str) -> list[dict[str, Any]]:
+    """Return the input row of each prompt; its key `answer` holds the answer.
+
+    Raises DataError if the answers file is missing or damaged.
+    """
+    name = answers_name(split)
+    if name not in dataset.manifest.source["files_beside"]:  # an empty split
+        return []
+    return [json.loads(line) for line in _read_verified(dataset, name).splitlines()]
+
+
+def marks_name(shard: str) -> str:
+    """Return the name of a shard's .marks file."""
+    return f"{Path(shard).stem}.marks"
+
+
+def answers_name(split: str) -> str:
+    """Return the name of a split's answers file."""
+    return f"{split}_answers.jsonl"
+
+
+def _read_verified(dataset: Dataset, name: str) -> bytes:
+    path = dataset.path / name
+    with read_errors(path):
+        data = path.read_bytes()
+    actual = xxhash.xxh3_128_hexdigest(data)
+    expected = dataset.manifest.source["files_beside"].get(name)
+    if actual != expected:
+        raise DataError(f"file is damaged: hash {actual}, expected {expected}", path, RESTORE)
+    return data

@@ -1,0 +1,259 @@
+"""Prepare a dataset folder (chat_dataset.py) from conversations, preferences or prompts."""
+
+import json
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.system.atomic_write import replace_file, storage_errors
+from megatoken.data.shard_format import Manifest, Shard
+from megatoken.text.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
+from megatoken.text.chat_formats import HARMLESS, Example, Format, Kind, parse_row
+from megatoken.text.chat_template import THOUGHTS, ChatTemplate, add_control_tokens, find_template
+from megatoken.text.documents import Invalid, token_dtype
+from megatoken.text.output_folder import (
+    PrepareResult,
+    ResumeState,
+    describe_source,
+    find_finished,
+    finish_dataset,
+    hold_lock,
+    start_or_resume,
+    summarize,
+)
+from megatoken.text.shard_writer import ShardWriter
+from megatoken.text.sources import Source
+from megatoken.text.text_files import read_rows
+from megatoken.text.tokenizer import Tokenizer
+
+Long = Literal["fail", "skip"]
+TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (n,)
+
+
+class Row(NamedTuple):
+    """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one.
+
+    split: the split that its file belongs to, or "".
+    """
+
+    example: Example
+    sequences: list[TokenRow]
+    split: str
+
+
+def prepare_chats(
+    source: Source,
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    val_fraction: float = 0.01,
+    shard_tokens: int = 100_000_000,
+    invalid: Invalid = "replace",
+    long: Long = "fail",
+) -> PrepareResult:
+    """Prepare the dataset `out` from rows of conversations (chat_formats.py), all held in memory.
+
+    tokenizer: the model's; it gets ChatML's control tokens if it has no chat template. seq_len: the
+    model's context. invalid: "skip" drops unusable rows. long: "skip" drops rows longer than the
+    context. Rows with equal prompts go to the same split.
+
+    Raises ConfigError for an unusable template or a bad setting, DataError for unusable rows or an
+    `out` that holds something else, and StorageError if the disk fails.
+    """
+    started = time.monotonic()
+    if seq_len < 1 or not 0 <= val_fraction < 1:
+        raise ConfigError("--context or --val-fraction is out of range", "prepare", "see --help")
+    val_fraction *= not source.has_val
+    tokenizer = add_control_tokens(tokenizer)
+    template = find_template(tokenizer)
+    recipe = describe_source(source) | {
+        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint[:16]}",
+        "val_fraction": float(val_fraction),
+        "shard_tokens": shard_tokens,
+        "invalid": invalid,
+        "long": long,
+        "seq_len": seq_len,
+        "template": template.name,
+    }
+    finished = find_finished(out, recipe, source)
+    if finished:
+        return summarize(finished, started, source, unchanged=True)
+    with hold_lock(out):
+        state, _ = start_or_resume(out, ResumeState(recipe, source.digest(times=True)))
+        rows, row_format, counts = _encode_rows(source, template, invalid)
+        fitting = _drop_long(rows, seq_len, long)
+        splits = _split_rows(fitting, val_fraction)
+        counts["skipped"] += len(rows) - len(fitting)
+        described = recipe | {"kind": row_format.kind, "format": row_format.name, "counts": counts}
+        with storage_errors(out):
+            manifest = _write_splits(out, splits, tokenizer, seq_len + 1, shard_tokens, described)
+            finish_dataset(out, manifest, state)
+    return summarize(manifest, started, source)
+
+
+def _write_splits(
+    out: Path,
+    splits: dict[str, list[Row]],
+    tokenizer: Tokenizer,
+    row_len: int,
+    shard_tokens: int,
+    source: dict[str, Any],
+) -> Manifest:
+    """Write a dataset's tokenizer, shards, marks and answers.
+
+    Return the manifest, which the caller must write last.
+    """
+    tokenizer.save(out / "tokenizer")
+    dtype = token_dtype(tokenizer.vocab_size)
+    shards: list[Shard] = []
+    files: dict[str, str] = {}
+    for split, rows in splits.items():
+        writer = ShardWriter(out, split, dtype, shard_tokens, tokenizer.fingerprint, 0)
+        contents = _write_split(writer, rows, row_len, tokenizer.eot, source["kind"])
+        shards += writer.finish()
+        for name, data in contents.items():
+            replace_file(out / name, data, durable=True)
+            files[name] = xxhash.xxh3_128_hexdigest(data)
+    return Manifest(
+        tokenizer=tokenizer.describe(),
+        dtype=writer.dtype,
+        documents={split: len(rows) for split, rows in splits.items()},
+        shards=tuple(shards),
+        source=source | {"files_beside": files},
+    )
+
+
+def _encode_rows(
+    source: Source, template: ChatTemplate, invalid: Invalid
+) -> tuple[list[Row], Format, Counter[str]]:
+    """Return the encoded rows, their format, and counts of rows: skipped, or with an unused key."""
+    rows: list[Row] = []
+    counts = Counter(skipped=0)
+    row_format: Format | None = None
+    jinja = f"{template.jinja}{template.tokenizer.templates}"
+    for where, line, split in read_rows(source):
+        counts["skipped"] += 1
+        try:
+            row_format, example = parse_row(line, where, row_format)
+            if example.weight:
+                rows.append(Row(example, _encode(example, row_format.kind, template), split))
+                counts["skipped"] -= 1
+                messages = chain(example.prompt, *example.answers)
+                keys = {key for each in messages for key in each.fields if key not in jinja}
+                keys -= {*THOUGHTS, *HARMLESS}
+                counts.update(f"rows with unused {key}" for key in keys.union(example.unused))
+        except DataError:
+            if invalid != "skip":
+                raise
+    if row_format is None or not rows:
+        what = f"no rows, {counts['skipped']:,} skipped"
+        raise DataError(what, source.files[0].path, "name other files")
+    return rows, row_format, counts
+
+
+def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
+    options = {"where": example.where} | example.options
+    encoded = [template.encode(messages, **options) for messages in example.answers]
+    if kind == "prompt":
+        encoded = [template.encode(example.prompt, reply=True, **options)]
+    if kind == "preference" and encoded[0][0] == encoded[1][0]:
+        what = "chosen and rejected are the same tokens"
+        raise DataError(what, example.where, "leave the pair out")
+    sequences = []
+    for ids, trained in encoded:
+        marks = np.array(trained, np.uint8) * TRAINED
+        marks[0] |= START | DESIRABLE * example.is_desirable
+        sequences.append((np.array(ids, np.uint32), marks))
+    return sequences
+
+
+def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
+    """Return the rows that fit the context.
+
+    Raises DataError if `long` is "fail" and a row does not fit, or if no row fits.
+    """
+    lengths = [max(len(ids) for ids, _ in row.sequences) for row in rows]
+    fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= seq_len + 1]
+    if len(fitting) < len(rows) and (long == "fail" or not fitting):
+        longest = max(range(len(rows)), key=lengths.__getitem__)
+        what = (
+            f"{len(rows) - len(fitting):,} of {len(rows):,} rows exceed the context of {seq_len:,}"
+        )
+        fix = "skip them with --long skip, or use a model with a longer context"
+        raise DataError(
+            f"{what} tokens, by up to {lengths[longest]:,}", rows[longest].example.where, fix
+        )
+    return fitting
+
+
+def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
+    """Split rows into train and val by their files or, if those have no split, by a hash of prompts.
+
+    By hash, a split that would be empty gets the prompt whose hash is nearest to the threshold.
+    With a val_fraction of 0 or a single prompt, val stays empty. Raises DataError if train does.
+    """
+    hashes = []
+    for row in rows:
+        prompt = json.dumps([[message.role, message.content] for message in row.example.prompt])
+        hashes.append(xxhash.xxh3_64_intdigest(prompt.encode()))
+    limit = min(max(val_fraction * 2**64, min(hashes) + 1), max(hashes)) if val_fraction else 0
+    splits: dict[str, list[Row]] = {"train": [], "val": []}
+    for row, digest in zip(rows, hashes, strict=True):
+        splits[row.split or ("val" if digest < limit else "train")].append(row)
+    if not splits["train"]:
+        raise DataError("no rows to train on", rows[0].example.where, "name other files")
+    return splits
+
+
+def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
+    """Pack sequences into rows of at most `length` tokens by best fit, longest first."""
+    order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int, int]] = []  # tokens left, minus the step that left them, row
+    for step, number in enumerate(order):
+        needed, room, row = len(sequences[number][0]), length, len(rows)
+        place = bisect_left(rooms, (needed,))
+        if place < len(rooms):
+            room, _, row = rooms.pop(place)
+        else:
+            rows.append([])
+        rows[row].append(number)
+        if room > needed:
+            insort(rooms, (room - needed, -step, row))
+    return [[sequences[number] for number in sorted(row)] for row in rows]
+
+
+def _write_split(
+    writer: ShardWriter, rows: list[Row], length: int, filler: int, kind: Kind
+) -> dict[str, bytes]:
+    """Append a split's rows, padded to `length` tokens with `filler`.
+
+    Return the contents of its marks and answers files, by file name.
+    """
+    flat = [sequence for row in rows for sequence in row.sequences]
+    marks = []
+    for packed in _pack(flat, length) if kind == "chat" else [[sequence] for sequence in flat]:
+        room = length - sum(len(ids) for ids, _ in packed)
+        padding = np.full(room, filler, np.uint32)
+        writer.append(np.concatenate([*(ids for ids, _ in packed), padding]))
+        marks += [sequence_marks.tobytes() for _, sequence_marks in packed]
+        marks.append(bytes([PADDING]) * room)
+    data = b"".join(marks)
+    files = {}
+    for index, start in enumerate(range(0, len(data), writer.shard_tokens)):
+        name = marks_name(f"{writer.split}_{index:06d}.bin")
+        files[name] = data[start : start + writer.shard_tokens]
+    if kind == "prompt" and rows:
+        lines = "".join(json.dumps(row.example.row) + "\n" for row in rows)
+        files[answers_name(writer.split)] = lines.encode()
+    return files

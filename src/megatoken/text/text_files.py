@@ -1,0 +1,171 @@
+"""Open the files of a corpus as text. JSON arrays, CSV and parquet become lines of JSON rows."""
+
+import codecs
+import csv
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+from megatoken.base.errors import DataError, MegatokenError
+from megatoken.text.file_kinds import HEAD_BYTES, LARGEST_ROW, decompress
+from megatoken.text.sources import File, Source
+
+PARQUET_ROWS = 8  # read at once; with dictionary encoding, a row can be as long as the file
+
+# The start of a JSON file that is not a row per line: an array or, in group 1, an object.
+_WHOLE_JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|(\{\s*\n\s*\"))")
+# lines: JSON, a row per line. rows: the same, converted from an array, CSV, TSV or parquet.
+TextFormat = Literal["separated", "whole", "lines", "rows"]
+
+
+class TextFile(NamedTuple):
+    """An open file. tell: returns how many bytes have been read from the file on disk."""
+
+    stream: BinaryIO
+    format: TextFormat
+    tell: Callable[[], int]
+    is_binary: bool
+
+
+class _RowStream:
+    """A binary stream of rows as JSON lines, with only those methods of BinaryIO that are used."""
+
+    def __init__(self, rows: Iterator[Any]) -> None:
+        self._lines = (json.dumps(row, default=_to_text).encode() + b"\n" for row in rows)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._lines
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int) -> bytes:
+        """Return whole lines of at least `size` bytes in total, or fewer at the end."""
+        lines = []
+        for line in self._lines:
+            lines.append(line)
+            size -= len(line)
+            if size <= 0:
+                break
+        return b"".join(lines)
+
+
+def _to_text(value: Any) -> str:
+    """Convert a value that JSON cannot hold, such as a date, to text."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+@contextmanager
+def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
+    """Open a file for reading from its start.
+
+    text_key: the only column to read from a parquet file. Any exception inside the `with` block is
+    converted to a DataError that names the file, because gzip, zstd, parquet and network code each
+    raise their own types.
+    """
+    try:
+        with file.opener(file) as raw:
+            stream = decompress(raw, file.name)  # closes `raw` when it is collected
+            yield _convert(raw, stream, file, text_key)
+    except MegatokenError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
+        raise DataError(f"cannot read: {reason:.200}", file.path, "fix or remove it") from error
+
+
+def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
+    def tell() -> int:
+        return min(raw.tell(), file.size)
+
+    if file.format == "parquet":
+        rows = _read_parquet(raw, text_key)
+        return TextFile(cast(BinaryIO, _RowStream(rows)), "rows", tell, False)
+    head = stream.peek(HEAD_BYTES)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError("UTF-16 text", file.path, "convert it to UTF-8")
+    is_binary = b"\0" in head
+    if file.format in ("separated", "whole"):
+        return TextFile(stream, file.format, tell, is_binary)
+    if file.format in ("csv", "tsv"):
+        rows = _read_csv(stream, _find_delimiter(head) if file.format == "csv" else "\t")
+    elif match := _WHOLE_JSON.match(head):
+        content = json.loads(stream.read().decode("utf-8-sig", "surrogateescape"))
+        rows = iter([content] if match[1] else content)
+    else:
+        return TextFile(stream, "lines", tell, is_binary)
+    return TextFile(cast(BinaryIO, _RowStream(rows)), "rows", tell, is_binary)
+
+
+def read_rows(source: Source) -> Iterator[tuple[str, bytes, str]]:
+    """Yield (file:line, JSON bytes, split of the file) for each row. Raises DataError as `open_text` does."""
+    for file in source.files:
+        with open_text(file) as (stream, format, *_):
+            for number, line in enumerate(stream, start=1):
+                if line.removeprefix(codecs.BOM_UTF8).strip():
+                    place = f", row {number}" if format == "rows" else f":{number}"
+                    yield file.path + place, line, file.split
+
+
+def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
+    """Return `buffer` extended to `size` bytes, and whether the stream ended."""
+    while len(buffer) < size:
+        part = stream.read(size - len(buffer))
+        if not part:
+            return buffer, True
+        buffer += part
+    return buffer, False
+
+
+def _find_delimiter(head: bytes) -> str:
+    """Return the delimiter of a CSV file, judged by the names of its columns."""
+    names = head.partition(b"\n")[0]
+    return ";" if b";" in names and b"," not in names else ","
+
+
+def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
+    """Yield rows as dicts.
+
+    A row with too many fields is yielded as a list, and a line where no row can begin as a row
+    without text, so that parsing rejects them. Reading continues after that line.
+    """
+    csv.field_size_limit(LARGEST_ROW)
+    lines = codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")
+    again: deque[str] = deque()  # lines to read a second time
+    row_lines: list[str] = []
+
+    def read_lines() -> Iterator[str]:
+        while line := again.popleft() if again else next(lines, ""):
+            if row_lines or line.strip():
+                row_lines.append(line)
+            yield line
+
+    names = None
+    while True:
+        reader = csv.DictReader(read_lines(), names, delimiter=delimiter, strict=True)
+        names = reader.fieldnames
+        row_lines.clear()
+        try:
+            for row in reader:
+                row_lines.clear()
+                yield list(row.values()) if None in row else row
+            return
+        except csv.Error as error:
+            yield {str(error): None}
+            again.extendleft(reversed(row_lines[1:]))
+
+
+def _read_parquet(raw: BinaryIO, text_key: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(raw)
+    if text_key not in table.schema_arrow.names:
+        for batch in table.iter_batches(PARQUET_ROWS, use_threads=False):
+            yield from batch.to_pylist()
+        return
+    for batch in table.iter_batches(PARQUET_ROWS, columns=[text_key], use_threads=False):
+        for text in batch[0].cast("large_binary").to_pylist():  # may be invalid UTF-8
+            yield {text_key: text}

@@ -1,0 +1,176 @@
+"""Malformed recipes and overrides exit with 2 and one line, before anything is written.
+
+Each has the place and the names that its error must contain.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, get_origin
+
+import pytest
+
+from megatoken.base.config.fields import ConfigField, Duration
+from megatoken.base.config.schema import FIELDS
+from megatoken.base.errors import ExitCode
+from megatoken.cli.arguments import build_parser
+from megatoken.cli.main import main
+
+PARSER = build_parser("train")
+GOOD = (
+    b"data: {path: nowhere}\nbudget: {steps: 1, batch_tokens: 1024}\nmodel: {preset: gpt2-124m}\n"
+)
+
+
+class BadConfig(NamedTuple):
+    """Words after `megatoken train`, where RECIPE stands for the path of a file with `recipe`.
+
+    says: parts of the error, where FILE stands for that path.
+    """
+
+    says: tuple[str, ...] = ()
+    recipe: bytes = GOOD
+    words: tuple[str, ...] = ("RECIPE",)
+
+
+def text(recipe: str, *says: str) -> BadConfig:
+    return BadConfig(("FILE", *says), recipe.encode())
+
+
+def override(word: str, *says: str) -> BadConfig:
+    return BadConfig(says, words=("RECIPE", word))
+
+
+def misspelled_fields() -> Iterator[BadConfig]:
+    """Write the last letter of every field's name twice."""
+    for key in FIELDS:
+        yield override(f"{key}{key[-1]}=1", "command line", f"'{key}'")
+
+
+def list_wrong_values(spec: ConfigField) -> list[str]:
+    """Return values that the field cannot have."""
+    if spec.type is str:
+        return []
+    if get_origin(spec.type) is Literal:
+        return ["nonsense"]
+    if spec.type is bool:
+        return ["maybe"]
+    wrong = {Duration: ["5 bananas", "nan"], int: ["1.5", "2e999"], float: ["nan", "inf", "fast"]}
+    below = ["-7"] if spec.low >= 0 else []
+    above = ["1e300"] if spec.high < 1e300 else []
+    return [*wrong[spec.value_type], *below, *above]
+
+
+def wrong_values() -> Iterator[BadConfig]:
+    for key, spec in FIELDS.items():
+        for value in list_wrong_values(spec):
+            section, _, name = key.rpartition(".")
+            lines = f"{section}:\n  {name}: {value}\n" if section else f"\n{name}: {value}\n"
+            yield text(lines, "FILE:2", key)
+            yield override(f"{key}={value}", "command line", key)
+
+
+BROKEN_YAML = {  # text -> the line at fault; 0 if not known
+    "": 0,
+    "- a\n- b\n": 1,
+    "model:\n\tn_layer: 3\n": 2,
+    "model:\n  n_layer: 3\n n_head: 2\n": 3,
+    "model:\n  n_layer:3\n": 1,
+    "data:\n  path: 'x\n": 0,
+    "model: {n_layer: 3\n": 0,
+    "%model: 3\n": 1,
+    "seed: 1\n---\nseed: 2\n": 2,
+    "model:\n  n_layer: 2\n  n_layer: 3\n": 3,
+    "model: {n_layer: 2}\nmodel: {n_layer: 3}\n": 2,
+    "model: &m {n_layer: 2}\noptim:\n  <<: *m\n": 1,
+    "seed: *nowhere\n": 1,
+    "a0: &a0 [x]\na1: [*a0, *a0]\n": 1,
+    "seed: !!python/object/apply:os.system ['touch canary']\n": 1,
+    "? [1, 2]\n: 3\n": 1,
+    "model:\n  n_layer: [3, 4]\n": 2,
+    "model:\n  gpt:\n    n_layer: 3\n": 3,
+    "model: " + "{a: " * 3000 + "1" + "}" * 3000: 0,
+    "[" * 100_000: 0,
+    '"": 3\n': 1,
+    "x" * 1000 + ": 3\n": 1,
+    "model:\n  n_layer: " + "9" * 5000 + "\n": 2,
+    '"model\\nn_layer": 3\n': 1,
+    "version: 1\n": 1,
+    "optim:\n  lr: 6e\u22124\n": 2,
+    "budget:\n  tokens: 10,000\n": 2,
+    "seed: 0x10\n": 1,
+    "[model]\nn_layer = 3\n": 0,
+    "seed: \x07\n": 0,
+    "budget:\n  steps: 5\n  tokens: 1e9\n": 3,
+    "model:\n  pos_emb: rotary\n  n_head: 12\n  d_model: 36\nbudget: {steps: 1}\n": 3,
+}
+
+
+def broken_yaml() -> Iterator[BadConfig]:
+    for recipe, line in BROKEN_YAML.items():
+        yield text(recipe, f"FILE:{line}") if line else BadConfig((), recipe.encode())
+    for data in (
+        "data: {path: na\u00efve}\n".encode("latin-1"),
+        "seed: 1\n".encode("utf-16"),
+        b"seed: \x00\n",
+        bytes(range(256)) * 8,
+        b"data: {path: \xf0\x9f\x98",
+        b"seed: 1\n" * (1 << 18),  # 2 MiB
+    ):
+        yield BadConfig(("FILE",), data)
+
+
+WRONG_OVERRIDES = """
+    a.b=c model.=1 n_layers=3 model=3 MODEL.N_LAYR=3 model.n_layer= model.n_layer=12tok
+    optim.lr=1e-3tok optim.warmup=0.1 budget.tokens=3ep budget.tokens=300steps budget.steps=1000tok
+    save.time_limit=soon seed=99999999999999999999 budget.batch_tokens=1000 machine.micro_batch=5
+    model.n_head=7 model.preset=gpt5 optim.decay=1.5dur
+"""
+
+
+def wrong_overrides() -> Iterator[BadConfig]:
+    for word in (*WRONG_OVERRIDES.split(), "save.every=10 minutes"):
+        yield override(word, word.partition("=")[0], "command line")
+    for word in ("--model.n_layer=3", "model.n_layer", "=3", "-lr"):
+        yield override(word, word)
+    for word in ("data.path=nothing://bucket/data", "save.mirror=nothing://bucket/run"):
+        yield override(word, "nothing")
+    yield override("data.path=s3://KEY:a-secret@bucket/data", "s3://***@bucket/data")
+
+
+def wrong_names() -> Iterator[BadConfig]:
+    near = {
+        "quikstart": "quickstart",
+        "gpt2-xl": "gpt2-1558m",
+        "gpt2-124": "gpt2-124m",
+        "llama3-8b": "model.preset",
+    }
+    for name, suggestion in near.items():
+        yield BadConfig((name, suggestion), words=(name,))
+    for name in ("nowhere/x.yaml", ".", "", "x" * 300, "/dev/null/x", "a\0b", "a\nb"):
+        yield BadConfig(words=(name,))
+
+
+@pytest.mark.long
+@pytest.mark.fault(42, 51)
+@pytest.mark.parametrize(
+    "kind", [misspelled_fields, wrong_values, broken_yaml, wrong_overrides, wrong_names]
+)
+def test_bad_configs_exit_with_one_line(
+    kind: Callable[[], Iterator[BadConfig]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    # Building it takes most of the time.
+    monkeypatch.setattr("megatoken.cli.arguments.build_parser", lambda _: PARSER)
+    recipe = tmp_path / "r.yaml"
+    for case in kind():
+        recipe.write_bytes(case.recipe)
+        words = [str(recipe) if word == "RECIPE" else word for word in case.words]
+        code = main(["train", *words])
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (ExitCode.CONFIG, "", 1), (case, err)
+        assert err.startswith("error: ")
+        assert all(part.replace("FILE", str(recipe)) in err for part in case.says), (case, err)
+        assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"], case

@@ -1,0 +1,162 @@
+"""The live line, fences and colors, in terminals of several widths and in files; broken streams."""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from megatoken.base.console import Console, format_step
+from megatoken.text.commands.prepare import PrepareBar
+from megatoken.text.prepare import Progress
+
+ROW = {
+    "step": 410,
+    "loss": 4.1234,
+    "grad_norm": 1.02,
+    "lr": 3.1e-4,
+    "seconds": 0.098,
+    "tokens_per_second": 5210.4,
+    "mfu": 0.312,
+}
+LINE = format_step(ROW, 1200, 5 << 28, 102.0)
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> Iterator[list[str]]:
+    """Make stdout a terminal of `width` columns. At the end the list holds what it received."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(width), **variables}.items():
+        monkeypatch.setenv(name, value)
+    master, slave = os.openpty()
+    received: list[str] = []
+    with (
+        open(slave, "w", encoding=variables.get("ENCODING", "utf-8")) as stream,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(sys, "stdout", stream)
+        yield received
+    data = b""
+    with suppress(OSError):  # the end, once no process has the terminal open
+        while part := os.read(master, 1 << 16):
+            data += part
+    os.close(master)
+    received.append(data.decode())
+
+
+def last_line(received: list[str]) -> str:
+    return ESCAPE.sub("", received[0]).replace("\r", "\n").strip("\n").rpartition("\n")[2]
+
+
+def test_a_step_begins_with_progress_and_time_left():
+    assert LINE == (
+        " 34% | left 1m42s | step   410/1,200 | loss 4.1234 | 5,210 tokens/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
+        "1.342 GB | 98 ms/step"
+    )
+    assert shown(step=1199, mfu=None).startswith(" 99% | left 0s | step 1,199/1,200 |")
+    assert shown(step=1200).startswith("100% | left 0s | step 1,200/1,200 |")
+
+
+def shown(**values: float | None) -> str:
+    return format_step({**ROW, **values}, 1200, 0, 0.0)
+
+
+def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
+    answers = {"loss": 0.0, "reward": 0.0, "stopped": 1.0}
+    line = shown(**answers, groups_without_difference=1.0)
+    assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tokens/s" in line
+    line = shown(**answers, groups_without_difference=0.5)
+    assert "no difference 0.500 | stopped 1.000 | loss 0.0" in line
+
+
+LIVE_LINES = {
+    160: f"━━━─────── {LINE}",
+    80: "━━━───────  34% | left 1m42s | step   410/1,200 | loss 4.1234 | 5,210 tokens/s",
+    50: " 34% | left 1m42s | step   410/1,200 | loss 4.1234",
+    20: " 34% | left 1m42s",
+}
+
+
+@LINUX
+def test_the_live_line_fits_the_terminal_and_keeps_the_time_left(monkeypatch: pytest.MonkeyPatch):
+    for width, line in LIVE_LINES.items():
+        with terminal(monkeypatch, width) as received, closing(Console()) as console:
+            console.step(LINE, share=410 / 1200)
+        assert last_line(received) == line
+        assert len(line) <= width
+
+
+@LINUX
+def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch):
+    def show(**variables: str) -> str:
+        with terminal(monkeypatch, 80, **variables) as received, closing(Console()) as console:
+            console.step(LINE, share=0.5)
+            console.rule("a title")
+        return received[0]
+
+    assert "\x1b[38;5;31m━━━━━\x1b[0m\x1b[38;5;243m───── \x1b[0m 34%" in show()
+    plain = show(NO_COLOR="1")
+    assert "━━━━━─────  34%" in plain
+    assert "[38" not in plain
+    assert "#####-----  34%" in ESCAPE.sub("", show(ENCODING="ascii"))
+    # It cannot replace a line.
+    assert show(TERM="dumb") == f"{LINE}\r\n-- a title {'-' * 69}\r\n"
+
+
+@LINUX
+def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch):
+    with terminal(monkeypatch, 80) as received, closing(Console()) as console:
+        sizes = dict(tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9)
+        PrepareBar(console).update(Progress("tokens", **sizes))
+    line = last_line(received)
+    assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line
+    assert len(line) <= 80
+
+
+def test_lines_in_a_pipe_are_whole_and_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    with closing(Console()) as console:
+        console.step(LINE, share=0.3)
+        console.step("too soon", share=0.3)
+        console.step("the last", share=1, last=True)
+        console.fence("step 8: sample", ["one\t\x1b[2J\x07é\r\x9b1m\n", "two"])
+    first, second = (f"-- step 8: sample {n} of 2 ".ljust(80, "-") for n in (1, 2))
+    expected = f"{LINE}\nthe last\n{first}\none     \\x1b[2J\\x07é\\r\\x9b1m\n\n{second}\ntwo\n{'-' * 80}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_colors_that_are_forced_leave_a_file_without_a_live_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (tmp_path / "log").open("w") as log, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", log)
+        with closing(Console()) as console:
+            console.step(LINE, share=0.3)
+    assert (tmp_path / "log").read_text() == LINE + "\n"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "full"), OSError(5, "dead"), BrokenPipeError(), ValueError("closed file")]
+)
+def test_a_stream_that_fails_silences_the_console(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "stdout", stream)
+    with closing(Console()) as console:
+        console.warn("lost")
+        console.step(LINE, share=0.5)
+        console.fence("sample", ["lost"])
+    assert console.rich.quiet

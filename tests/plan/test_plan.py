@@ -1,0 +1,370 @@
+"""`megatoken plan`: fit, speed, cost, tables, and what it refuses."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatoken.base.config.load import load_config
+from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.config.presets import PRESETS
+from megatoken.base.config.schema import Config
+from megatoken.base.errors import ExitCode
+from megatoken.base.system.gpus import GPUS
+from megatoken.cli.arguments import parse
+from megatoken.cli.recipe import find_model
+from megatoken.data.dataset import load_dataset
+from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.plan.compute_optimal import fitted_loss, split_compute
+from megatoken.plan.estimate import Plan, count_evaluated_tokens, plan_run, scale_gpus
+from megatoken.plan.speed import Layout, estimate_step
+from tests.conftest import Ask, Call
+from tests.convert.models import TINY_GPT, draw_model, save_run
+from tests.tables import read_table
+from tests.tiny_run import write_jsonl
+
+A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
+
+
+def read_model(name: str, *overrides: str) -> tuple[Config, ModelConfig]:
+    resolved, model, _ = find_model(parse(["describe", name, *overrides]))
+    return resolved.config, model
+
+
+def plan_recipe(words: str, **options: float) -> Plan:
+    """Plan from a recipe, GPUs such as 8xH100, and overrides."""
+    name, gpus, *overrides = words.split()
+    count, gpu = gpus.split("x", 1)
+    return plan_run(*read_model(name, *overrides), GPUS[gpu], int(count), **options)
+
+
+def test_published_run_of_llm_c():
+    """GPT-2 124M on 10B tokens: 1 h 47 min, about $20 on eight A100s of 40 GB."""
+    plan = plan_recipe("gpt2-124m 8xA100-40GB")
+    assert plan.fits
+    assert plan.hours == pytest.approx(107 / 60, rel=0.1)
+    assert plan.dollars == [pytest.approx(20, rel=0.1)]
+    assert plan.gpu_hours == plan.hours * 8
+    assert plan.energy_kwh == pytest.approx(plan.gpu_hours * 0.4)
+    flops = plan.tokens_per_second * flops_per_token(plan.model, causal=False)
+    assert plan.mfu == pytest.approx(flops / (8 * 312e12))
+
+
+def test_what_makes_it_fit():
+    """7B on 24 GB takes all shards and recomputation, on 16 cards; 175B nothing makes fit."""
+    plan = plan_recipe("gpt3-6.7b 16xRTX-4090", tokens=1e9)
+    assert (plan.fits, plan.layout.sharding) == (True, "zero3")
+    assert not plan_recipe("gpt3-175b 8xA100-40GB", tokens=1e9).fits
+    pinned = plan_recipe("gpt2-124m 1xT4 machine.micro_batch=512")
+    assert (pinned.fits, pinned.layout.micro_batch, pinned.layout.precision) == (False, 512, "fp16")
+    for published in (
+        "gpt2-1558m 8xH100 machine.micro_batch=16 machine.sharding=none",
+        "gpt2-124m 8xA100-40GB machine.micro_batch=64 machine.sharding=zero1",
+        "gpt3-1.3b 8xA100-40GB",
+    ):
+        assert plan_recipe(published).fits
+
+
+def test_nothing_is_recomputed_that_fits():
+    """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
+    for words in ("gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"):
+        layout = plan_recipe(words).layout
+        assert (layout.micro_steps, layout.checkpointing) == (1, "none"), words
+
+
+def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
+    gelu, none = (f"machine.activation_checkpointing={value}" for value in ("gelu", "none"))
+    expected = {"": ("gelu", [gelu]), none: ("none", []), gelu: ("gelu", [])}
+    for given, (chosen, settings) in expected.items():
+        answer = ask(f"plan gpt2-1558m --gpus 8xRTX-4090 {given}")
+        sharding = f"machine.sharding={answer['sharding']}"
+        assert (answer["checkpointing"], answer["settings"]) == (chosen, [sharding, *settings])
+    assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
+
+
+def test_what_does_not_fit_has_no_price(ask: Ask):
+    answer = ask("plan gpt3-175b --gpus 8xH100 --deadline 1h")
+    keys = ("hours", "gpu_hours", "dollars", "energy_kwh", "deadline")
+    assert [answer[key] for key in keys] == [None] * 5
+    assert answer["fewest_gpus"] == 48
+    fitting = [gpus for gpus in (32, 48, 1024) if plan_recipe(f"gpt3-175b {gpus}xH100").fits]
+    assert fitting == [48, 1024]  # 32 is the next divisor of 1,536 sequences
+    pinned = ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")
+    assert (pinned["fewest_gpus"], pinned["dollars"]) == (None, None)
+    assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None  # a price that nobody knows
+
+
+def test_strong_scaling():
+    config, model = read_model("gpt2-124m")
+    # 512 sequences divide neither by 3 nor by 1,024.
+    plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
+    assert [plan.layout.gpus for plan in plans] == [1, 8, 64]
+    rates = [plan.tokens_per_second for plan in plans]
+    assert rates[0] < rates[1] < rates[2] < 64 * rates[0]
+    for plan in plans:
+        layout = plan.layout
+        assert layout.gpus * layout.micro_batch * layout.micro_steps == config.batch_seqs
+        assert plan.step.tokens == config.budget.batch_tokens
+
+
+def test_muon_adds_its_products_to_the_optimizer():
+    """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
+
+    def optimizer_seconds(gpus: int, name: str) -> float:
+        layout = Layout(gpus=gpus, optimizer=name)
+        return estimate_step(PRESETS["gpt2-124m"], H100, layout).optimizer
+
+    one, eight = (optimizer_seconds(n, "muon") - optimizer_seconds(n, "adamw") for n in (1, 8))
+    assert one == pytest.approx(2.66e-3, rel=0.01)
+    assert eight == pytest.approx(one / 8)
+
+
+# GPU, machine.precision; precision, program. Before Ampere there is no TF32, and bf16 is emulated.
+PROGRAMS = """
+T4 fp32 fp32 compiled
+V100-32GB fp32 fp32 compiled
+T4 bf16 bf16 compiled
+RTX-3090 fp32 tf32 compiled
+P100 auto fp32 eager
+GTX-1080Ti auto fp32 eager
+"""
+
+
+@pytest.mark.parametrize("row", PROGRAMS.strip().splitlines())
+def test_products_in_a_precision_that_the_card_lacks_are_fp32(row: str):
+    gpu, given, *expected = row.split()
+    plan = plan_recipe(f"shakespeare 1x{gpu} machine.micro_batch=1 machine.precision={given}")
+    assert [plan.layout.precision, plan.layout.program] == expected
+    plain = estimate_step(plan.model, plan.gpu, replace(plan.layout, precision="fp32"))
+    assert (plan.step.products == plain.products) == (plan.layout.precision != "tf32")
+
+
+def test_the_form_of_adamw_counts():
+    """As the published runs without and with the fused kernel, 55,271 and 78,750 tokens/s."""
+    for given, counted in {"auto": "fused", "loop": "foreach", "foreach": "foreach"}.items():
+        plan = plan_recipe(f"shakespeare 1xH100 machine.adamw={given}")
+        assert plan.step == estimate_step(plan.model, H100, Layout(program="fused", adamw=counted))
+
+
+def test_compute_optimal_split():
+    """Chinchilla: 5.76e23 FLOP are 67B parameters and 1.5T tokens by the first approach; 40B by the third."""
+    parameters, tokens = split_compute(5.76e23, "chinchilla")
+    assert (tokens, parameters) == pytest.approx((20 * parameters, 69.3e9), rel=0.01)
+    fitted, fitted_tokens = split_compute(5.76e23, "fitted")
+    best = fitted_loss(fitted, fitted_tokens)
+    for factor in (0.9, 1.1):
+        assert fitted_loss(fitted * factor, fitted_tokens / factor) > best
+    assert [6 * parameters * tokens, 6 * fitted * fitted_tokens] == pytest.approx([5.76e23] * 2)
+
+
+def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask):
+    budget = ask("plan gpt3-125m --gpus 1xRTX-3090 --budget 1e6")["budget"]
+    assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
+    fitting = plan_recipe("gpt3-760m 1xRTX-3090 budget.batch_start=0 budget.batch_ramp=0")
+    rate = fitting.tokens_per_second * 1e6 / GPUS["RTX-3090"].price * 3600
+    assert budget["flops"] == pytest.approx(6 * count_parameters(fitting.model) * rate, rel=0.1)
+    assert 6 * budget["parameters"] * budget["tokens"] == pytest.approx(budget["flops"])
+
+
+def test_evaluations_before_the_first_step_and_at_the_end_are_counted():
+    words = ("budget.steps=100", "budget.batch_tokens=512", "evaluate.tokens=1000")
+    for every, evaluations in {"30steps": 5, "0.5dur": 3, "0": 1}.items():
+        config = load_config("quickstart", *words, f"evaluate.every={every}")
+        assert count_evaluated_tokens(config, 51_200) == 1000 * evaluations
+
+
+def test_a_batch_that_grows_takes_longer(ask: Ask):
+    """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs; a first batch is made to divide."""
+    common = "gpt2-124m 16xH100 budget.tokens=1e9 evaluate.every=0 machine.sharding=zero1"
+    whole = plan_recipe(f"{common} budget.batch_tokens=262144")
+    half = plan_recipe(f"{common} budget.batch_tokens=131072")
+    grown = "budget.batch_tokens=262144 budget.batch_start=131072 budget.batch_ramp=500e6"
+    plan = plan_recipe(f"{common} {grown}")
+    assert plan.tokens_per_second == whole.tokens_per_second
+    assert (whole.layout.micro_batch, half.layout.micro_batch) == (16, 8)
+    assert half.hours > 1.1 * whole.hours
+    assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
+    ramp = "budget.batch_start=16384 budget.batch_ramp=500e6"
+    answer = ask(f"plan gpt2-124m --gpus 32xH100 {ramp}")
+    assert "budget.batch_start=32768" in answer["settings"]
+    times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
+    expected = {gpus: plan_recipe(f"gpt2-124m {gpus}xH100").hours for gpus in times}
+    assert times == pytest.approx(expected)
+    assert answer["hours"] > times[32]
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # where the data of the shipped recipe are not
+    (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
+    sizes = {"seed=1": 4096, f"data.path={tmp_path}": 300, "model.vocab_size=512": 512}
+    assert {word: read_model("quickstart", word)[1].vocab_size for word in sizes} == sizes
+
+
+def test_json_of_the_command(ask: Ask):
+    options = "--tokens chinchilla --price 2 --budget 500 --deadline 2d12h"
+    answer = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
+    assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
+    assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
+    rate = answer["tokens_per_second"]
+    assert answer["tokens_per_second_low"] < rate < answer["tokens_per_second_high"]
+    gpus, hours = (answer["deadline"][key] for key in ("gpus", "hours"))
+    fewer = plan_recipe(f"gpt3-1.3b {gpus // 2}xA100-40GB", tokens=answer["tokens"])
+    assert hours <= 60 < fewer.hours
+    assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
+    family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
+    assert {name: row["tokens"] for name, (row,) in answer["family"].items()} == {
+        name: 20 * count_parameters(model) for name, model in family.items()
+    }
+    spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
+    assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
+
+
+def test_a_family_on_several_gpu_counts_at_fixed_tokens_and_two_prices(ask: Ask):
+    answer = ask("plan gpt3-1.3b --gpus 8,128xA100-40GB --tokens 1e9 --price 1.5,5")
+    assert {row["tokens"] for rows in answer["family"].values() for row in rows} == {1e9}
+    few, many = answer["family"]["gpt3-1.3b"]
+    assert (few["gpus"], many["gpus"]) == (8, 128)
+    assert few["dollars"] == pytest.approx(1.5 * few["gpu_hours"])
+    plan = plan_recipe("gpt3-1.3b 8xA100-40GB", prices=[1.5, 5.0])
+    assert plan.dollars == [1.5 * plan.gpu_hours, 5 * plan.gpu_hours]
+
+
+LADDERS = read_table("""
+H100 fp32, TF32 alone, bf16, flash attention, compile, fused AdamW, TF32 on top
+T4 fp32, fp16, compile, flash attention, padded vocabulary, fused AdamW
+L4 fp32, TF32 alone, bf16, flash attention, compile, fused AdamW
+V100-32GB fp32, fp16, compile, flash attention, fused AdamW
+P100 fp32, flash attention, fused AdamW
+""")
+
+
+@pytest.mark.parametrize("gpu", LADDERS)
+def test_the_ladder_has_what_the_card_has(gpu: str, ask: Ask):
+    rows = ask(f"plan gpt2-124m --gpus {gpu} --ladder")["ladder"]
+    ours = ["our fused kernels"] if "bf16" in LADDERS[gpu] else []
+    expected = [*LADDERS[gpu].split(", "), *ours, "65,536 tokens per step", "8 GPUs"]
+    assert [row["name"] for row in rows] == expected
+    assert rows[-1]["speedup"] == rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"]
+
+
+def test_the_ladder_is_next_to_published_rows_of_that_card_and_model(ask: Ask):
+    rows = ask("plan gpt2-124m --gpus H100 --ladder")["ladder"]
+    published = {row["name"]: row["published"] for row in rows}
+    assert (published["fp32"], published["8 GPUs"]) == (27026, 3046409)
+    assert published["our fused kernels"] is None
+    for words in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
+        assert not any(row["published"] for row in ask(f"plan {words} --ladder")["ladder"])
+
+
+def test_pictures(tmp_path: Path, ask: Ask):
+    pytest.importorskip("matplotlib")
+    for words, name in (("8xH100", "plan"), ("H100 --ladder", "ladder")):
+        answer = ask(f"plan gpt2-124m --gpus {words} --plot {tmp_path}/{name}")
+        target = tmp_path / f"{name}.png"
+        assert answer.get("picture", str(target)) == str(target)
+        assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explicit_attention_holds_the_scores():
+    """Six bytes each, by which the published bf16 rung exceeds FlashAttention's, 859 MiB."""
+    words = "shakespeare 1xH100 machine.precision=bf16 machine.fused=off machine.compile=off"
+    explicit, flash = (
+        plan_recipe(f"{words} machine.attention={name}").memory.total_bytes
+        for name in ("explicit", "flash")
+    )
+    assert explicit - flash == 12 * 12 * 1024**2 * 6 == pytest.approx(859 * 2**20, rel=0.01)
+
+
+def test_list_of_gpus(ask: Ask):
+    rows = {row["name"]: row["peaks"] for row in ask("plan --gpus list")["gpus"]}
+    assert (rows.keys(), rows["T4"]) == (GPUS.keys(), {"fp32": 8.1e12, "fp16": 65e12})
+
+
+def test_recipes_of_other_programs(ask: Ask):
+    """llm.c's default batch grows with the processes."""
+    flags = "-i a/train_*.bin -j a/val_*.bin -e d12 -b 4 -x 100"
+    assert ask(f"plan --gpus 8xH100 --llmc '{flags}'")["tokens"] == 100 * 8 * 4 * 1024
+    assert f"'--llmc={flags}'" in ask(f"launch slurm --nproc 2 --llmc '{flags}'")["script"]
+
+
+def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
+    """The line of docs/coming-from.md: an epoch of shards that are not on this machine."""
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+    (flags,) = re.findall(r"--llmc '(-i [^']*-h 1)'", page)
+    answer = ask(f"plan --gpus 8xA100-40GB --llmc {shlex.quote(flags)}")
+    assert (answer["tokens"], answer["hours"], answer["dollars"]) == (None, None, None)
+    assert (answer["fits"], answer["sharding"], answer["micro_batch"]) == (True, "zero1", 64)
+    assert answer["tokens_per_second"] > 1e6
+    assert {row["hours"] for row in answer["scaling"]} == {None}
+
+
+def test_an_output_has_one_speedup_and_one_time(call: Call):
+    """The family's rows are relative to one GPU, as the run's. The head adds the ramp's time."""
+    _, printed, _ = call("plan gpt3-1.3b --gpus 128xA100-40GB --tokens 1e9")
+    rate = f"{plan_recipe('gpt3-1.3b 128xA100-40GB').tokens_per_second:,.0f}"
+    first, second = re.findall(rf" 128 +([\d.]+) +{rate} +[\d.]+% +(\w+) ", printed)
+    assert first == second
+    assert f"{first[1]}, with the batch ramp" in printed
+
+
+REFUSED = """
+gpt2-124m
+gpt2-124m --gpus 8xA10000
+gpt2-124m --gpus 7xH100
+gpt2-124m --gpus 8xH100 --price nan
+gpt2-124m --gpus 8xH100 --budget 0.01
+gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9
+gpt2-124m --gpus 8xT4 --budget 5
+gpt2-124m --gpus 8xH100 --deadline 5
+gpt2-124m --gpus 8xH100 --tokens 0
+gpt2-124m --gpus 8xH100 --plot plan.foo
+gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h
+gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256
+--gpus 8xH100 --budget 5000
+gpt3-175b --gpus 1000xH100
+"""
+
+
+@pytest.mark.parametrize("words", REFUSED.strip().splitlines())
+def test_refused_commands(words: str, call: Call):
+    code, _, printed = call(f"plan {words}")
+    assert (code, printed.count("\n")) == (ExitCode.CONFIG, 1)
+
+
+def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
+    """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
+    layout = Layout(micro_batch=16, micro_steps=2)
+    rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
+    row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
+    answer = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
+
+    def plan(gpus: str) -> tuple[float, float]:
+        """Return a speed, and how it relates to that without records."""
+        record = {"hardware": {"device": H100.driver}, "answer": answer}
+        (tmp_path / "batch.json").write_text(json.dumps(record))
+        planned = ask(f"plan gpt2-355m --records {tmp_path} --gpus {gpus}")
+        rate = planned["tokens_per_second"]
+        usual = plan_recipe(f"gpt2-355m {gpus}").tokens_per_second
+        return rate / usual, planned["tokens_per_second_low"] / rate
+
+    assert plan("8xH100") == pytest.approx((1.2, 0.9), rel=1e-6)
+    assert plan("8xA100-40GB")[0] == 1
+    answer["rows"] = []
+    assert plan("8xH100")[0] == pytest.approx(1)
+
+
+def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(
+    tmp_path: Path, call: Call
+):
+    run, data, rows = tmp_path / "run", tmp_path / "data", tmp_path / "rows.jsonl"
+    save_run(run, draw_model())
+    write_jsonl(rows, [{"prompt": f"{n}", "completion": "b"} for n in range(400)])
+    call(f"prepare {rows} --out {data} --val-fraction 0.1 --tokenizer bytes --context 24")
+    plan = f"plan sft --gpus 1xA100-80GB --json model.init={run} data.path={data}"
+    _, answer, printed = call(f"{plan} budget.batch_tokens=240")
+    n_rows = load_dataset(data).manifest.tokens("train") // 25
+    assert json.loads(answer.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
+    assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed

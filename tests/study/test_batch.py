@@ -1,0 +1,70 @@
+"""batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import batch
+from benchmarks.__main__ import build_parser
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
+from megatoken.study.bench.main import run_bench
+from megatoken.study.bench.workload import Workload, build_workload
+from tests.study.test_parts import TORCH
+from tests.tiny_model import CPU, TINY_GPT
+
+# With fixed kernels: each size is measured by itself, and may be fastest with others.
+MACHINE = MachineConfig(device="cpu", precision="fp32", **TORCH)
+QUIET = Console(quiet=True)
+
+
+def build(micro_batch: int = 1) -> Workload:
+    return build_workload(TINY_GPT, MACHINE, batch_seqs=micro_batch, micro_batch=micro_batch)
+
+
+def test_resized_workload_takes_the_same_step():
+    assert batch.resize(build(1), 4).step() == build(4).step()
+
+
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: pytest.MonkeyPatch):
+    """By the estimate, so that nothing swaps, or by an error, which leaves no gradients."""
+    workload = build()
+    forward, parameters = workload.state.forward, [*workload.state.model.parameters()]
+
+    def run_out(ids: Tensor) -> Tensor:
+        if ids.numel() < 4 * TINY_GPT.seq_len:
+            return forward(ids)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        raise torch.OutOfMemoryError("too much")
+
+    if runs_out:
+        workload.state.forward = run_out
+    else:
+        allowed = batch.estimate_step_bytes(TINY_GPT, 2 * TINY_GPT.seq_len)
+        monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: allowed)
+    rows, ended = batch.measure(workload, CPU, 8, 2, QUIET)
+    assert [row["micro_batch"] for row in rows] == [1, 2]
+    assert "micro-batch 4" in ended
+    assert not runs_out or {parameter.grad for parameter in parameters} == {None}
+
+
+def test_command_writes_its_answer_as_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = f"batch --preset tiny --seq-len 8 --largest 3 --repeats 2 --device cpu --out {tmp_path}"
+    options = build_parser().parse_args(words.split())
+    answer = run_bench(batch.run_batch, options, QUIET, ["megatoken", "x"])
+    record = json.loads((tmp_path / "batch.json").read_text())
+    assert (record["answer"], record["command"]) == (answer, "megatoken x")
+    assert [row["batch_tokens"] for row in answer["rows"]] == [8, 16]
+    for row in answer["rows"]:
+        rate = row["tokens_per_second"]
+        assert 0 < rate["low"] <= rate["median"] <= rate["high"] <= row["best"]
+        assert row["seconds_per_token"] == pytest.approx(1 / rate["median"])
+    monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: 800.0)
+    with pytest.raises(ConfigError):
+        run_bench(batch.run_batch, options, QUIET, [])

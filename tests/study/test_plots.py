@@ -1,0 +1,131 @@
+"""Pictures: rows that lack values, and models that are no run of ours."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatoken.base.errors import ExitCode
+from megatoken.cli.main import main
+from megatoken.convert.hf.export import write_hf
+from megatoken.convert.llmc import write_llmc
+from megatoken.study.plots import draw_curves, draw_weights
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+
+pytest.importorskip("matplotlib")
+
+
+def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
+    """Write a log with a last training loss of 3.5 and a last validation loss of 3.25."""
+    folder.mkdir(parents=True)
+    values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
+    rows: list[dict[str, Any]] = [{"kind": "train", "loss": 9.0, **values} for _ in range(steps)]
+    rows[-1]["loss"] = 3.5
+    rows.append({"kind": "val", "loss": 3.25})
+    rows.append({"kind": "eval", "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
+    with (folder / "metrics.jsonl").open("w") as log:
+        for number, row in enumerate(rows, start=1):
+            step = min(number, steps)
+            place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
+            print(json.dumps(place | row), file=log)
+    return folder
+
+
+def plot(words: object) -> int:
+    return main(["plot", *str(words).split()])
+
+
+def read_texts(picture: Path) -> set[str]:
+    return set(re.findall(r"<!-- (.*?) -->", picture.read_text()))
+
+
+def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
+    runs = [write_rows(tmp_path / name / "run", steps=8, seconds=60.0) for name in ("a", "b")]
+    runs.append(write_rows(tmp_path / "other", steps=8, seconds=900.0))
+    values = {"3.5000 train", "3.2500 val", "0.0006", "0.75", "123,456", "62.5% acc"}
+    titles = {"loss (nats per token)", "tokens/s", "piqa"}
+    labels = {"tokens": "training tokens", "steps": "steps", "seconds": "time (minutes)"}
+    for x, label in labels.items():
+        texts = read_texts(draw_curves(runs[:2], tmp_path / f"{x}.svg", x))
+        assert {*values, *titles, label, str(runs[0]), str(runs[1])} <= texts
+    assert {"1M", "2M", "3M", "4M", "50,000", "100,000"} <= read_texts(tmp_path / "tokens.svg")
+    assert {"2", "4", "6", "8"} <= read_texts(tmp_path / "seconds.svg")
+    assert plot(f"{runs[1]} {runs[2]} --x seconds --out {tmp_path}/long.svg") == ExitCode.DONE
+    # 8 minutes and 2 hours
+    assert {"time (hours)", *map(str, runs[1:])} <= read_texts(tmp_path / "long.svg")
+    many_steps = write_rows(tmp_path / "many", steps=150, seconds=1.0)  # enough to be smoothed
+    assert "3.5000 train" in read_texts(draw_curves([many_steps], tmp_path / "many.svg"))
+
+
+def test_values_and_steps_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 3, "tokens": 30, "loss": 1e99, "lr": "nan"}\n')
+        log.write('{"kind": "eval", "step": 3, "tokens": 30, "task": "piqa", "acc": null}\n{half')
+    started, picture = tmp_path / "started", tmp_path / "x.svg"
+    started.mkdir()
+    (started / "metrics.jsonl").write_text('{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}\n')
+    assert plot(f"{started} {run} --out {picture}") == ExitCode.DONE
+    assert {"3.2500 val", str(run)} <= read_texts(picture)
+    assert capsys.readouterr().out == f"{picture}\n"
+    assert plot(started) == ExitCode.DATA
+    assert plot(f"{run} --out {tmp_path}/x.docx") == ExitCode.CONFIG
+
+
+def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_llmc(tmp_path / "tiny.bin", draw_model(), "fp32")
+    byte_tokenizer().save(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_hf(folder, draw_model(), byte_tokenizer(), "fp32")
+    files = sorted(folder.iterdir())
+    monkeypatch.chdir(tmp_path)
+    targets = {"tiny.bin": "plots/tiny", "model": "plots/model", "model --out mine": "mine"}
+    for words, target in targets.items():
+        assert plot(f"{words} --pictures") == ExitCode.DONE
+        pictures = [f"{target}/positions.png", f"{target}/matrix.png"]
+        assert capsys.readouterr().out.split() == pictures
+        assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
+    assert sorted(folder.iterdir()) == files
+    assert plot("model") == ExitCode.DATA
+
+
+def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
+    """A matrix that is higher than wide leaves no empty half."""
+    run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
+    write_hf(run, draw_model(FAMILIES["llama-tied"]), byte_tokenizer(), "fp32")
+    out = tmp_path / "pictures"
+    assert plot(f"{run} --pictures --out {out}") == ExitCode.DONE
+    assert {*tmp_path.rglob("*.png")} == {out / "curves.png", out / "matrix.png"}
+    assert len(list(out.iterdir())) == 2
+    from matplotlib.image import imread
+
+    is_blank = (imread(out / "matrix.png")[..., :3] == 1).all((0, 2))
+    edges = np.flatnonzero(~is_blank)
+    assert np.diff(edges).max() < 0.2 * len(is_blank)
+    assert edges[0] < 0.1 * len(is_blank)
+
+
+def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "megatoken.study.plots.save_figure", lambda *words: figures.append(words[0])
+    )
+    model = draw_model()
+    state = model.state_dict()
+    write_hf(tmp_path, model, byte_tokenizer(), "fp32")
+    for channels, drawn, block, shown in (
+        ([1, 31, 99], [1, 31], 0, 0),
+        ([150], [0, 1, 2], 9, 1),  # the model has 32 channels and 2 blocks
+    ):
+        draw_weights(tmp_path, tmp_path, channels, block)
+        positions, matrix = figures[-2:]
+        columns = [line.get_ydata().tolist() for line in positions.axes[1].lines]
+        assert columns == state["positions.weight"].T[drawn].tolist()
+        corner = state[f"blocks.{shown}.attention.qkv.weight"][:300, :300]
+        assert matrix.axes[0].images[0].get_array().tolist() == corner.tolist()

@@ -1,0 +1,59 @@
+"""Records and tables of benchmarks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.scoreboard import list_speeds
+from megatoken.study.bench.report import format_cell, write_record
+from megatoken.study.report_page import build_page
+
+
+def figure(median: float, low: float, high: float, repeats: int = 5) -> dict[str, Any]:
+    return {"median": median, "low": low, "high": high, "repeats": repeats}
+
+
+CELLS = """
+tokens_per_second 1234.5 1000 2000: 1,234 (1,000 to 2,000)
+seconds 0.0123 0.01 0.02: 12.3 ms (10 to 20)
+seconds 0.5 0.4 2: 500 ms (400 to 2 s)
+overhead_seconds -0.032: -32 ms
+seconds_per_token 2.5e-5: 25 us
+flops_per_second 1.234e12: 1.234 TFLOP/s
+peak_memory_bytes 2.5e9: 2.5 GB
+mfu_causal 0.71987: 72.0%
+gain 1.5: 1.50x
+loss 3.76328: 3.7633
+"""
+
+
+@pytest.mark.parametrize("row", CELLS.strip().splitlines())
+def test_cells_have_the_unit_of_their_key(row: str):
+    words, cell = row.split(": ")
+    key, *numbers = words.split()
+    value, *spread = map(float, numbers)
+    assert format_cell(key, figure(value, *spread) if spread else value) == cell
+
+
+def test_cells_without_a_unit_or_spread():
+    cells = (("seconds", figure(2, 2, 2, 1)), ("chosen", "fp32"), ("mfu", None))
+    assert [format_cell(*cell) for cell in cells] == ["2 s", "fp32", ""]
+
+
+def test_a_ladder_has_one_speedup_wherever_it_is_shown(tmp_path: Path):
+    """Tokens/s divided by the plain step's in the same rounds, not by the first row's."""
+    rows = [("plain", 100.0, 1.0), ("native", 400.0, 3.5)]
+    rungs = [
+        {"name": name, "tokens_per_second": rate, "speedup": speedup, "rate": figure(rate, 90, 500)}
+        for name, rate, speedup in rows
+    ]
+    answer = {"preset": "tiny", "batch_tokens": 32, "device": "a cpu", "rungs": rungs}
+    assert [row["ratio"] for row in list_speeds({"a": answer}, every=True)] == [1.0, 3.5]
+    both = list_speeds({"a": answer, "b": answer}, every=False)
+    assert [(row["value"]["median"], row["ratio"]) for row in both] == [(400.0, 1.0), (400.0, 1.0)]
+    record = write_record(tmp_path, "ladder", answer, "a cpu", ["megatoken"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 8, "loss": 2.0}\n')
+    assert "400 tokens/s, 3.50x" in build_page([run], price=None, ladder=record)
