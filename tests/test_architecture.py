@@ -91,22 +91,15 @@ data/window_order.py imports megatoken.text.tokenizer
 model/gpt.py imports megatoken.inference.kv_cache
 model/gpt.py imports megatoken.posttrain.lora
 study/report_page.py imports megatoken.cli.runs
-train/actions.py imports megatoken.inference.choose
-train/actions.py imports megatoken.inference.generate
-train/actions.py imports megatoken.inference.multiple_choice
-train/actions.py imports megatoken.posttrain.batches
 train/actions.py imports megatoken.text.chat_dataset
-train/actions.py imports megatoken.text.chat_template
 train/batches.py imports megatoken.posttrain.answer_scores
 train/batches.py imports megatoken.posttrain.batch_source
 train/batches.py imports megatoken.posttrain.batches
 train/batches.py imports megatoken.posttrain.rewards
 train/initial_state.py imports megatoken.convert.load_pretrained
 train/initial_state.py imports megatoken.text.chat_dataset
-train/run.py imports megatoken.inference.multiple_choice
 train/run.py imports megatoken.posttrain.batches
 train/run.py imports megatoken.text.tokenizer
-train/setup.py imports megatoken.inference.multiple_choice
 train/setup.py imports megatoken.text.chat_dataset
 train/state.py imports megatoken.posttrain.objective
 train/step.py imports megatoken.posttrain.answer_scores
@@ -121,7 +114,7 @@ train/train.py imports megatoken.posttrain.rewards
 train/train.py imports megatoken.study.sinks
 train/val_loss.py imports megatoken.text.tokenizer
 """
-EMPTY_NAMES = "utils util common helpers base misc manager factory core"
+EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.
 RUN_CODE = re.compile(
     r"(builtins\.)?(eval|exec|compile|__import__)|os\.(system|popen|exec\w+|spawn\w+)|(np|numpy)\.load"

@@ -46,7 +46,7 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
 ):
     comm, env = TwoRanks(DistEnv(world_size=2)), DistEnv(world_size=2, local_world_size=2)
 
-    def save_and_lose_rank_1(run: Run, _: CheckpointSaver) -> None:
+    def save_and_lose_rank_1(run: Run, *_: object) -> None:
         run.state.comm, run.state.step = comm, 2
         saver = CheckpointSaver(replace(run, comm=comm))
         saver.save()

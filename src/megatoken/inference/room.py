@@ -2,10 +2,14 @@
 
 NEEDS = ("convert", "posttrain", "study", "text")
 ENTRIES = {
+    "action": {
+        "tasks": "megatoken.inference.actions:open_tasks",
+        "sample": "megatoken.inference.actions:open_sample",
+    },
     "command": {
         "sample": "megatoken.inference.commands.sample",
         "chat": "megatoken.inference.commands.chat",
         "serve": "megatoken.inference.commands.serve",
         "eval": "megatoken.inference.commands.eval",
-    }
+    },
 }

@@ -17,7 +17,6 @@ from megatoken.data.mixture import Mixture
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.inference.multiple_choice import EncodedExample
 from megatoken.posttrain.batches import BatchSource, Poll
 from megatoken.store.manifest import CheckpointManifest, FileEntry
 from megatoken.text.tokenizer import Tokenizer
@@ -79,15 +78,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The dataset, tasks and model shape of a run.
+    """The dataset and model shape of a run.
 
-    tasks: multiple-choice examples by task. loader: None for objectives with their own batch
-    source, such as preference pairs. epoch_tokens: training tokens in one pass over the dataset.
+    loader: None for objectives with their own batch source, such as preference pairs.
+    epoch_tokens: training tokens in one pass over the dataset.
     """
 
     dataset: Mixture
     model_config: ModelConfig
-    tasks: Mapping[str, list[EncodedExample]]
     loader: DataLoader | None
     epoch_tokens: int
 

@@ -36,7 +36,6 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     disable_unsupported,
 )
-from megatoken.inference.multiple_choice import read_tasks
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.store.commit import count_needed_bytes, list_steps, list_surplus
 from megatoken.text.chat_dataset import (
@@ -83,7 +82,7 @@ def open_log(out: Path, comm: Comm) -> MetricsLogger:
 
 
 def open_data(config: Config, context: RunContext) -> RunData:
-    """Open the dataset, its tokenizer, the tasks, and the loader of this data-parallel rank.
+    """Open the dataset, its tokenizer, and the loader of this data-parallel rank.
 
     Raises DataError if something is missing or damaged, or if the dataset is smaller than a batch.
     Raises ConfigError if model.vocab_size is too small for the tokenizer, or if the batch does not
@@ -101,12 +100,6 @@ def open_data(config: Config, context: RunContext) -> RunData:
         fix = "set it to 0 to use the tokenizer's"
         raise ConfigError(f"{what} {tokenizer.vocab_size}", "model.vocab_size", fix)
     dataset.set_vocab_size(tokenizer.vocab_size)
-    prompt_tokens = len(tokenizer.encode(config.sample.prompt))
-    if config.sample.every.value and prompt_tokens > seq_len:
-        what = f"sample.prompt has {prompt_tokens} tokens, the model's context is {seq_len}"
-        raise ConfigError(what, "sample.prompt", "shorten it, or set sample.every=0")
-    tasks = read_tasks(config.evaluate, tokenizer, seq_len, context.console.warn)
-    tasks_by_rank = context.comm.gather(list(tasks))  # a machine may lack files that others have
     loader = None
     if objective.name in ROW_OBJECTIVES:
         epoch_tokens = count_rows(dataset, objective.name) * objective.answers * seq_len
@@ -116,11 +109,6 @@ def open_data(config: Config, context: RunContext) -> RunData:
     return RunData(
         dataset=dataset,
         model_config=config.model.resolve(tokenizer.vocab_size),
-        tasks={
-            task: examples
-            for task, examples in tasks.items()
-            if all(task in names for names in tasks_by_rank)
-        },
         loader=loader,
         epoch_tokens=epoch_tokens,
     )

@@ -11,7 +11,7 @@ from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.plan.expectation import Expectation
 from megatoken.study.plots import draw_run
 from megatoken.text.chat_dataset import ROW_OBJECTIVES
-from megatoken.train.actions import Action, is_due
+from megatoken.train.actions import Action, Poll, is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
 from megatoken.train.recovery import Recovery
 from megatoken.train.run import Run
@@ -179,11 +179,11 @@ def _next_command(config: Config, out: str) -> str:
     return f"chat {out}"
 
 
-def call_actions(run: Run, actions: Sequence[Action]) -> None:
+def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:
     """Call actions in order. Raises StopRequested before one that may exceed the time limit."""
     for action in actions:
         run.check_stop(action.seconds)
         start = time.monotonic()
-        action.call()
+        action.call(run, poll)
         run.comm.barrier()  # rank 0 may have worked for longer than collectives wait
         action.seconds = max(action.seconds, time.monotonic() - start)

@@ -41,7 +41,7 @@ from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.study.sinks import SinkProcesses, check_sinks
 from megatoken.train import setup
-from megatoken.train.actions import Action, is_due, list_actions
+from megatoken.train.actions import Action, is_due, list_actions, open_actions
 from megatoken.train.batches import open_batches
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
@@ -189,6 +189,7 @@ class Trainer:
         check_sinks(resolved.config.log.sinks)
         check_reward(resolved.config.objective.reward, self.reward)
         data = setup.open_data(resolved.config, context)
+        actions = open_actions(resolved.config, data, context)
         if self.extend:
             extended = extend_budget(resolved, data, self.extend, context)
             changes += list_changes(resolved.config, extended.config)
@@ -220,7 +221,7 @@ class Trainer:
             comm.run_on_rank0(lambda: setup.write_run_files(resolved, plan, state.step))
             run = self._build_run(plan, log, restore_newest)
             record_changes(run, changes)
-            code = train(run)
+            code = train(run, actions)
             reason = stop.stop_requested if code == ExitCode.STOPPED else ""
             tokens = state.tokens_trained(plan.step_config, state.step)
             return code, state.step, tokens, reason
@@ -270,8 +271,11 @@ class Trainer:
         return ExitCode(code), last_save["step"], last_save["tokens"], ""
 
 
-def train(run: Run) -> ExitCode:
-    """Train a run that is set up, and write its final status even if it fails."""
+def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
+    """Train a run that is set up, and write its final status even if it fails.
+
+    actions: called between steps, after save and validate.
+    """
     expectation = expect(run)
     if expectation:
         message = expectation.describe(run.step_config, run.state.step)
@@ -289,7 +293,7 @@ def train(run: Run) -> ExitCode:
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
         ):
-            code = run_loop(run, saver, recovery, step_log)
+            code = run_loop(run, saver, recovery, step_log, actions)
     except Exception as error:
         record_failure(run, saver, error)
         raise
@@ -302,10 +306,21 @@ def train(run: Run) -> ExitCode:
     return code
 
 
-def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: StepLog) -> ExitCode:
+def run_loop(
+    run: Run,
+    saver: CheckpointSaver,
+    recovery: Recovery,
+    step_log: StepLog,
+    actions: Sequence[Action],
+) -> ExitCode:
     """Train to the end of the budget or until a stop is requested, and save before returning."""
+
+    def poll() -> None:
+        run.check_stop()
+        saver.commit_if_written()
+
     state = run.state
-    actions = list_actions(run, saver)  # save, validate, score tasks, sample
+    actions = list_actions(run, saver, actions)
     code = ExitCode.DONE
     try:
         with closing(run.batches):
@@ -313,7 +328,7 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                 # If a stop is requested, this raises StopRequested on all ranks. If any rank wants
                 # to read its losses, all ranks read theirs, because they rewind together.
                 must_read = run.check_stop(flag=step_log.wants_read)
-                call_actions(run, [action for action in actions if action.is_due(state.step)])
+                call_actions(run, [action for action in actions if action.is_due(run)], poll)
                 if run.progress.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
                     break
@@ -324,13 +339,13 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                 pending = train_step_async(state, run.step_config, run.device, batch)
                 step_log.add(pending, run.batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.
-                must_check = must_check_after(run, actions, state.step)
+                must_check = must_check_after(run, actions)
                 if must_read or must_check or step_log.reads_each_step:
                     step_log.read()  # undoes a bad step, so that state.step falls again
                 if must_check:
                     recovery.check_replicas()  # may rewind to a checkpoint
         saver.try_save()  # in the background, while the last actions compute
-        call_actions(run, [action for action in actions if action.at_end])
+        call_actions(run, [action for action in actions if action.at_end], poll)
     except StopRequested:
         code = ExitCode.STOPPED
         step_log.read()
@@ -341,14 +356,15 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
     return code
 
 
-def must_check_after(run: Run, actions: Sequence[Action], step: int) -> bool:
+def must_check_after(run: Run, actions: Sequence[Action]) -> bool:
     """Return whether to read losses and compare replicas after this step.
 
     True at every multiple of REPLICA_CHECK_STEPS, at the last step, and if an action such as a save
     is due.
     """
+    step = run.state.step
     is_last = step == run.step_config.total_steps
-    is_action_due = any(action.is_due(step) for action in actions)
+    is_action_due = any(action.is_due(run) for action in actions)
     return is_last or is_due(REPLICA_CHECK_STEPS, step) or is_action_due
 
 

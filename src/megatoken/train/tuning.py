@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration
-from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.device import Device, wants_compile
 from megatoken.base.system.threads import set_thread_count, thread_count
 from megatoken.model.kernels import Kernels
-from megatoken.model.kernels.attention import BUILT_IN, WITHOUT_MASK
+from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
 from megatoken.train.compilation import compile_forward
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, step_key
@@ -121,11 +120,6 @@ def tune(
     explain: whether to print the measurements.
     """
     config, console = plan.config, plan.console
-    attention = config.machine.attention
-    if attention in WITHOUT_MASK and (plan.data.tasks or config.sample.every.value):
-        what = f"attention {attention!r} has no mask or cache, which sampling and tasks need"
-        fix = "set sample.every=0 and evaluate.tasks=''"
-        raise ConfigError(what, "machine.attention", fix)
     start = time.monotonic()
     saved = state.comm.run_on_rank0(lambda: _read_tuning(plan.out))
     step_config, tuning = prepare_step(
