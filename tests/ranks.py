@@ -38,7 +38,7 @@ SHORT_MEASUREMENTS = {
     "megatoken.store.commit.RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.checkpoint_saver.LAST_SAVE_RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.live_mirror.RETRY_SECONDS": (0.0,),
-    "megatoken.base.system.object_store.RETRY_SECONDS": (0.0,),
+    "megatoken.store.objects.RETRY_SECONDS": (0.0,),
 }
 
 

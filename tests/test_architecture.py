@@ -86,7 +86,6 @@ data/dataset.py imports megatoken.text.external_shards
 data/dataset.py imports megatoken.text.tokenizer
 data/mixture.py imports megatoken.text.chat_dataset
 data/mixture.py imports megatoken.text.tokenizer
-data/remote.py imports megatoken.text.tokenizer
 data/window_order.py imports megatoken.text.tokenizer
 model/gpt.py imports megatoken.inference.kv_cache
 model/gpt.py imports megatoken.posttrain.lora

@@ -15,9 +15,8 @@ import fsspec
 import pytest
 
 from megatoken.base.errors import CheckpointError, ConfigError, StorageError
-from megatoken.base.system import object_store
-from megatoken.base.system.object_store import ObjectStore
 from megatoken.convert.hf.load import refuse_missing_path
+from megatoken.store import objects
 from megatoken.store.commit import IDENTITY, list_steps, prune
 from megatoken.store.manifest import DamagedError, verify
 from megatoken.store.mirror import (
@@ -30,6 +29,7 @@ from megatoken.store.mirror import (
     verify_mirror,
 )
 from megatoken.store.mirror_uploads import MirrorUploads
+from megatoken.store.objects import ObjectStore
 from tests.store.test_commit import commit_small
 
 KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
@@ -171,7 +171,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
 ):
     """Every change of the store is the last one in turn, and is made to the half."""
     run, call = tmp_path / "run", ObjectStore._call
-    monkeypatch.setattr(object_store, "THREADS", 1)
+    monkeypatch.setattr(objects, "THREADS", 1)
     save_and_mirror(run, address, 10)
 
     def count(self: Any, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:

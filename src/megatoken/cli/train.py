@@ -10,9 +10,9 @@ from megatoken.base.config.load import format_value
 from megatoken.base.config.schema import FIELDS, resume_class
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode
+from megatoken.base.system.address import run_folder
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.environment import heartbeat_file
-from megatoken.base.system.object_store import run_folder
 from megatoken.base.system.process import at_parent_death
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings

@@ -3,15 +3,17 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from megatoken.base.config.load import resolve
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, DataError, ExitCode, MegatokenError
-from megatoken.base.system.object_store import ObjectStore, path_or_address
+from megatoken.base.system.address import path_or_address
 from megatoken.cli import Result
 from megatoken.store.commit import is_checkpoint, is_copy, list_steps, step_folder
 from megatoken.store.manifest import verify
+from megatoken.store.objects import ObjectStore
 
 HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
@@ -70,15 +72,21 @@ def verify_folder(folder: Path | str) -> Report:
 
 
 def _verify_address(address: str) -> Report:
-    from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
+    from megatoken.store.datasets import fetch_dataset, list_remote
     from megatoken.store.mirror import list_mirrored, verify_mirror
+    from megatoken.text.tokenizer import load_saved_tokenizer
 
     store = ObjectStore(address)
     if list_mirrored(store):
         return Report("run", *verify_mirror(store))
     remote = list_remote(address)
-    if remote.shards:
-        return Report("dataset", len(remote.shards), verify_remote(remote))
+    if remote.n_shards:
+        errors = remote.files.verify()
+        with TemporaryDirectory(prefix="megatoken-") as fetched:
+            errors += _catch(
+                lambda path: load_saved_tokenizer(remote.fetch_tokenizer(path)), Path(fetched)
+            )
+        return Report("dataset", remote.n_shards, errors)
     return verify_folder(fetch_dataset(address))  # external shards, which have no hashes
 
 

@@ -8,7 +8,7 @@ from megatoken.base.config.load import RUN_CONFIG, load_config
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import GPT2_VOCABULARY
 from megatoken.base.errors import CheckpointError, Warn
-from megatoken.base.system.object_store import is_address
+from megatoken.base.system.address import is_address
 from megatoken.convert import llmc, nanochat, nanogpt
 from megatoken.convert.hf.load import find_folder, load_hf, read_family
 from megatoken.convert.hf.peft import BASE, merge_peft, read_base

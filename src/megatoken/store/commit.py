@@ -12,9 +12,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +272,29 @@ def find_newest(
             return None
 
 
-def list_surplus(steps: list[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Return which of these ascending steps `prune` would remove if all checkpoints are valid."""
-    return [step for step in steps[:-keep_last] if not keep_every or step % keep_every]
+def choose_surplus(
+    steps: Sequence[int],
+    is_valid: Callable[[int], bool] = lambda _step: True,
+    *,
+    keep_last: int,
+    keep_every: int,
+    keep: Collection[int | None] = (),
+) -> list[int]:
+    """Return which of these ascending steps to remove.
+
+    keep_last: how many of the newest valid checkpoints to keep, at least 1. Damaged checkpoints
+        newer than the oldest of these are kept as well.
+    keep_every: keep steps that are multiples of it; 0 disables this.
+    keep: other steps to keep.
+    """
+    n_valid = 0
+    surplus = []
+    for step in reversed(steps):
+        if n_valid < max(1, keep_last):
+            n_valid += is_valid(step)
+        elif step not in keep and (not keep_every or step % keep_every):
+            surplus.append(step)
+    return surplus[::-1]
 
 
 def prune(
@@ -286,37 +307,32 @@ def prune(
 ) -> list[Path]:
     """Remove old checkpoints, and return their former folders, oldest first. Raises StorageError.
 
-    keep_last: how many of the newest valid checkpoints to keep, at least 1. Damaged checkpoints
-        newer than the oldest of these are kept as well.
-    keep_every: keep steps that are multiples of it; 0 disables this.
-    keep: other steps to keep.
+    keep_last, keep_every, keep: as in `choose_surplus`.
     verified: entries of files that this process has already hashed, by checkpoint folder. Only
         files that have changed since are hashed again, and new hashes are added.
     """
-    if verified is None:
-        verified = {}
-    steps = list_steps(root)
-    keep_last = max(1, keep_last)
-    if not list_surplus(steps, keep_last=keep_last, keep_every=keep_every):
-        return []
-    n_valid = 0
-    to_remove: list[Path] = []
-    for step in reversed(steps):
+    known = {} if verified is None else verified
+
+    def is_valid(step: int) -> bool:
         folder = step_folder(root, step)
-        if n_valid < keep_last:
-            with suppress(CheckpointError):
-                verified[folder] = verify(folder, known=verified.get(folder)).files
-                n_valid += 1
-        elif step not in keep and (not keep_every or step % keep_every):
-            to_remove.insert(0, folder)
+        with suppress(CheckpointError):
+            known[folder] = verify(folder, known=known.get(folder)).files
+            return True
+        return False
+
+    choose = partial(
+        choose_surplus, list_steps(root), keep_last=keep_last, keep_every=keep_every, keep=keep
+    )
+    surplus = choose() and choose(is_valid)  # hash only if something may be removed
+    folders = [step_folder(root, step) for step in surplus]
     what = "old checkpoints cannot be removed"
     with storage_errors(root, what=what, fix="make the folder writable"):
-        moved = [_move_aside(folder) for folder in to_remove]
+        moved = [_move_aside(folder) for folder in folders]
         if moved:
             sync_folder(root)  # the old names must be gone durably before the first file is deleted
     for folder in moved:
         discard(folder)
-    return to_remove
+    return folders
 
 
 def _move_aside(folder: Path) -> Path:

@@ -227,9 +227,15 @@ def list_files(folder: Path) -> dict[str, os.stat_result]:
     return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
 
 
+def describe_hash(actual: str, entry: FileEntry) -> str:
+    """Say that a file has another hash than in its entry, or return ""."""
+    expected = entry.xxh3_128
+    return "" if actual == expected else f"its xxh3-128 is {actual}, expected {expected}"
+
+
 def _check_hash(path: Path, actual: str, entry: FileEntry) -> None:
-    if actual != entry.xxh3_128:
-        raise damaged(path, f"its xxh3-128 is {actual}, expected {entry.xxh3_128}")
+    if damage := describe_hash(actual, entry):
+        raise damaged(path, damage)
 
 
 @contextmanager

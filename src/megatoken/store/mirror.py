@@ -9,7 +9,7 @@ upload may be interrupted at any moment. Small files of the run are next to `che
 import json
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,9 @@ from typing import Any
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, Warn
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
-from megatoken.base.system.object_store import (
-    MissingObjectError,
-    ObjectInfo,
-    ObjectStore,
-    run_parallel,
-)
-from megatoken.data.remote import cache_folder
 from megatoken.store.commit import (
     IDENTITY,
+    choose_surplus,
     count_needed_bytes,
     discard,
     list_steps,
@@ -34,18 +28,19 @@ from megatoken.store.commit import (
     parse_steps,
     publish,
     step_folder,
-    write_files,
 )
+from megatoken.store.datasets import cache_folder
 from megatoken.store.manifest import (
     MANIFEST,
     STEP,
     CheckpointManifest,
     DamagedError,
-    FileEntry,
     damaged,
+    describe_hash,
     parse_manifest,
     verify,
 )
+from megatoken.store.objects import MissingObjectError, ObjectStore, Read, StoredFiles, hash_ranges
 
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
@@ -54,12 +49,8 @@ RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
 
 def list_mirrored(store: ObjectStore) -> list[int]:
     """Return the steps of checkpoints that have a manifest at the address, ascending."""
-    return _list_marked(store.list(CHECKPOINTS))
-
-
-def _list_marked(files: Iterable[str]) -> list[int]:
-    paths = [name.split("/") for name in files]
-    return parse_steps([path[1] for path in paths if len(path) == 3 and path[2] == MANIFEST])
+    paths = [name.split("/") for name in store.list(CHECKPOINTS)]
+    return parse_steps([path[1] for path in paths if path[2:] == [MANIFEST]])
 
 
 def check_owner(run: Path, store: ObjectStore) -> None:
@@ -125,28 +116,21 @@ def update_mirror(
     for name in RUN_FILES:
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())
-    missing = _list_missing(run, store, keep_every, best)
-    folders = [step_folder(run / CHECKPOINTS, step) for step in missing]
-    n_bytes = sum(upload_checkpoint(store, folder) for folder in folders)
+    steps = list_steps(run / CHECKPOINTS)
+    wanted = [
+        step
+        for step in reversed(steps)
+        if step in (steps[-1], best) or (keep_every and step % keep_every == 0)
+    ]
+    missing = [step for step in wanted if not _is_complete(store, step)]
+    n_bytes = sum(upload_checkpoint(run, store, step) for step in missing)
     _remove_rewound(run, store)
     prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
     return {
-        "uploaded": [folder.name for folder in folders],
+        "uploaded": [step_folder(run, step).name for step in missing],
         "bytes": n_bytes,
         "seconds": time.monotonic() - start,
     }
-
-
-def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
-    """Return the steps of checkpoints to upload, newest first."""
-    steps = list_steps(run / CHECKPOINTS)
-    files = store.list(CHECKPOINTS)
-    return [
-        step
-        for step in reversed(steps)
-        if (step in (steps[-1], best) or (keep_every and step % keep_every == 0))
-        and not _is_complete(store, step, files)
-    ]
 
 
 def _remove_rewound(run: Path, store: ObjectStore) -> None:
@@ -159,81 +143,73 @@ def _remove_rewound(run: Path, store: ObjectStore) -> None:
         _write_identity(run, identity)
 
 
-def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
+def upload_checkpoint(run: Path, store: ObjectStore, step: int) -> int:
     """Upload a checkpoint, its manifest last, and return the number of bytes.
 
     Raises DamagedError if the local checkpoint is damaged.
     """
-    files = verify(folder).files
-    name = f"{CHECKPOINTS}/{folder.name}"
-    run_parallel(
-        [
-            partial(store.upload, folder / file, f"{name}/{file}", entry.xxh3_128)
-            for file, entry in files.items()
-        ]
-    )
-    store.write(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
-    read_mark(store, folder.name)
-    return sum(entry.bytes for entry in files.values())
+    folder = step_folder(run / CHECKPOINTS, step)
+    entries = verify(folder).files
+    hashes = {name: entry.xxh3_128 for name, entry in entries.items()}
+    store.below(f"{CHECKPOINTS}/{folder.name}").commit(folder, hashes, MANIFEST)
+    open_mirrored(store, step)
+    return sum(entry.bytes for entry in entries.values())
 
 
-def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
-    """Return the manifest of a mirrored checkpoint. Raises DamagedError.
-
-    name: the checkpoint's, `step-...`.
-    """
-    file = f"{CHECKPOINTS}/{name}/{MANIFEST}"
+def open_mirrored(store: ObjectStore, step: int) -> tuple[CheckpointManifest, StoredFiles]:
+    """Read the manifest of a mirrored checkpoint. Raises DamagedError."""
+    name = step_folder(Path(), step).name
+    place = store.below(f"{CHECKPOINTS}/{name}")
+    where = place.at(MANIFEST)
     try:
-        manifest = parse_manifest(store.read(file), store.at(file), name)
+        manifest = parse_manifest(place.read(MANIFEST), where, name)
     except MissingObjectError as error:
-        raise damaged(store.at(file), "it is missing, so this was never committed") from error
+        raise damaged(where, "it is missing, so this was never committed") from error
     for path in manifest.files:
         if ".." in path.split("/") or path.startswith("/") or "\\" in path:
-            raise damaged(store.at(file), f"it names a file outside the folder: {path!r}")
-    return manifest
+            raise damaged(where, f"it names a file outside the folder: {path!r}")
+
+    def find_damage(file: str, read: Read) -> str:
+        entry = manifest.files[file]
+        return describe_hash(hash_ranges(read, entry.bytes), entry)
+
+    sizes = {file: entry.bytes for file, entry in manifest.files.items()}
+    return manifest, StoredFiles(place, sizes, find_damage, damaged)
 
 
 def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
     """Remove old mirrored checkpoints, and old remains of interrupted uploads.
 
-    Remains are old if they belong to an earlier step than the newest checkpoint. Raises
-    StorageError.
+    Remains are old if they belong to an earlier step than the newest checkpoint. A checkpoint
+    counts as valid if all its files have their full size. Raises StorageError.
 
-    keep_last: how many of the newest complete checkpoints to keep, at least 1. In a complete one,
-        all files have their full size. Incomplete ones newer than the oldest of these are kept as
-        well.
-    keep_every: keep steps that are multiples of it; 0 disables this.
-    best: another step to keep.
+    keep_last, keep_every: as in `prune`. best: another step to keep.
     """
-    files = store.list(CHECKPOINTS)
-    steps = _list_marked(files)
-    n_complete = 0
-    to_remove: list[int] = []
-    for step in reversed(steps):
-        if n_complete < max(1, keep_last):
-            n_complete += _is_complete(store, step, files)
-        elif step != best and (not keep_every or step % keep_every):
-            to_remove.append(step)
-    unmarked = {*parse_steps([name.split("/")[1] for name in files])} - {*steps}
-    to_remove += [step for step in unmarked if step < max(steps, default=0)]
-    remove_steps(store, to_remove)
+    steps = list_mirrored(store)
+    is_valid = partial(_is_complete, store)
+    surplus = choose_surplus(
+        steps, is_valid, keep_last=keep_last, keep_every=keep_every, keep=[best]
+    )
+    folders = parse_steps({name.split("/")[1] for name in store.list(CHECKPOINTS)})
+    unmarked = [step for step in folders if step not in steps and step < max(steps, default=0)]
+    remove_steps(store, [*surplus, *unmarked])
 
 
-def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
+def remove_steps(store: ObjectStore, steps: Sequence[int]) -> None:
     """Remove mirrored checkpoints, starting in each with its manifest. Raises StorageError."""
     for step in steps:
-        store.remove(f"{CHECKPOINTS}/{_step_name(step)}/{MANIFEST}")
-        store.remove(f"{CHECKPOINTS}/{_step_name(step)}")
+        name = step_folder(Path(CHECKPOINTS), step).as_posix()
+        store.remove(f"{name}/{MANIFEST}")
+        store.remove(name)
 
 
-def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo]) -> bool:
+def _is_complete(store: ObjectStore, step: int) -> bool:
     """Return whether a mirrored checkpoint has a manifest and every file at its full size."""
-    try:
-        entries = read_mark(store, _step_name(step)).files
-    except DamagedError:
-        return False
-    sizes = {_object_name(step, file): entry.bytes for file, entry in entries.items()}
-    return all(name in files and files[name].bytes == size for name, size in sizes.items())
+    with suppress(DamagedError):
+        _, files = open_mirrored(store, step)
+        stored = {name: info.bytes for name, info in files.store.list().items()}
+        return files.sizes.items() <= stored.items()
+    return False
 
 
 def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
@@ -245,10 +221,8 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
     steps = list_mirrored(store)
     for step in steps:
         try:
-            for file, entry in read_mark(store, _step_name(step)).files.items():
-                name = _object_name(step, file)
-                stored = FileEntry(store.size(name) or 0, store.hash(name))
-                _check_entry(store.at(name), stored, entry)
+            _, files = open_mirrored(store, step)
+            errors += files.verify()[:1]
         except MegatokenError as error:
             errors.append(error)
     return len(steps), errors
@@ -289,33 +263,21 @@ def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: War
         try:
             return fetch_checkpoint(store, step, root)
         except DamagedError as error:
-            warn(f"{error} (skipping {_step_name(step)})")
+            warn(f"{error} (skipping {step_folder(root, step).name})")
     return None
 
 
 def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
     """Fetch and commit one checkpoint. Raises DamagedError, StorageError."""
-    manifest = read_mark(store, _step_name(step))
-    needed_bytes = count_needed_bytes(sum(entry.bytes for entry in manifest.files.values()))
-    draft = open_draft(root, step, needed_bytes)
-    if draft is None:
-        return step_folder(root, step)
-    entries: dict[str, FileEntry] = {}
-
-    def fetch(file: str) -> None:
-        name = _object_name(step, file)
+    manifest, files = open_mirrored(store, step)
+    draft = open_draft(root, step, count_needed_bytes(sum(files.sizes.values())))
+    if draft is not None:
         try:
-            writer = {file: partial(store.download, name)}
-            entries.update(write_files(draft, step, writer, needed_bytes))
-        except MissingObjectError as error:
-            raise damaged(store.at(name), "it is missing") from error
-        _check_entry(store.at(name), entries[file], manifest.files[file])
-
-    try:
-        run_parallel([partial(fetch, file) for file in manifest.files])
-        publish(draft, step, {file: entries[file] for file in manifest.files}, meta=manifest.meta)
-    finally:
-        discard(draft)
+            with storage_errors(draft):
+                files.fetch(draft)
+            publish(draft, step, manifest.files, meta=manifest.meta)
+        finally:
+            discard(draft)
     return step_folder(root, step)
 
 
@@ -342,23 +304,8 @@ def fetch_model(address: str, warn: Warn) -> Path:
     return folder
 
 
-def _check_entry(where: str, stored: FileEntry, expected: FileEntry) -> None:
-    if stored != expected:
-        difference = f"{stored.bytes:,} bytes of xxh3-128 {stored.xxh3_128}"
-        expectation = f"{expected.bytes:,} of {expected.xxh3_128}"
-        raise damaged(where, f"it has {difference}, expected {expectation}")
-
-
 def _fetch_file(store: ObjectStore, name: str, run: Path) -> None:
     with suppress(MissingObjectError), storage_errors(run):
         content = store.read(name)
         run.mkdir(parents=True, exist_ok=True)
         replace_file(run / name, content, durable=True)
-
-
-def _step_name(step: int) -> str:
-    return step_folder(Path(), step).name
-
-
-def _object_name(step: int, file: str) -> str:
-    return f"{CHECKPOINTS}/{_step_name(step)}/{file}"

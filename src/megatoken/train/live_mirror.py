@@ -4,10 +4,10 @@ import time
 
 from megatoken.base.console import format_duration, format_quantity
 from megatoken.base.errors import StorageError
-from megatoken.base.system.object_store import ObjectStore
 from megatoken.store.commit import list_steps
 from megatoken.store.mirror import check_owner, fetch_run
 from megatoken.store.mirror_uploads import MirrorUploads
+from megatoken.store.objects import ObjectStore
 from megatoken.train.run import RunContext, RunLog
 from megatoken.train.run_folder import CHECKPOINTS
 

@@ -37,7 +37,7 @@ from megatoken.distributed.parallel_dims import (
     disable_unsupported,
 )
 from megatoken.optim.costs import count_saved_bytes
-from megatoken.store.commit import count_needed_bytes, list_steps, list_surplus
+from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
 from megatoken.text.chat_dataset import (
     OBJECTIVE_DATA,
     ROW_OBJECTIVES,
@@ -280,7 +280,9 @@ def check_space(
     every = steps.steps(save.every)
     n_saves = (steps.total_steps - step) // every + 1 if every else 1
     saved = list_steps(out / CHECKPOINTS)
-    surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
+    surplus = choose_surplus(
+        saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every)
+    )
     n_kept = save.keep_last + save.keep_best + bool(save.mirror)
     n_missing = min(n_saves, max(0, n_kept + 1 - min(len(saved), n_kept) - len(surplus)))
     needed = n_missing * count_needed_bytes(count_saved_bytes(config.optim.name, model_config))

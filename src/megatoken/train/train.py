@@ -26,10 +26,10 @@ from megatoken.base.errors import (
     NumericsError,
     error_from_code,
 )
+from megatoken.base.system.address import run_folder
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.device import Device, memory_errors, open_device, restored_settings
 from megatoken.base.system.metrics_log import STATUS, find_last_rows
-from megatoken.base.system.object_store import run_folder
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch

@@ -9,9 +9,9 @@ from safetensors import SafetensorError, safe_open
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import CheckpointError
+from megatoken.base.system.address import is_address
 from megatoken.base.system.atomic_write import MALFORMED, read_json
 from megatoken.base.system.environment import huggingface_cache
-from megatoken.base.system.object_store import is_address
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import FAMILIES, FIX, Family
 from megatoken.model.gpt import GPT

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
+from megatoken.base.system.address import path_or_address
 from megatoken.base.system.atomic_write import local_path
-from megatoken.base.system.object_store import path_or_address
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_device_arguments
 from megatoken.cli.ranks import launch_ranks

@@ -9,8 +9,8 @@ from typing import Any
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
+from megatoken.base.system.address import run_folder
 from megatoken.base.system.atomic_write import local_path, storage_errors
-from megatoken.base.system.object_store import run_folder
 from megatoken.cli import Result, done
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe

@@ -16,8 +16,8 @@ from megatoken.base.console import (
     format_quantity,
 )
 from megatoken.base.errors import ConfigError
+from megatoken.base.system.address import is_address, path_or_address
 from megatoken.base.system.atomic_write import local_path
-from megatoken.base.system.object_store import is_address, path_or_address
 from megatoken.cli import Data
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Data:
-    from megatoken.data.remote import begin_upload, upload_dataset
+    from megatoken.store.datasets import begin_upload, upload_dataset
     from megatoken.text.chat_formats import peek_format
     from megatoken.text.prepare import prepare
     from megatoken.text.sources import HUB, describe_skipped, find_corpus

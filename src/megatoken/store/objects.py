@@ -1,25 +1,38 @@
 """Read and write files at an address such as s3://bucket/run through fsspec, with retries.
 
+A set of files, such as a checkpoint or a dataset, is complete if its manifest is there: all files
+are written first (`ObjectStore.commit`) and checked against it when they are read (`StoredFiles`).
+
 fsspec comes with torch. Some protocols need another library, such as s3fs for s3 (the extra `s3`).
 That library finds credentials and endpoint by itself; they are never passed to megatoken.
 """
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import xxhash
 
-from megatoken.base.errors import ConfigError, StorageError
+from megatoken.base.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegatokenError,
+    StorageError,
+)
 from megatoken.base.redact import redact
-from megatoken.base.system.atomic_write import NO_PATH, local_path
+from megatoken.base.system.address import is_address
+from megatoken.base.system.atomic_write import NO_PATH, sync_file
 
 RETRY_SECONDS = (1.0, 5.0)
 THREADS = 8  # files that are read or written at once
+WAIT_SECONDS = 10.0  # between reports of progress
 READ_BYTES = 16 << 20  # per request, to hash an object
 # Errors that are not retried; by name, because botocore may not be installed.
 FINAL_ERRORS = {
@@ -30,56 +43,28 @@ STAMPS = ("ETag", "etag", "mtime", "LastModified", "created")  # keys of fsspec'
 FIX = "check the address, the credentials and the network"
 
 T = TypeVar("T")
+Read = Callable[[int, int], bytes]  # returns the bytes [start, end) of a file
 
 
 class MissingObjectError(StorageError):
     """The object or bucket does not exist."""
 
 
-def is_address(text: str | Path) -> bool:
-    """Return whether a text is an address such as s3://bucket/data, not a local path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(text)) is not None
-
-
-def path_or_address(text: str) -> Path | str:
-    """Convert text to a local path, unless it is an address.
-
-    Raises ConfigError if it is neither.
-    """
-    text = strip_file_scheme(text)
-    return text if is_address(text) else local_path(text)
-
-
-def strip_file_scheme(text: str) -> str:
-    """Convert file:///path to /path, and leave anything else unchanged."""
-    return re.sub("^file:///", "/", text)
-
-
-def run_folder(text: str | Path) -> Path:
-    """Return the local path of a run folder. Raises ConfigError for an address or invalid path."""
-    if is_address(text):
-        fix = f"train in a local folder, with a copy there: save.mirror={text}"
-        raise ConfigError(f"not a path on this machine: {text}", "--out", fix)
-    return local_path(text)
-
-
 def run_parallel(
-    calls: Sequence[Callable[[], object]],
-    on_wait: Callable[[], None] | None = None,
-    seconds: float | None = None,
+    calls: Sequence[Callable[[], object]], on_wait: Callable[[], None] | None = None
 ) -> None:
     """Run functions on THREADS threads and wait for all of them.
 
     If one raises an exception, functions that have not started are dropped, and the first exception
     is raised.
 
-    on_wait: called every `seconds` during the wait.
+    on_wait: called every WAIT_SECONDS.
     """
     with ThreadPoolExecutor(THREADS) as threads:
         pending = {threads.submit(call) for call in calls}
         try:
             while pending:
-                done, pending = wait(pending, seconds, FIRST_EXCEPTION)
+                done, pending = wait(pending, WAIT_SECONDS, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 if pending and on_wait:
@@ -132,6 +117,13 @@ class ObjectStore:
             raise ConfigError(f"not an address: {error}", address, fix) from error
         self._root = root.rstrip("/")
 
+    def below(self, folder: str) -> Self:
+        """Return the store of the files below a folder of this one."""
+        store = copy(self)
+        store.address = self.at(folder)
+        store._root = self._path(folder)
+        return store
+
     def at(self, name: str) -> str:
         """Return the full address of a file, for messages."""
         return f"{self.address}/{name}" if name else self.address
@@ -165,14 +157,6 @@ class ObjectStore:
         """Copy a file to `path`. Raises MissingObjectError."""
         self._call("read", name, self._fs.get_file, self._path(name), str(path))
 
-    def hash(self, name: str) -> str:
-        """Read a file and return its xxh3-128. Raises MissingObjectError."""
-        hasher = xxhash.xxh3_128()
-        size = self.size(name) or 0
-        for start in range(0, size, READ_BYTES):
-            hasher.update(self.read(name, start, min(start + READ_BYTES, size)))
-        return str(hasher.hexdigest())
-
     def write(self, name: str, content: bytes) -> None:
         """Write `content` to a file."""
         self._call("write", name, self._fs.pipe_file, self._path(name), content)
@@ -193,13 +177,21 @@ class ObjectStore:
             what = "the content read back differs from what was written"
             raise StorageError(what, self.at(name), "check the store")
 
+    def commit(self, folder: Path, hashes: Mapping[str, str], manifest: str) -> None:
+        """Copy files of a local folder here by `upload`, and then its manifest.
+
+        hashes: xxh3-128 of the files, by name.
+        """
+        run_parallel([partial(self.upload, folder / name, name, hashes[name]) for name in hashes])
+        self.write(manifest, (folder / manifest).read_bytes())
+
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with everything in it, if it exists."""
         with suppress(MissingObjectError):
             self._call("remove", name, self._fs.rm, self._path(name), recursive=True)
 
     def _has(self, name: str, size: int, xxh3_128: str) -> bool:
-        return self.size(name) == size and self.hash(name) == xxh3_128
+        return self.size(name) == size and hash_ranges(partial(self.read, name), size) == xxh3_128
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -216,3 +208,87 @@ class ObjectStore:
                     raise StorageError(what, self.at(name), FIX) from error
             time.sleep(pause)
         raise AssertionError("not reached")
+
+
+def hash_ranges(read: Read, size: int) -> str:
+    """Return the xxh3-128 of the first `size` bytes of a file."""
+    digest = xxhash.xxh3_128()
+    for start in range(0, size, READ_BYTES):
+        digest.update(read(start, min(start + READ_BYTES, size)))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredFiles:
+    """Files in a store, as a manifest describes them.
+
+    sizes: bytes of each file, by name. find_damage: says how a file's content differs from the
+    manifest, or returns "". damaged: returns the error for an address and what is wrong there.
+    """
+
+    store: ObjectStore
+    sizes: Mapping[str, int]
+    find_damage: Callable[[str, Read], str]
+    damaged: Callable[[str, str], MegatokenError]
+
+    def verify(self) -> list[MegatokenError]:
+        """Read every byte, and return an error for each bad file."""
+        errors: list[MegatokenError] = []
+
+        def check(name: str) -> None:
+            try:
+                self._check(name, self.store.size(name) or 0, partial(self.store.read, name))
+            except MegatokenError as error:
+                errors.append(error)
+
+        run_parallel([partial(check, name) for name in self.sizes])
+        return errors
+
+    def list_missing(self, folder: Path) -> list[str]:
+        """Return the names of files that a folder does not have in their full size."""
+        return [name for name, size in self.sizes.items() if file_size(folder / name) != size]
+
+    def fetch(self, folder: Path, on_wait: Callable[[], None] | None = None) -> None:
+        """Fetch the missing files into a folder, where each appears complete and durable.
+
+        A damaged file is fetched once more before its error is raised. on_wait: as in
+        `run_parallel`.
+        """
+        run_parallel(
+            [partial(self._fetch, name, folder) for name in self.list_missing(folder)], on_wait
+        )
+
+    def _fetch(self, name: str, folder: Path) -> None:
+        part = folder / f"{name}.part"
+        part.parent.mkdir(parents=True, exist_ok=True)
+        for is_last in (False, True):
+            try:
+                self.store.download(name, part)
+                with part.open("rb") as file:
+                    self._check(name, file_size(part), partial(_read_range, file))
+                break
+            except MissingObjectError as error:
+                raise self.damaged(self.store.at(name), "it is missing") from error
+            except (CheckpointError, DataError):
+                if is_last:
+                    part.unlink()
+                    raise
+        sync_file(part)
+        part.replace(folder / name)
+
+    def _check(self, name: str, size: int, read: Read) -> None:
+        damage = f"it has {size:,} bytes, expected {self.sizes[name]:,}"
+        if size == self.sizes[name]:
+            damage = self.find_damage(name, read)
+        if damage:
+            raise self.damaged(self.store.at(name), damage)
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes, or -1 if it does not exist."""
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)

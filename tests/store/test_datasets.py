@@ -12,11 +12,12 @@ import pytest
 
 from megatoken.base.console import format_quantity
 from megatoken.base.errors import ConfigError, DataError, ExitCode, StorageError
-from megatoken.base.system.object_store import ObjectStore, is_address
+from megatoken.base.system.address import is_address
 from megatoken.cli.main import main
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
-from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
+from megatoken.store.datasets import fetch_dataset, list_remote
+from megatoken.store.objects import ObjectStore
 from tests.conftest import Ask
 from tests.data.small_dataset import write_dataset, write_external
 
@@ -88,10 +89,10 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     assert not [*cached.glob("manifest.json"), *cached.glob("train_000001*")]
-    damaged, _ = verify_remote(list_remote(address))  # and the tokenizer that it never had
+    damaged, _ = verify_folder(address).errors  # and the tokenizer that it never had
     assert "train_000001.bin" in str(damaged)
     put(tmp_path / "made", address)
-    files = list_remote(address).files.items()
+    files = list_remote(address).files.sizes.items()
     missing = {name: size for name, size in files if not (cached / name).exists()}
     assert missing["train_000001.bin"] == 1024 + 2 * 150_001
     lines = []

@@ -1,0 +1,205 @@
+"""Fetch datasets at an address such as s3://bucket/data into the cache, and upload prepared ones.
+
+A batch draws windows from all shards, so all are fetched before the first step. The folder in the
+cache is named after the address and a hash of the manifest (or of the listing of external shards).
+One process per machine fetches while the others wait.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatoken.base.console import format_quantity
+from megatoken.base.errors import DataError, StorageError
+from megatoken.base.system.atomic_write import hash_file, replace_file, storage_errors
+from megatoken.base.system.environment import megatoken_cache
+from megatoken.base.system.file_lock import lock_folder
+from megatoken.data.remote import Report, no_report
+from megatoken.data.shard_format import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    MANIFEST_NAME,
+    PROGRESS_NAME,
+    Shard,
+    has_magic,
+    hash_block,
+    hash_blocks,
+    parse_manifest,
+    read_header,
+)
+from megatoken.store.objects import MissingObjectError, ObjectStore, Read, StoredFiles
+
+LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it lists are there
+SUFFIXES = (".bin", ".npy")
+READ_BLOCKS = 64  # blocks read at once
+
+
+@dataclass(frozen=True)
+class RemoteDataset:
+    """A dataset at an address.
+
+    n_shards: 0 for external shards, which have no hashes. mark, content: name and content of the
+    file that is written to the cache last, to show that the copy is complete.
+    """
+
+    files: StoredFiles
+    n_shards: int
+    mark: str
+    content: bytes
+
+    def fetch_tokenizer(self, folder: Path) -> Path:
+        """Fetch the tokenizer into a folder, and return its own folder there."""
+        sizes = {name: size for name, size in self.files.sizes.items() if "/" in name}
+        replace(self.files, sizes=sizes).fetch(folder)
+        return folder / "tokenizer"
+
+
+def fetch_dataset(address: str, report: Report = no_report) -> Path:
+    """Fetch the dataset or external shards at an address; return their folder in the cache.
+
+    Files that an earlier call fetched are reused. report: called with a progress line when a
+    download starts and during it. Raises DataError if the address has no dataset or a damaged
+    shard, and StorageError if fetching fails.
+    """
+    remote = list_remote(address)
+    sizes = remote.files.sizes
+    folder = cache_folder("datasets", address, remote.content)
+
+    def count_missing() -> int:
+        return sum(sizes[name] for name in remote.files.list_missing(folder))
+
+    def report_progress() -> None:
+        total = sum(sizes.values())
+        done = format_quantity(total - count_missing(), "B")
+        report(f"{done} of {format_quantity(total, 'B')} fetched")
+
+    with storage_errors(folder), lock_folder(folder, "download", on_wait=report_progress):
+        needed = count_missing()
+        if needed or not (folder / remote.mark).exists():
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
+                raise StorageError(what, folder, "make room, or set MEGATOKEN_CACHE")
+            report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
+            remote.files.fetch(folder, report_progress)
+            replace_file(folder / remote.mark, remote.content, durable=True)
+    return folder
+
+
+def list_remote(address: str) -> RemoteDataset:
+    """List the dataset or external shards at an address: a folder, a shard, or a glob pattern.
+
+    Raises DataError if there is no dataset or its upload has not finished, and StorageError if the
+    store cannot be read.
+    """
+    folder, _, last = address.rstrip("/").rpartition("/")
+    if last.endswith(SUFFIXES) or any(sign in last for sign in "*?["):
+        return _list_external(ObjectStore(folder), last)
+    store = ObjectStore(address)
+    try:
+        raw = store.read(MANIFEST_NAME)
+    except MissingObjectError:
+        return _list_external(store, "*")
+    manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
+    token_bytes = np.dtype(manifest.dtype).itemsize
+    shards = {shard.file: shard for shard in manifest.shards}
+    listed = store.list("tokenizer").items()
+    sizes = {name: info.bytes for name, info in listed if name.count("/") == 1}
+    sizes |= {name: HEADER_BYTES + shard.tokens * token_bytes for name, shard in shards.items()}
+
+    def find_damage(name: str, read: Read) -> str:
+        return find_shard_damage(shards[name], token_bytes, read) if name in shards else ""
+
+    files = StoredFiles(store, sizes, find_damage, _damaged)
+    return RemoteDataset(files, len(shards), MANIFEST_NAME, raw)
+
+
+def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
+    objects = {
+        name: info
+        for name, info in sorted(store.list().items())
+        if "/" not in name and name.endswith(SUFFIXES) and fnmatchcase(name, pattern)
+    }
+    if not objects:
+        fix = "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one"
+        raise DataError("no dataset here", store.at(pattern), fix)
+    first = next(iter(objects))
+    head = store.read(first, 0, HEADER_BYTES)
+    if has_magic(head) and read_header(head, store.at(first)).fingerprint:
+        what = f"shards of megatoken without their {MANIFEST_NAME}"
+        fix = "run the same `megatoken prepare` again, or name the folder"
+        raise DataError(what, store.at(first), fix)
+    listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in objects.items())
+    sizes = {name: info.bytes for name, info in objects.items()}
+    files = StoredFiles(store, sizes, lambda _name, _read: "", _damaged)
+    return RemoteDataset(files, 0, LISTING_NAME, listing.encode())
+
+
+def find_shard_damage(shard: Shard, token_bytes: int, read: Read) -> str:
+    """Describe how a shard differs from its row in the manifest; return "" if it does not."""
+    actual = hash_block(read(0, HEADER_BYTES))
+    if actual != shard.header:
+        return f"its header has hash {actual}, expected {shard.header}"
+    end = HEADER_BYTES + shard.tokens * token_bytes
+    number = 0
+    for start in range(HEADER_BYTES, end, READ_BLOCKS * BLOCK_BYTES):
+        for actual in hash_blocks(read(start, min(start + READ_BLOCKS * BLOCK_BYTES, end))):
+            expected = shard.block_hash(number)
+            if actual != expected:
+                return f"block {number} has hash {actual}, expected {expected}"
+            number += 1
+    return f"block {number} is missing" if shard.block_hash(number) else ""
+
+
+def begin_upload(address: str) -> Path:
+    """Mark an address as unfinished; return the local folder in which to prepare its dataset.
+
+    Raises StorageError if the address is not writable, to fail before hours of work.
+    """
+    store = ObjectStore(address)
+    if store.size(MANIFEST_NAME) is None:
+        store.write(PROGRESS_NAME, b"{}\n")
+    return cache_folder("prepared", address, b"")
+
+
+def upload_dataset(folder: Path, address: str, report: Report) -> None:
+    """Upload a prepared folder and verify every file; the manifest comes last.
+
+    Raises DataError if another dataset is at the address, and StorageError if the store fails.
+    """
+    store = ObjectStore(address)
+    if store.size(MANIFEST_NAME) is None:
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.rglob("*")
+            if path.is_file() and not path.name.startswith(".") and path.name != MANIFEST_NAME
+        }
+        total = sum(path.stat().st_size for path in files.values())
+        report(f"uploading {format_quantity(total, 'B')} to {address}")
+        hashes = {name: hash_file(path) for name, path in files.items()}
+        store.commit(folder, hashes, MANIFEST_NAME)
+    elif store.read(MANIFEST_NAME) != (folder / MANIFEST_NAME).read_bytes():
+        raise DataError("another dataset is at this address", address, "choose another --out")
+    store.remove(PROGRESS_NAME)
+
+
+def cache_folder(kind: str, address: str, content: bytes) -> Path:
+    """Return the cache folder for an address.
+
+    kind: name of the parent folder in the cache. content: the manifest or listing at the address;
+    when it changes, so does the folder.
+    """
+    address = address.rstrip("/")
+    key = xxhash.xxh3_64_hexdigest(address.encode() + b"\n" + content)
+    name = re.sub(r"[^\w.-]", "-", address.rpartition("/")[2])
+    return megatoken_cache() / kind / f"{name[:60]}-{key}"
+
+
+def _damaged(where: str, damage: str) -> DataError:
+    fix = "upload it again: remove manifest.json there, then run the same `megatoken prepare`"
+    return DataError(f"shard is damaged: {damage}", where, fix)
