@@ -74,7 +74,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: Path, tm
     """Without the instruction sets that the compiler does not know; without any, it is for all machines."""
     has_kernels = (platform.machine(), sys.platform) == ("x86_64", "linux")
     known = [name for name in INSTRUCTION_SETS if name != "avx512_bf16" and has_kernels]
-    libraries = {f"megatoken/native/{library_name(name)}" for name in known}
+    libraries = {f"megatoken/model/native/{library_name(name)}" for name in known}
     stem = f"megatoken-{megatoken.__version__}"
     shutil.rmtree(sources / "build", ignore_errors=True)
     bare = build("wheel", tmp_path, sources, CXX="false")
