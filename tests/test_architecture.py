@@ -100,8 +100,6 @@ train/initial_state.py imports megatoken.text.chat_dataset
 train/run.py imports megatoken.posttrain.batches
 train/run.py imports megatoken.text.tokenizer
 train/setup.py imports megatoken.text.chat_dataset
-train/state.py imports megatoken.posttrain.objective
-train/step.py imports megatoken.posttrain.answer_scores
 train/step_log.py imports megatoken.plan.expectation
 train/step_log.py imports megatoken.study.plots
 train/step_log.py imports megatoken.text.chat_dataset

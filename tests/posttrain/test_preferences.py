@@ -11,10 +11,10 @@ from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer, take_last
 from megatoken.posttrain.batches import PreferenceBatch
-from megatoken.posttrain.objective import build_objective
+from megatoken.posttrain.objective import build_loss
 from megatoken.posttrain.preference_loss import pairwise_loss
 from megatoken.posttrain.preferences import Row, build_pairs, keep_rated, mismatch
-from megatoken.train.state import TrainState
+from megatoken.train.state import Loss, TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
 
@@ -77,20 +77,21 @@ def test_a_mismatched_answer_follows_another_prompt():
     assert mismatch(row, other, 3).ids == [7, 20, 61]
 
 
-def open_state(name: Any, **values: float) -> TrainState:
+def open_state(name: Any, **values: float) -> tuple[TrainState, Loss]:
     state = tiny_state(model_config=replace(TINY_GPT, value_head=name == "reward"))
-    state.objective = build_objective(ObjectiveConfig(name=name, **values), 64)
-    return state
+    return state, build_loss(ObjectiveConfig(name=name, **values))
 
 
 def assert_step(
-    state: TrainState, batch: Batch, loss: torch.Tensor, micro_batch: int
+    opened: tuple[TrainState, Loss], batch: Batch, loss: torch.Tensor, micro_batch: int
 ) -> dict[str, float]:
     """Compare a step with the loss and the norm of its gradient; return what is logged."""
+    state, objective = opened
     params = list(state.model.parameters())
     grads = torch.autograd.grad(loss, params, allow_unused=True)
     norm = torch.cat([grad.flatten() for grad in grads if grad is not None]).norm().item()
-    metrics = train_step(state, tiny_step_config(micro_batch), CPU, batch)
+    step_config = replace(tiny_step_config(micro_batch), loss=objective)
+    metrics = train_step(state, step_config, CPU, batch)
     assert metrics.loss == pytest.approx(loss.item(), abs=1e-6)
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
     return metrics.values
@@ -98,12 +99,13 @@ def assert_step(
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 6])
 def test_a_step_of_dpo(micro_batch: int):
-    state, reference = open_state("dpo", beta=0.3), GPT(TINY_GPT, seed=3)
+    opened, reference = open_state("dpo", beta=0.3), GPT(TINY_GPT, seed=3)
+    state = opened[0]
     batch = with_reference(build_pairs(PAIRS, 16), reference)
     ratios = [log_prob(state.model, row) - log_prob(reference, row).detach() for row in ROWS]
     rewards = 0.3 * torch.stack(ratios)
     margins = rewards[::2] - rewards[1::2]
-    logged = assert_step(state, batch, (1 + (-margins).exp()).log().mean(), micro_batch)
+    logged = assert_step(opened, batch, (1 + (-margins).exp()).log().mean(), micro_batch)
     assert logged["accuracy"] == pytest.approx((margins > 0).float().mean().item())
     for start, name in enumerate(("reward_chosen", "reward_rejected")):
         assert logged[name] == pytest.approx(rewards[start::2].mean().item(), abs=1e-5)
@@ -111,7 +113,8 @@ def test_a_step_of_dpo(micro_batch: int):
 
 @pytest.mark.parametrize(("micro_batch", "sign"), [(1, 1), (4, -1), (12, 1)])  # of the KL estimate
 def test_a_step_of_kto(micro_batch: int, sign: int):
-    state = open_state("kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    opened = open_state("kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    state = opened[0]
     other = GPT(TINY_GPT, seed=3 if sign > 0 else 2)
     batch, kl = rated_batch(state.model, other)
     assert kl * sign > 0.01
@@ -121,7 +124,7 @@ def test_a_step_of_kto(micro_batch: int, sign: int):
         margin = 0.3 * (ratio - max(kl, 0.0))
         weight, signed = (1.5, margin) if row.is_good else (0.5, -margin)
         losses.append(weight * (1 - torch.sigmoid(signed)))
-    logged = assert_step(state, batch, torch.stack(losses).mean(), micro_batch)
+    logged = assert_step(opened, batch, torch.stack(losses).mean(), micro_batch)
     assert logged["kl"] == pytest.approx(max(kl, 0.0), abs=1e-6)
 
 
@@ -129,11 +132,12 @@ def test_a_step_of_kto(micro_batch: int, sign: int):
     ("name", "first", "last"), [("dpo", 0.69315, 0.5), ("kto", 0.5, 0.45), ("reward", 0.69315, 0.3)]
 )
 def test_an_objective_learns_in_bf16(name: str, first: float, last: float):
-    state, reference = open_state(name), GPT(TINY_GPT, seed=1)
+    (state, loss), reference = open_state(name), GPT(TINY_GPT, seed=1)
     batch = with_reference(build_pairs(PAIRS, 16), reference)
     if name == "kto":
         batch, _ = rated_batch(state.model, reference)
     step_config = tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant")
+    step_config = replace(step_config, loss=loss)
     bf16 = replace(CPU, precision="bf16")
     begin, *_, end = [train_step(state, step_config, bf16, batch) for _ in range(20)]
     assert begin.loss == pytest.approx(first, abs=1e-2)

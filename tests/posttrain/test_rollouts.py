@@ -15,11 +15,11 @@ from megatoken.data.dataloader import Batch
 from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import AnswerScorer
 from megatoken.posttrain.batches import Learner, RolloutBatch
-from megatoken.posttrain.objective import build_objective
+from megatoken.posttrain.objective import build_loss
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
 from megatoken.train.state import TrainState
-from megatoken.train.step import train_step
+from megatoken.train.step import StepMetrics, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
 
 LOSS_CHUNK = 64
@@ -43,6 +43,11 @@ class Job:
     learner: Learner
     events: list[dict[str, object]]
 
+    def step(self, batch: RolloutBatch, micro_batch: int = 8, **values: object) -> StepMetrics:
+        loss = build_loss(self.learner.config.objective)
+        step_config = replace(tiny_step_config(micro_batch, **values), loss=loss)
+        return train_step(self.state, step_config, CPU, batch)
+
     def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> torch.Tensor:
         return self.learner.scorer.log_probs(self.state.model, batch, temperature)
 
@@ -55,7 +60,6 @@ def open_run(
     values = {f"objective__{key}": value for key, value in settings.items()}
     config = tiny_config(budget__batch_tokens=16 * batch, **values)
     state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
-    state.objective = build_objective(config.objective, LOSS_CHUNK)
     events: list[dict[str, object]] = []
     scorer = AnswerScorer(device=device, micro_batch=4, loss_chunk=LOSS_CHUNK)
     learner = Learner(
@@ -114,14 +118,13 @@ def mean_of_answers(values: torch.Tensor, batch: RolloutBatch) -> float:
 def test_clipping_acts_from_the_second_update_on(tmp_path: Path):
     """On values, too: what is clipped has the larger error of the two."""
     run, shares = open_run(tmp_path, "ppo", updates=3, value_clip=0.01), []
-    step_config = tiny_step_config(8, optim__lr=3e-2, optim__schedule="constant")
     batches = open_batches(run)
     for _ in range(3):
         batch = batches.get(run.state.batch)
         log_probs, values = run.log_probs(batch), run.learner.scorer.values(run.state.model, batch)
         _, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
         errors = clipped_value_loss(values, batch.values_BT, batch.returns_BT, clip=0.01)
-        metrics = train_step(run.state, step_config, CPU, batch).values
+        metrics = run.step(batch, optim__lr=3e-2, optim__schedule="constant").values
         shares.append(metrics["clip_share"])
         assert shares[-1] == pytest.approx(mean_of_answers(clipped, batch))
         assert metrics["value_loss"] == pytest.approx(mean_of_answers(errors, batch), rel=1e-5)
@@ -179,7 +182,7 @@ def test_the_first_gradient_is_the_policy_gradient(
     answer_BT = log_probs.gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
     loss = -(batch.advantages_BT * answer_BT).sum() / (batch.targets_BT >= 0).sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    metrics = train_step(run.state, tiny_step_config(micro_batch), CPU, batch)
+    metrics = run.step(batch, micro_batch)
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
     assert metrics.values == {"clip_share": 0.0}
@@ -197,7 +200,7 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     )
     forward = run.state.forward
     run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
-    metrics = train_step(run.state, tiny_step_config(4), CPU, batch)
+    metrics = run.step(batch, 4)
     assert rows == [1, 1, 4, 4]
     assert metrics.loss == pytest.approx(mean_of_answers(losses, batch), rel=1e-5)
     assert metrics.values["clip_share"] == pytest.approx(mean_of_answers(clipped, batch))
@@ -208,9 +211,9 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
 def test_rewards_rise(tmp_path: Path, name: str, precision: str):
     run = open_run(tmp_path, name, device=replace(CPU, precision=precision), group=8)
     batches, rewards = open_batches(run), []
-    step_config = tiny_step_config(8, optim__lr=1e-2, optim__schedule="constant")
+    settings = {"optim__lr": 1e-2, "optim__schedule": "constant"}
     for number in range(30):
-        metrics = train_step(run.state, step_config, CPU, batches.get(number))
+        metrics = run.step(batches.get(number), **settings)
         rewards.append(batches.metrics["reward"])
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.5
     assert ("value_loss" in metrics.values) is (name == "ppo")
@@ -224,7 +227,7 @@ def test_rollouts_without_a_difference_are_logged_once(
     batches = open_batches(run, lambda prompts, completions: [1.0] * len(completions))
     for number in range(4):
         assert len(run.events) == (number >= 3)
-        metrics = train_step(run.state, tiny_step_config(4), CPU, batches.get(number))
+        metrics = run.step(batches.get(number), 4)
         assert metrics.loss == metrics.grad_norm == 0.0
     assert run.events[0]["what"] == "no difference in rewards"
     assert batches.metrics["groups_without_difference"] == 1.0

@@ -17,7 +17,7 @@ from megatoken.store.commit import step_folder
 from megatoken.store.manifest import read_manifest
 from megatoken.train import step, step_log
 from megatoken.train import train as pretrain
-from megatoken.train.state import TrainState
+from megatoken.train.state import CrossEntropy, TrainState
 from tests.tiny_run import fingerprint, train
 
 SETTINGS = (
@@ -74,12 +74,12 @@ def inject(job: Job, rank: int) -> Iterator[None]:
 
 
 def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
-    forward_loss, unscale = step.forward_loss, step.unscale_gradients
+    sums, unscale = CrossEntropy.sums, step.unscale_gradients
     train_step, flips_left = pretrain.train_step_async, set(job.batches)
 
-    def bad_loss(state: TrainState, *arguments: Any) -> Tensor:
-        loss = forward_loss(state, *arguments)
-        return loss * float("nan") if state.batch in job.batches else loss
+    def bad_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
+        scale = float("nan") if state.batch in job.batches else 1.0
+        return {name: scale * value for name, value in sums(loss, state, *arguments).items()}
 
     def large_gradients(state: TrainState) -> None:
         unscale(state)
@@ -95,19 +95,19 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
             flip(state, job.tensor, job.bit)
         return pending
 
-    def slow_loss(state: TrainState, *arguments: Any) -> Tensor:
+    def slow_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
         start = time.perf_counter()
-        loss = forward_loss(state, *arguments)
+        values = sums(loss, state, *arguments)
         if state.batch >= job.batches[0]:
             # A step takes three forwards.
             time.sleep(0.02 + 8 * (time.perf_counter() - start))
-        return loss
+        return values
 
     faults = {
-        "nan": (step, "forward_loss", bad_loss),
+        "nan": (CrossEntropy, "sums", bad_loss),
         "spike": (step, "unscale_gradients", large_gradients),
         "flip": (pretrain, "train_step_async", flip_after),
-        "slow": (step, "forward_loss", slow_loss),
+        "slow": (CrossEntropy, "sums", slow_loss),
     }
     patch.setattr(*faults[job.fault])
 

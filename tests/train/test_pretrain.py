@@ -32,8 +32,7 @@ from megatoken.store.manifest import FileEntry
 from megatoken.text.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.train import initial_state
 from megatoken.train.run import Run
-from megatoken.train.state import TrainState
-from megatoken.train.step import forward_loss
+from megatoken.train.state import CrossEntropy, TrainState
 from megatoken.train.train import Summary
 from tests import tiny_run
 from tests.flip import flip_bit
@@ -328,11 +327,16 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
         time.sleep(0.3)
         return write(*arguments)
 
-    def fail_late(state: TrainState, *arguments: Any) -> torch.Tensor:
-        return forward_loss(state, *arguments) * (float("nan") if state.step >= 2 else 1.0)
+    sums = CrossEntropy.sums
+
+    def fail_late(
+        loss: CrossEntropy, state: TrainState, *arguments: Any
+    ) -> dict[str, torch.Tensor]:
+        scale = float("nan") if state.step >= 2 else 1.0
+        return {name: scale * value for name, value in sums(loss, state, *arguments).items()}
 
     monkeypatch.setattr(save, "write_files", write_slowly)
-    monkeypatch.setattr("megatoken.train.step.forward_loss", fail_late)
+    monkeypatch.setattr(CrossEntropy, "sums", fail_late)
     with pytest.raises(NumericsError):
         train(out, "save.every=1 evaluate.every=0")
     assert newest_step(out) == read_json(out / "status.json")["step"] > 0

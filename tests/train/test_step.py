@@ -15,10 +15,8 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, set_activation_checkpointing
 from megatoken.optim.optimizer import build_optimizer
-from megatoken.posttrain.answer_scores import fit_rows
-from megatoken.posttrain.objective import build_objective
 from megatoken.train.step import (
-    count_rows,
+    fit_rows,
     forward_backward,
     train_step,
     train_step_async,
@@ -29,7 +27,6 @@ from tests.tiny_model import (
     TINY_GPT,
     TINY_LLAMA,
     tiny_batch,
-    tiny_config,
     tiny_rows,
     tiny_state,
     tiny_step_config,
@@ -63,14 +60,15 @@ def test_micro_batches_of_shorter_rows_have_more_of_them():
         assert fit_rows(16, rows, row_tokens, 256) == size
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(deterministic: bool):
-    state = tiny_state()
-    state.objective = build_objective(tiny_config(objective__name="grpo").objective, 64)
-    state.comm.gather = lambda own: [own, 2 * own]  # type: ignore[method-assign,assignment]
-    batch = Batch(*[torch.zeros(32, 4)] * 2)
+@pytest.mark.parametrize(("deterministic", "sizes"), [(False, [8] * 4), (True, [2] * 16)])
+def test_short_rows_share_a_micro_batch_unless_deterministic(deterministic: bool, sizes: list[int]):
+    state, rows = tiny_state(), list[int]()
+    forward = state.forward
+    state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
     step_config = tiny_step_config(2, machine__deterministic=deterministic)
-    assert count_rows(state, step_config, batch) == (2 if deterministic else 4)
+    ids = torch.zeros(32, 4, dtype=torch.int64)
+    forward_backward(state, step_config, CPU, Batch(ids, ids))
+    assert rows == sizes
 
 
 @pytest.mark.parametrize(("micro_batch", "chunk"), [(8, 0), (1, 0), (2, 5), (3, 1024), (4, 5)])

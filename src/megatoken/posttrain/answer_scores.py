@@ -14,22 +14,9 @@ from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import token_log_probs
+from megatoken.train.step import fit_rows
 
 MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward recomputes them
-
-
-def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
-    """Return how many rows of `row_tokens` tokens to put into a micro-batch.
-
-    Doubles or halves `micro_batch` until the rows have as many tokens as possible, but not more
-    than `micro_batch` full contexts. Stops doubling when all `rows` rows fit.
-    """
-    size = micro_batch
-    while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
-        size //= 2
-    while 2 * size * row_tokens <= micro_batch * seq_len and size < rows:
-        size *= 2
-    return size
 
 
 def answer_log_probs(

@@ -9,15 +9,16 @@ from megatoken.data.shard_format import SPLITS
 from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import take_last
 from megatoken.posttrain.batches import Learner
-from megatoken.posttrain.objective import Objective
+from megatoken.posttrain.objective import PreferenceLoss
 from megatoken.posttrain.preferences import PairBatches, read_pairs
 from megatoken.posttrain.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.text.chat_template import find_template
+from megatoken.train.state import Loss
 
 
 def open_row_batches(
-    learner: Learner, objective: Objective, reward: str | Reward | None
+    learner: Learner, loss: Loss, reward: str | Reward | None
 ) -> PairBatches | RolloutBatches:
     """Open the batches of dpo, kto, reward, grpo or ppo; the run must be restored first.
 
@@ -27,7 +28,8 @@ def open_row_batches(
     name = learner.config.objective.name
     if name in ("dpo", "kto", "reward"):
         pairs = {split: read_pairs(learner, split) for split in SPLITS}
-        return PairBatches(learner, objective, pairs)
+        assert isinstance(loss, PreferenceLoss)
+        return PairBatches(learner, loss, pairs)
     prompts, held_out = (read_prompts(learner, split) for split in SPLITS)
     score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)
     stop_ids = find_template(learner.dataset.tokenizer).stop_ids

@@ -1,8 +1,6 @@
-"""The losses that a training step can minimize instead of the targets' cross-entropy."""
+"""The losses of preferences and of sampled answers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,43 +12,29 @@ from megatoken.posttrain.answer_scores import answer_log_probs, take_last
 from megatoken.posttrain.batches import PreferenceBatch, RolloutBatch
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, kl_k3
 from megatoken.posttrain.preference_loss import dpo_loss, kto_loss, pairwise_loss
-
-Forward = Callable[[Batch, Tensor | None], Tensor]  # rows, dropout keys (B,) -> hidden (B, T, C)
-
-
-class Objective(Protocol):
-    """A loss that is summed over micro-batches and divided by a count over the global batch."""
-
-    def count(self, batch: Batch) -> Tensor:
-        """Return what this process's batch adds to the divisor."""
-
-    def sums(
-        self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Return sums over a micro-batch, as scalars: `loss`, with gradient, and values to log."""
+from megatoken.train.state import CrossEntropy, Loss, TrainState
 
 
-def build_objective(config: ObjectiveConfig, loss_chunk: int) -> Objective | None:
-    """Return the objective of a config, or None if it is the cross-entropy (model/loss.py)."""
+def build_loss(config: ObjectiveConfig) -> Loss:
+    """Return the loss of a config's objective."""
     if config.name in ("grpo", "ppo"):
-        return PolicyObjective(config, loss_chunk)
+        return PolicyLoss(config)
     if config.name in ("dpo", "reward", "kto"):
-        return PreferenceObjective(config, loss_chunk)
-    return None
+        return PreferenceLoss(config)
+    return CrossEntropy()
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyLoss:
     """GRPO and PPO: the clipped policy loss, with a KL penalty (GRPO) or a value loss (PPO)."""
 
     config: ObjectiveConfig
-    loss_chunk: int
 
-    def count(self, batch: Batch) -> Tensor:
+    def count(self, state: TrainState, batch: Batch) -> Tensor:
         return (batch.targets_BT >= 0).sum()
 
     def sums(
-        self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
+        self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
     ) -> dict[str, Tensor]:
         """Return the sums of `loss` and clip_share and, if they are used, of kl and value_loss."""
         assert isinstance(batch, RolloutBatch)
@@ -62,9 +46,10 @@ class PolicyObjective:
                 rows = rows.new_zeros(1)  # all ranks of a sharded model must run a forward
             batch = batch.take(rows)
             dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
-        hidden_BTC = forward(batch, dropout_keys_B)
+        model = state.compute_model
+        hidden_BTC = state.hidden(batch, dropout_keys_B)
         log_probs_BT = answer_log_probs(
-            model, hidden_BTC, batch, loss_chunk=self.loss_chunk, temperature=config.temperature
+            model, hidden_BTC, batch, loss_chunk=loss_chunk, temperature=config.temperature
         )
         mask = batch.targets_BT >= 0
         losses, is_clipped = clipped_loss(
@@ -88,35 +73,41 @@ class PolicyObjective:
 
 
 @dataclass(frozen=True)
-class PreferenceObjective:
+class PreferenceLoss:
     """DPO and reward models: the pairwise loss of two answers. KTO: the loss of rated answers."""
 
     config: ObjectiveConfig
-    loss_chunk: int
 
-    def count(self, batch: Batch) -> Tensor:
+    def count(self, state: TrainState, batch: Batch) -> Tensor:
         return torch.tensor(len(batch), device=batch.inputs_BT.device)
 
     def sums(
-        self, model: GPT, forward: Forward, batch: Batch, dropout_keys_B: Tensor | None
+        self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
     ) -> dict[str, Tensor]:
-        """Return the sums of `loss`, accuracy and, for pairs, reward_chosen and reward_rejected.
-
-        For KTO, return those of `loss`, accuracy (answers with a positive margin) and kl.
-        """
-        assert isinstance(batch, PreferenceBatch)
         if dropout_keys_B is not None:
             dropout_keys_B = dropout_keys_B.repeat_interleave(  # the same masks for both answers
                 batch.inputs_BT.shape[1]
             )
-        rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-        hidden_BTC = forward(rows, dropout_keys_B)
+        rows = flatten_pairs(batch)
+        hidden_BTC = state.hidden(rows, dropout_keys_B)
+        return self.sums_of(state.compute_model, hidden_BTC, rows, batch, loss_chunk)
+
+    def sums_of(
+        self, model: GPT, hidden_BTC: Tensor, rows: Batch, batch: Batch, loss_chunk: int
+    ) -> dict[str, Tensor]:
+        """Return the sums of `loss`, accuracy and, for pairs, reward_chosen and reward_rejected.
+
+        For KTO, return those of `loss`, accuracy (answers with a positive margin) and kl.
+
+        hidden_BTC: the model's hidden states of `rows`, the flattened `batch`.
+        """
+        assert isinstance(batch, PreferenceBatch)
         if self.config.name == "reward":
             scores = take_last(model.values(hidden_BTC), rows.targets_BT)
             chosen, rejected = scores.view(-1, 2).unbind(1)
             losses = pairwise_loss(chosen, rejected)
         else:
-            log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=self.loss_chunk).sum(1)
+            log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=loss_chunk).sum(1)
             if self.config.name == "kto":
                 return self._sum_kto(log_probs, batch)
             assert batch.reference_B2 is not None
@@ -145,3 +136,8 @@ class PreferenceObjective:
             undesirable_weight=self.config.undesirable_weight,
         )
         return {"loss": losses.sum(), "accuracy": (margins > 0).sum(), "kl": batch.kl_B.sum()}
+
+
+def flatten_pairs(batch: Batch) -> Batch:
+    """Return the rows of pairs (B, 2, T) as (2B, T)."""
+    return Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))

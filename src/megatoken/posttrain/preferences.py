@@ -25,7 +25,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.batches import Learner, Poll, PreferenceBatch
-from megatoken.posttrain.objective import Objective
+from megatoken.posttrain.objective import PreferenceLoss, flatten_pairs
 from megatoken.posttrain.reference import load_reference
 from megatoken.text.chat_dataset import open_rows
 
@@ -71,7 +71,7 @@ class PairBatches:
     """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
     def __init__(
-        self, learner: Learner, objective: Objective, pairs: Mapping[str, Sequence[Pair]]
+        self, learner: Learner, loss: PreferenceLoss, pairs: Mapping[str, Sequence[Pair]]
     ) -> None:
         """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
 
@@ -79,7 +79,7 @@ class PairBatches:
         """
         self.metrics: dict[str, float] = {}
         self._learner = learner
-        self._objective = objective
+        self._loss = loss
         self._pairs = pairs
         batch_seqs = learner.config.batch_seqs
         n_pairs = len(pairs["train"])
@@ -138,13 +138,11 @@ class PairBatches:
             yield range(start, min(start + MEASURED_PAIRS, count))
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
-        def forward(rows: Batch, _: Tensor | None) -> Tensor:
-            hidden_BTC: Tensor = model(rows.inputs_BT)
-            return hidden_BTC
-
-        device = self._learner.device
-        with device.autocast(model.tokens.weight.dtype):
-            return self._objective.sums(model, forward, batch, None)
+        rows = flatten_pairs(batch)
+        scorer = self._learner.scorer
+        with scorer.device.autocast(model.tokens.weight.dtype):
+            hidden_BTC = model(rows.inputs_BT)
+            return self._loss.sums_of(model, hidden_BTC, rows, batch, scorer.loss_chunk)
 
     def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
         pairs = [self._pairs[split][row] for row in rows]
@@ -180,8 +178,7 @@ class PairBatches:
         sums_by_start = {}
         for part in filter(None, self._divide(len(self._pairs[split]))):
             batch = self._build(split, part)
-            rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-            log_probs_BT = learner.scorer.log_probs(model, rows)
+            log_probs_BT = learner.scorer.log_probs(model, flatten_pairs(batch))
             sums_by_start[part.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
         for sums in learner.comm.gather(sums_by_start):
             sums_by_start |= sums

@@ -25,8 +25,7 @@ def open_batches(
     """
     device = plan.device
     steps = plan.step_config
-    if state.objective is None:
-        assert plan.data.loader is not None
+    if plan.data.loader is not None:
         return Prefetcher(plan.data.loader, device.torch_device), None
     learner = Learner(
         config=plan.config,
@@ -43,5 +42,5 @@ def open_batches(
         console=plan.console,
         log_event=log.event,
     )
-    batches = open_row_batches(learner, state.objective, reward)
+    batches = open_row_batches(learner, steps.loss, reward)
     return batches, batches.validate

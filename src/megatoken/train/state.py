@@ -6,6 +6,7 @@ No random state is kept: dropout is a function of seed, step, sequence and posit
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from megatoken.base.config.fields import Duration
 from megatoken.base.config.schema import Config
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import foreach_copy, supports_found_inf
-from megatoken.data.dataloader import batch_of_step
+from megatoken.data.dataloader import Batch, batch_of_step
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
@@ -23,15 +24,16 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
-from megatoken.model.gpt import GPT, copy_kernels
+from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
+from megatoken.model.gpt import GPT, copy_kernels, separate_conversations
 from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.model.loss import cross_entropy
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.native.library import Library
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
 from megatoken.optim.native import NativeOptimizer
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
-from megatoken.posttrain.objective import Objective
 from megatoken.train.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
@@ -49,7 +51,6 @@ class TrainState:
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
         host reads and clears it.
     threads: number of torch's threads in a step; 0 to leave it as it is.
-    objective: what to minimize; None for the mean cross-entropy of the targets.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps, for finding spikes.
     """
@@ -63,7 +64,6 @@ class TrainState:
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
     grad_reducer: GradBucketReducer | None = None  # only if there are several replicas
-    objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
     fp8_head: bool = False
     threads: int = 0
@@ -78,6 +78,15 @@ class TrainState:
     def batch(self) -> int:
         """The number of the next step's batch in the data order, which counts skipped batches."""
         return batch_of_step(self.step, self.skipped_batches)
+
+    def hidden(self, batch: Batch, dropout_keys_B: Tensor | None) -> Tensor:
+        """Return the hidden states (B, T, C) of a micro-batch from the compute model."""
+        options: dict[str, Any] = {}
+        if dropout_keys_B is not None:
+            options["dropout_keys_B"] = dropout_keys_B
+        if batch.starts_BT is not None:
+            options["tree_mask"] = separate_conversations(batch.starts_BT, batch.inputs_BT.device)
+        return self.forward(batch.inputs_BT, **options)
 
     def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
         """Return the tokens trained on in the first `step` steps, excluding skipped batches."""
@@ -186,6 +195,43 @@ class TrainState:
         return [(self.sharded.trained[name], local) for name, local in self.sharded.updated.items()]
 
 
+class Loss(Protocol):
+    """What a step minimizes: a sum over micro-batches, divided by a count over the global batch."""
+
+    def count(self, state: TrainState, batch: Batch) -> Tensor:
+        """Return what this process's batch adds to the divisor, as a scalar."""
+
+    def sums(
+        self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
+    ) -> dict[str, Tensor]:
+        """Return sums over a micro-batch, as scalars: `loss`, with gradient, and values to log.
+
+        loss_chunk: tokens whose logits may exist at a time.
+        """
+
+
+class CrossEntropy:
+    """The mean cross-entropy of the targets, in nats."""
+
+    def count(self, state: TrainState, batch: Batch) -> Tensor:
+        return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
+
+    def sums(
+        self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
+    ) -> dict[str, Tensor]:
+        loss_sum, _ = cross_entropy(
+            state.hidden(batch, dropout_keys_B),
+            gather_lm_head(state.compute_model.lm_head_weight),
+            slice_sequence(state.dims, batch.targets_BT),
+            vocab_size=state.model.config.vocab_size,
+            softcap=state.model.config.logit_softcap,
+            chunk=loss_chunk,
+            softmax_cross_entropy=state.cross_entropy_fn,
+            fp8=state.fp8_head,
+        )
+        return {"loss": loss_sum}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """The settings of a run's steps, with all durations converted to steps.
@@ -206,6 +252,7 @@ class StepConfig:
     ramp: BatchRamp | None = None  # for batches that grow to `batch_tokens`
     momentum: float = 0.95  # Muon's
     momentum_warmup: int = 0
+    loss: Loss = CrossEntropy()
 
     def momentum_of(self, step: int) -> float:
         """Return Muon's momentum in a step; the first step is 0."""
@@ -303,7 +350,7 @@ def build_step_config(
 ) -> StepConfig:
     """Convert the run's durations to steps. epoch_tokens: training tokens in one epoch."""
     total_steps = config.total_steps(epoch_tokens)
-    lengths = {
+    lengths: dict[str, Any] = {
         "batch_tokens": config.budget.batch_tokens,
         "epoch_tokens": epoch_tokens,
         "total_steps": total_steps,

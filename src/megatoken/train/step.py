@@ -15,8 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +25,8 @@ from megatoken.base.system.threads import use_torch_threads
 from megatoken.base.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.grad_reduce import PairwiseGradSum
-from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.dropout import sequence_keys
-from megatoken.model.gpt import separate_conversations
-from megatoken.model.loss import cross_entropy
 from megatoken.optim.optimizer import set_lr, set_momentum
-from megatoken.posttrain.answer_scores import fit_rows
 from megatoken.train.state import StepConfig, TrainState
 
 MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it would overflow at any scale
@@ -47,7 +41,7 @@ class StepMetrics:
     overflowed: whether fp16 gradients overflowed. The update was then skipped and the loss scale
         lowered, but the step counts.
     bad: whether the step was bad. Its update was then skipped, and it does not count.
-    values: other means that the objective computes, by name.
+    values: other means that the loss computes, by name.
     """
 
     step: int
@@ -127,7 +121,7 @@ def compute_gradients(
 ) -> dict[str, Tensor]:
     """Compute the gradient of the global batch's mean loss, times the fp16 loss scale.
 
-    The gradient is added to the parameters' `grad`. Returns the mean loss and the objective's other
+    The gradient is added to the parameters' `grad`. Returns the mean loss and the loss's other
     means, by name. How gradients are summed over processes depends on the run: replicas reduce them
     in buckets during the last backward, FSDP2 reduces them itself, and deterministic runs add them
     pairwise, in the same order on 1, 2, 4, ... processes.
@@ -136,11 +130,11 @@ def compute_gradients(
     """
     use_torch_threads(state.threads)  # code in a callback may have changed it
     comm = state.comm
-    size = count_rows(state, step_config, batch)
+    size = count_rows(step_config, batch, state.model.config.seq_len)
     micro_batches = batch.split(size)
     if state.cuda_graphs:  # once per step: the graphs' memory holds gradients of micro-batches
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    n_targets = comm.sum(count_targets(state, batch))
+    n_targets = comm.sum(step_config.loss.count(state, batch))
     # In fp64 where the device has it, so that the order of summation does not show in the result.
     totals = {"loss": torch.zeros((), dtype=device.widest, device=device.torch_device)}
     pairwise = reducer = None
@@ -160,7 +154,11 @@ def compute_gradients(
                 state, step_config, first_row, len(micro_batch), device
             )
             state.sharded.set_grad_sync(state.model, last=is_last)
-            sums = measure_sums(state, step_config, device, micro_batch, dropout_keys_B)
+            # A low-precision copy of the weights needs no autocast.
+            with nullcontext() if state.uses_master_weights else device.autocast():
+                sums = step_config.loss.sums(
+                    state, micro_batch, dropout_keys_B, step_config.loss_chunk
+                )
             if reducer is not None and is_last:
                 reducer.begin()
             state.scaler.scale(sums["loss"] / n_targets).backward()  # type: ignore[no-untyped-call]
@@ -190,71 +188,31 @@ def make_dropout_keys(
     return sequence_keys(step_config.seed, state.step, first_row, n_rows, device.torch_device)
 
 
-def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
-    """Return the number of rows in a micro-batch, the same on all processes.
+def count_rows(step_config: StepConfig, batch: Batch, seq_len: int) -> int:
+    """Return the number of rows in a micro-batch: more if they are shorter than the context.
 
-    Some objectives have rows shorter than the context, so more of them fit in a micro-batch. A
-    deterministic run does not use this, because its order of summation must not depend on the
+    A deterministic run does not use this, because its order of summation must not depend on the
     number of processes.
     """
-    if state.objective is None or step_config.deterministic:
-        return step_config.micro_batch
-    longest = max(state.comm.gather(batch.inputs_BT[0].numel()))
-    return fit_rows(step_config.micro_batch, len(batch), longest, state.model.config.seq_len)
+    size = step_config.micro_batch
+    if step_config.deterministic:
+        return size
+    row_tokens = batch.inputs_BT.shape[1:].numel()  # the same on all processes
+    return fit_rows(size, len(batch), row_tokens, seq_len)
 
 
-def count_targets(state: TrainState, batch: Batch) -> Tensor:
-    """Return the number of targets in this process's batch.
+def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
+    """Return how many rows of `row_tokens` tokens to put into a micro-batch.
 
-    An objective may count something else instead. The summed loss is divided by the sum of these
-    counts over all processes.
+    Doubles or halves `micro_batch` until the rows have as many tokens as possible, but not more
+    than `micro_batch` full contexts. Stops doubling when all `rows` rows fit.
     """
-    if state.objective is not None:
-        return state.objective.count(batch)
-    return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
-
-
-def measure_sums(
-    state: TrainState,
-    step_config: StepConfig,
-    device: Device,
-    batch: Batch,
-    dropout_keys_B: Tensor | None,
-) -> dict[str, Tensor]:
-    """Return a micro-batch's summed loss, and the objective's other sums, by name."""
-    # A low-precision copy of the weights needs no autocast.
-    with nullcontext() if state.uses_master_weights else device.autocast():
-        if state.objective is None:
-            return {"loss": forward_loss(state, step_config, batch, dropout_keys_B)}
-        forward = partial(forward_hidden, state)
-        return state.objective.sums(state.compute_model, forward, batch, dropout_keys_B)
-
-
-def forward_hidden(state: TrainState, batch: Batch, dropout_keys_B: Tensor | None) -> Tensor:
-    """Return the hidden states (B, T, C) of a micro-batch from the compute model."""
-    options: dict[str, Any] = {}
-    if dropout_keys_B is not None:
-        options["dropout_keys_B"] = dropout_keys_B
-    if batch.starts_BT is not None:
-        options["tree_mask"] = separate_conversations(batch.starts_BT, batch.inputs_BT.device)
-    return state.forward(batch.inputs_BT, **options)
-
-
-def forward_loss(
-    state: TrainState, step_config: StepConfig, batch: Batch, dropout_keys_B: Tensor | None
-) -> Tensor:
-    """Return the summed cross-entropy (nats) of a micro-batch's targets."""
-    loss_sum, _ = cross_entropy(
-        forward_hidden(state, batch, dropout_keys_B),
-        gather_lm_head(state.compute_model.lm_head_weight),
-        slice_sequence(state.dims, batch.targets_BT),
-        vocab_size=state.model.config.vocab_size,
-        softcap=state.model.config.logit_softcap,
-        chunk=step_config.loss_chunk,
-        softmax_cross_entropy=state.cross_entropy_fn,
-        fp8=state.fp8_head,
-    )
-    return loss_sum
+    size = micro_batch
+    while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
+        size //= 2
+    while 2 * size * row_tokens <= micro_batch * seq_len and size < rows:
+        size *= 2
+    return size
 
 
 def unscale_gradients(state: TrainState) -> None:

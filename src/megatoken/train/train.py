@@ -36,7 +36,7 @@ from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.plan.expectation import expect
 from megatoken.posttrain.batch_source import check_reward
-from megatoken.posttrain.objective import build_objective
+from megatoken.posttrain.objective import build_loss
 from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.study.sinks import SinkProcesses, check_sinks
@@ -232,10 +232,10 @@ class Trainer:
         """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
         state = log.state
         step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
+        # Not before tuning, which measures steps with the cross-entropy, the default loss.
+        step_config = replace(step_config, loss=build_loss(plan.config.objective))
         plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
-        # Not before tuning, which measures steps with the cross-entropy, the default objective.
-        state.objective = build_objective(plan.config.objective, step_config.loss_chunk)
         batches, validation = open_batches(plan, state, log, self.reward)
         return Run(
             **{field.name: getattr(plan, field.name) for field in fields(plan)},
