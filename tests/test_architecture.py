@@ -100,15 +100,11 @@ train/initial_state.py imports megatoken.text.chat_dataset
 train/run.py imports megatoken.posttrain.batches
 train/run.py imports megatoken.text.tokenizer
 train/setup.py imports megatoken.text.chat_dataset
-train/step_log.py imports megatoken.plan.expectation
-train/step_log.py imports megatoken.study.plots
 train/step_log.py imports megatoken.text.chat_dataset
 train/summary.py imports megatoken.text.chat_dataset
-train/train.py imports megatoken.plan.expectation
 train/train.py imports megatoken.posttrain.batch_source
 train/train.py imports megatoken.posttrain.objective
 train/train.py imports megatoken.posttrain.rewards
-train/train.py imports megatoken.study.sinks
 train/val_loss.py imports megatoken.text.tokenizer
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
