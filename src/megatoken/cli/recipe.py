@@ -25,7 +25,6 @@ from megatoken.base.config.schema import FIELDS, Config
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.base.system.atomic_write import read_object
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
-from megatoken.inference.tasks import find_tasks
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 
@@ -97,8 +96,6 @@ def check_recipe(config: Config) -> None:
     """
     dims = ParallelDims(tp_size=config.machine.tensor_parallel)
     check_dims(dims, config.model.resolve(config.model.vocab_size))
-    if config.evaluate.tasks:
-        find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
     if config.data.tokenizer != FIELDS["data.tokenizer"].default:
         from megatoken.text.tokenizer import load_tokenizer
 

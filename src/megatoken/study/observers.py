@@ -7,13 +7,13 @@ cannot stop the run.
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatoken.base.config.schema import split_sinks
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.process import Child
 from megatoken.distributed.local_launch import COMMAND
 from megatoken.study.plots import draw_run
+from megatoken.study.settings import ReportConfig, split_sinks
 from megatoken.train.run import Observer, RunLog
 
 LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
@@ -22,7 +22,7 @@ LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
 def open_plots(log: RunLog) -> Observer | None:
     """Return an observer that draws the run's curves when it is done; None if they are off."""
     plan = log.plan
-    settings = plan.config.log
+    settings = plan.config.section(ReportConfig)
 
     def draw(row: Row) -> None:
         if row["kind"] == "end" and row["exit_code"] == 0:
@@ -34,7 +34,7 @@ def open_plots(log: RunLog) -> Observer | None:
 def open_sinks(log: RunLog) -> "SinkProcesses | None":
     """Return the observer of `log.sinks`, if any. Raises ConfigError as `check_sinks` does."""
     plan = log.plan
-    names = plan.config.log.sinks
+    names = plan.config.section(ReportConfig).sinks
     check_sinks(names)
     return SinkProcesses(names, plan.out, plan.console) if names and plan.is_main else None
 

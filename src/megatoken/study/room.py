@@ -15,4 +15,6 @@ ENTRIES = {
         "plot": "megatoken.study.commands.plot",
         "report": "megatoken.study.commands.report",
     },
+    "section": {"log": "megatoken.study.settings:ReportConfig"},
+    "check": {"sinks": "megatoken.study.check:check_names"},
 }

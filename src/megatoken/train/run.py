@@ -198,6 +198,6 @@ class Run(RunPlan):
         """
         must_stop = bool(self.stop.stop_before(next_seconds))
         must_stop, flag = self.comm.any_of_each([must_stop, flag])
-        if must_stop and self.state.step % self.config.objective.rollout_steps == 0:
+        if must_stop and self.state.step % self.stop.steps == 0:
             raise StopRequested
         return flag

@@ -37,6 +37,7 @@ from megatoken.distributed.parallel_dims import (
     disable_unsupported,
 )
 from megatoken.optim.costs import count_saved_bytes
+from megatoken.posttrain.objective import row_answers
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
 from megatoken.text.chat_dataset import (
     OBJECTIVE_DATA,
@@ -93,7 +94,7 @@ def open_data(config: Config, context: RunContext) -> RunData:
     )
     tokenizer = dataset.tokenizer
     seq_len = config.model.seq_len
-    objective = config.objective
+    objective = config.objective.name
     _check_data_kind(config, dataset)
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's"
@@ -101,8 +102,8 @@ def open_data(config: Config, context: RunContext) -> RunData:
         raise ConfigError(f"{what} {tokenizer.vocab_size}", "model.vocab_size", fix)
     dataset.set_vocab_size(tokenizer.vocab_size)
     loader = None
-    if objective.name in ROW_OBJECTIVES:
-        epoch_tokens = count_rows(dataset, objective.name) * objective.answers * seq_len
+    if objective in ROW_OBJECTIVES:
+        epoch_tokens = count_rows(dataset, objective) * row_answers(config) * seq_len
     else:
         loader = _open_loader(config, dataset, context.comm)
         epoch_tokens = loader.n_windows * seq_len

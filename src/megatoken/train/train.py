@@ -35,8 +35,8 @@ from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.batch_source import check_reward
-from megatoken.posttrain.objective import build_loss
+from megatoken.posttrain.batch_source import check_reward, record_reward
+from megatoken.posttrain.objective import build_loss, rollout_steps
 from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.train import setup
@@ -185,7 +185,7 @@ class Trainer:
                 extends=self.extend is not None,
             )
         )
-        check_reward(resolved.config.objective.reward, self.reward)
+        check_reward(resolved.config, self.reward)
         data = setup.open_data(resolved.config, context)
         actions = call_entries("action", resolved.config, data, context)
         if self.extend:
@@ -196,7 +196,7 @@ class Trainer:
         time_limit = parse_time(config.save.time_limit) or None
         with (
             setup.open_log(self.out, comm) as log_file,
-            PreemptionHandler(time_limit, config.objective.rollout_steps) as stop,
+            PreemptionHandler(time_limit, rollout_steps(config)) as stop,
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
@@ -233,7 +233,7 @@ class Trainer:
         state = log.state
         step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         # Not before tuning, which measures steps with the cross-entropy, the default loss.
-        step_config = replace(step_config, loss=build_loss(plan.config.objective))
+        step_config = replace(step_config, loss=build_loss(plan.config))
         plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
         batches, validation = open_batches(plan, state, log, self.reward)
@@ -372,19 +372,3 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     else:
         saver.try_commit_alone()
     run.log.write("end", to_file=False, exit_code=code, message=str(error))
-
-
-def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
-    """Return the config with the reward's name in it, so that resuming with another one fails.
-
-    Raises ConfigError if the objective uses no rewards.
-    """
-    objective = resolved.config.objective
-    if not objective.samples:
-        what = f"a reward has no effect with objective.name={objective.name}"
-        raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
-    name = reward
-    if not isinstance(name, str):  # a callable object or functools.partial has no name
-        name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
-    config = replace(resolved.config, objective=replace(objective, reward=name))
-    return replace(resolved, config=config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.base.config.load import prepare_words, resolve
+from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import local_path
@@ -63,6 +64,7 @@ def run(options: Namespace, console: Console) -> Result | Data:
     if source is not None:
         overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
     config = resolve(RECIPE, overrides).config
+    settings = flatten(config)
     data = config.data.path
     # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
@@ -72,8 +74,8 @@ def run(options: Namespace, console: Console) -> Result | Data:
     prompt = options.prompt
     if prompt is None:
         is_set = source is None or any(word.startswith("sample.prompt=") for word in overrides)
-        prompt = config.sample.prompt if is_set else find_prompt(dataset)
-    if config.sample.every.value and prompt != config.sample.prompt:
+        prompt = settings["sample.prompt"] if is_set else find_prompt(dataset)
+    if settings["sample.every"].value and prompt != settings["sample.prompt"]:
         overrides.insert(0, f"sample.prompt={prompt}")
     code = run_step(["train", RECIPE, "--out", out, *overrides], options, console, answers)
     if code:
