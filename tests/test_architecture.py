@@ -70,23 +70,13 @@ megatoken.study.plots
 """
 KNOWN = """\
 cli/describe.py imports megatoken.convert.list_tensors
-cli/doctor.py imports megatoken.text.tokenizer
 cli/model.py imports megatoken.convert.load_pretrained
 cli/model.py imports megatoken.inference.generate
 cli/recipe.py imports megatoken.convert.recipes
-cli/recipe.py imports megatoken.text.tokenizer
 cli/sync.py imports megatoken.study.settings
 cli/train.py imports megatoken.posttrain.rewards
-cli/verify.py imports megatoken.text.tokenizer
 data/dataloader.py imports megatoken.text.chat_dataset
-data/dataloader.py imports megatoken.text.documents
-data/dataloader.py imports megatoken.text.tokenizer
-data/dataset.py imports megatoken.text.documents
-data/dataset.py imports megatoken.text.external_shards
-data/dataset.py imports megatoken.text.tokenizer
 data/mixture.py imports megatoken.text.chat_dataset
-data/mixture.py imports megatoken.text.tokenizer
-data/window_order.py imports megatoken.text.tokenizer
 model/gpt.py imports megatoken.inference.kv_cache
 model/gpt.py imports megatoken.posttrain.lora
 study/report_page.py imports megatoken.cli.runs
@@ -97,8 +87,8 @@ train/batches.py imports megatoken.posttrain.batches
 train/batches.py imports megatoken.posttrain.rewards
 train/initial_state.py imports megatoken.convert.load_pretrained
 train/initial_state.py imports megatoken.text.chat_dataset
+train/initial_state.py imports megatoken.text.tokenizer
 train/run.py imports megatoken.posttrain.batches
-train/run.py imports megatoken.text.tokenizer
 train/setup.py imports megatoken.posttrain.objective
 train/setup.py imports megatoken.text.chat_dataset
 train/step_log.py imports megatoken.text.chat_dataset
@@ -106,7 +96,6 @@ train/summary.py imports megatoken.text.chat_dataset
 train/train.py imports megatoken.posttrain.batch_source
 train/train.py imports megatoken.posttrain.objective
 train/train.py imports megatoken.posttrain.rewards
-train/val_loss.py imports megatoken.text.tokenizer
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.

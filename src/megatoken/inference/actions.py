@@ -21,6 +21,7 @@ from megatoken.inference.multiple_choice import (
 from megatoken.inference.settings import SampleConfig, TasksConfig
 from megatoken.model.kernels.attention import WITHOUT_MASK
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
+from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.actions import Action, Poll
 from megatoken.train.run import Run, RunContext, RunData
 from megatoken.train.state import gather_model
@@ -36,9 +37,10 @@ def open_tasks(config: Config, data: RunData, context: RunContext) -> Action | N
 
     Raises what `read_tasks` raises, and ConfigError if the attention has no mask.
     """
+    tokenizer = open_tokenizer(data.vocabulary)
     seq_len = data.model_config.seq_len
     settings = config.section(TasksConfig)
-    tasks = read_tasks(settings, data.tokenizer, seq_len, context.console.warn)
+    tasks = read_tasks(settings, tokenizer, seq_len, context.console.warn)
     for names in context.comm.gather(list(tasks)):  # a machine may lack files that others have
         tasks = {task: examples for task, examples in tasks.items() if task in names}
     if not tasks:
@@ -55,7 +57,7 @@ def open_sample(config: Config, data: RunData, context: RunContext) -> Action | 
     settings, seq_len = config.section(SampleConfig), data.model_config.seq_len
     if not settings.every.value:
         return None
-    n_tokens = len(data.tokenizer.encode(settings.prompt))
+    n_tokens = len(open_tokenizer(data.vocabulary).encode(settings.prompt))
     if n_tokens > seq_len:
         what = f"sample.prompt has {n_tokens} tokens, the model's context is {seq_len}"
         raise ConfigError(what, "sample.prompt", "shorten it, or set sample.every=0")
@@ -115,7 +117,7 @@ def sample(run: Run, poll: Poll) -> None:
     if model is None:
         return
     config = run.config.section(SampleConfig)
-    tokenizer = run.data.tokenizer
+    tokenizer = open_tokenizer(run.data.vocabulary)
     if run.config.objective.name == "pretrain":
         prompt_ids = tokenizer.encode(config.prompt).tolist()
         ids = tokenizer.start_ids(prompt_ids)

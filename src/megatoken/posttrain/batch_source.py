@@ -18,6 +18,7 @@ from megatoken.posttrain.rewards import REWARDS, Reward, load_reward, score_answ
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
 from megatoken.text.chat_template import find_template
+from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.state import Loss
 
 
@@ -36,7 +37,7 @@ def open_row_batches(
         return PairBatches(learner, loss, pairs)
     prompts, held_out = (read_prompts(learner, split) for split in SPLITS)
     score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)
-    stop_ids = find_template(learner.dataset.tokenizer).stop_ids
+    stop_ids = find_template(open_tokenizer(learner.dataset.vocabulary)).stop_ids
     return RolloutBatches(learner, prompts, held_out, stop_ids, score)
 
 
@@ -88,7 +89,7 @@ def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool
 
     needs_stop: whether answers without a stop token get 0.
     """
-    decode: Callable[[Sequence[int]], str] = learner.dataset.tokenizer.decode
+    decode: Callable[[Sequence[int]], str] = open_tokenizer(learner.dataset.vocabulary).decode
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         pairs = list(zip(prompts, completions, strict=True))
@@ -111,7 +112,7 @@ def score_by_model(learner: Learner, name: str) -> Score:
     if not loaded.model.config.value_head:
         fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
         raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
-    if not loaded.tokenizer.shares_ids(learner.dataset.tokenizer):
+    if not loaded.tokenizer.shares_ids(open_tokenizer(learner.dataset.vocabulary)):
         what = f"{name} has a different tokenizer"
         raise ConfigError(what, "objective.reward", "train it from the same model")
     device = learner.device.torch_device

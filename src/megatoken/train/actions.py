@@ -161,7 +161,7 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
             run.device,
             chunk=run.step_config.loss_chunk,
             comm=run.comm,
-            count_bytes=dataset.byte_counter("val", run.data.tokenizer),
+            count_bytes=dataset.byte_counter("val", run.data.vocabulary),
             dims=dims,
             softmax_cross_entropy=state.cross_entropy_fn,
         )

@@ -14,12 +14,12 @@ from megatoken.base.system.device import Device
 from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
+from megatoken.data.vocabulary import Vocabulary
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.posttrain.batches import BatchSource, Poll
 from megatoken.store.manifest import CheckpointManifest, FileEntry
-from megatoken.text.tokenizer import Tokenizer
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 
@@ -90,8 +90,8 @@ class RunData:
     epoch_tokens: int
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.dataset.tokenizer
+    def vocabulary(self) -> Vocabulary:
+        return self.dataset.vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

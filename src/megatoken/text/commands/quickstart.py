@@ -110,9 +110,12 @@ def find_prompt(dataset: "Dataset") -> str:
     The first word contains a letter. No space follows the last word, because tokens begin with the
     space before a word.
     """
+    from megatoken.text.tokenizer import open_tokenizer
+
     tokens = dataset.val if len(dataset.val) else dataset.train
     ids = tokens.read(0, min(32, len(tokens))).tolist()
-    document = dataset.tokenizer.decode([*takewhile(lambda id: id != dataset.tokenizer.eot, ids)])
+    tokenizer = open_tokenizer(dataset.vocabulary)
+    document = tokenizer.decode([*takewhile(lambda id: id != tokenizer.eot, ids)])
     words = re.search(r"\S*\w\S*(?:[ \t]+\S+){0,2}", document)
     return words[0] if words else document.strip()
 
@@ -124,6 +127,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     training text. Returns {} if Python has no lzma.
     """
     from megatoken.data.dataloader import evaluation_windows
+    from megatoken.text.tokenizer import open_tokenizer
 
     try:
         import lzma
@@ -135,7 +139,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     if len(dataset.val) > EVAL_TOKENS:
         windows = evaluation_windows(dataset.val, seq_len=seq_len, limit_tokens=EVAL_TOKENS)
         val_ids = windows.rows(0, len(windows))[:, 1:].reshape(-1)
-    tokenizer = dataset.tokenizer
+    tokenizer = open_tokenizer(dataset.vocabulary)
     train, val = (
         tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in (train_ids, val_ids)
     )
