@@ -187,7 +187,7 @@ def measure_block(row: dict[str, Any], seqs: int, repeats: int) -> None:
 
     exact = step()
     row["torch ms"] = median_ms(step, repeats)
-    set_block_kernels(block, "cublaslt")
+    set_block_kernels(block, cublaslt.KERNELS)
     row["difference"] = max(map(error, step(), exact))
     row["ms"] = median_ms(step, repeats)
     with use_algorithm(0):

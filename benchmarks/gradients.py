@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
-from megatoken.model.kernels import CUDA_ONLY
+from megatoken.model.kernels.attention import CUDA_ONLY
 from megatoken.study.bench.workload import build_workload, draw_batch
 from megatoken.train.step import forward_backward
 

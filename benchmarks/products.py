@@ -20,7 +20,7 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device, open_device
 from megatoken.model.gpt import GPT, Linear
-from megatoken.model.loss import torch_matmul
+from megatoken.model.kernels.cross_entropy import torch_matmul
 from megatoken.study.bench.report import show_rows
 
 TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}

@@ -23,7 +23,7 @@ from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.base.system.timing import time_calls
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY
+from megatoken.model.kernels.attention import BUILT_IN, CUDA_ONLY, find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.study.bench.report import format_cell, save_picture, show_rows
 from megatoken.study.bench.workload import (
@@ -423,7 +423,7 @@ def list_attention(
                 build=partial(partial, differentiate, form, packed, grad),
                 needed_bytes=SCORES.get(form, 0.0) * device.dtype.itemsize * seqs * H * T**2,
             )
-            for form in ATTENTION
+            for form in BUILT_IN
             if form in own or form not in ("native", *CUDA_ONLY)
         ]
 
@@ -431,7 +431,7 @@ def list_attention(
 def differentiate(form: str, packed: Tensor, grad: Tensor) -> None:
     """Run forward and backward of attention on packed queries, keys and values."""
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    y = ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None)
+    y = find_attention(form)(q, k, v, mask=None, causal=True, dropout=None)
     torch.autograd.grad(y, packed, grad)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatoken.inference.evaluate import evaluate as evaluate
     from megatoken.inference.generate import generate as generate
     from megatoken.model.gpt import GPT as GPT
-    from megatoken.model.kernels import register_attention as register_attention
+    from megatoken.model.kernels.attention import register_attention as register_attention
     from megatoken.optim.optimizer import build_optimizer as build_optimizer
     from megatoken.optim.optimizer import register_optimizer as register_optimizer
     from megatoken.text.prepare import prepare as prepare
@@ -40,7 +40,7 @@ _MODULES = {
     "MegatokenError": "base.errors",
     "evaluate": "inference.evaluate",
     "GPT": "model.gpt",
-    "register_attention": "model.kernels",
+    "register_attention": "model.kernels.attention",
     "build_optimizer": "optim.optimizer",
     "register_optimizer": "optim.optimizer",
     "Trainer": "train.train",

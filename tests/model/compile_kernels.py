@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from megatoken.model.kernels import cross_entropy as softmax
+from megatoken.model.kernels import fused_loss as softmax
 from megatoken.model.kernels.fp8 import SOFTMAX_FACTOR
 
 ARCHITECTURES = (80, 90, 100)

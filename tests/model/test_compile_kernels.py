@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megatoken.model.kernels.cross_entropy import HAS_TRITON, LOAD_BYTES
+from megatoken.model.kernels.fused_loss import HAS_TRITON, LOAD_BYTES
 
 
 @pytest.mark.long

@@ -40,6 +40,6 @@ def test_a_model_has_the_same_hidden_states(mode: Any):
     model = GPT(TINY_GPT, 64).to("cuda", torch.bfloat16)
     ids = torch.arange(8, device="cuda")[None]
     expected = model(ids).detach()
-    set_block_kernels(model, "cublaslt")
+    set_block_kernels(model, cublaslt.KERNELS)
     set_activation_checkpointing(model, mode)
     assert relative_error(model(ids), expected) < LIMIT

@@ -17,11 +17,13 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError
 from megatoken.model.gpt import GPT, MLP, set_block_kernels
 from megatoken.model.kernels import fp8
+from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
 from megatoken.train.kernel_autotune import apply_choice, autotune
 from tests.tiny_model import CPU, TINY_GPT, differentiate, draw, relative_error, tiny_state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS = [OutputLayer, fp8.FP8Layer]
 HALF_ULP = {fp8.E4M3: 2.0**-4, fp8.E5M2: 2.0**-3}  # relative error of rounding a normal number
 SMALLEST_NORMAL = {fp8.E4M3: 2.0**-6, fp8.E5M2: 2.0**-14}
 # Of a matmul of independent normal numbers, whatever its sizes. Rounding them has a relative error
@@ -79,7 +81,12 @@ def test_output_layer(softcap: float):
     targets = torch.arange(128, device=DEVICE).view(2, 64) * 7 % 97
 
     def loss(is_fp8: bool, *inputs: Tensor) -> Tensor:
-        options = {"vocab_size": 97, "softcap": softcap, "chunk": 48, "fp8": is_fp8}
+        options = {
+            "vocab_size": 97,
+            "softcap": softcap,
+            "chunk": 48,
+            "output_layer": LAYERS[is_fp8],
+        }
         return cross_entropy(*inputs, targets, **options)[0]
 
     one = torch.tensor(1.0)
@@ -98,7 +105,7 @@ def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         choice = autotune(TINY_GPT, machine, bf16, micro_batch=2, key="")
         state = tiny_state()
         apply_choice(state, choice, bf16)
-        assert state.fp8_head == (name != "off")
+        assert state.output_layer is LAYERS[name != "off"]
         mlps = [part for part in state.compute_model.modules() if isinstance(part, MLP)]
         assert {mlp.up.kernels.linear for mlp in mlps} == {linear}
         assert state.compute_model.blocks[0].attention.qkv.kernels.linear is F.linear
@@ -115,9 +122,8 @@ def train(*, is_fp8: bool) -> float:
     config = ModelConfig(n_layer=2, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
     model = GPT(config, seed=1).to(DEVICE)
     for block in model.blocks:
-        set_block_kernels(block, "torch")
         if is_fp8:
-            set_block_kernels(block.mlp, "fp8")
+            set_block_kernels(block.mlp, fp8.KERNELS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-15)
     ids = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator, losses = torch.Generator().manual_seed(0), []
@@ -126,7 +132,7 @@ def train(*, is_fp8: bool) -> float:
         rows = ids[starts + torch.arange(33, device=DEVICE)]
         with torch.autocast(DEVICE, torch.bfloat16):
             hidden, weight = model(rows[:, :-1]), model.lm_head_weight
-            options = {"vocab_size": 256, "chunk": 256, "fp8": is_fp8}
+            options = {"vocab_size": 256, "chunk": 256, "output_layer": LAYERS[is_fp8]}
             total, count = cross_entropy(hidden, weight, rows[:, 1:], **options)
         optimizer.zero_grad()
         (total / 2**19).backward()

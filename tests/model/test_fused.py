@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from megatoken.model.kernels import LOSS, fp8
-from megatoken.model.kernels import cross_entropy as softmax
+from megatoken.model.kernels import fp8
+from megatoken.model.kernels import fused_loss as softmax
+from megatoken.model.kernels.cross_entropy import softmax_cross_entropy
 from tests.tiny_model import draw
 
 pytestmark = pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
@@ -40,9 +41,9 @@ def test_loss(
     targets = torch.arange(rows, device=DEVICE) * 7 % vocabulary
     targets[rows // 2] = -1 if rows > 1 else 0
     grad8 = torch.zeros(rows, padded, dtype=fp8.E5M2, device=DEVICE)
-    triton = LOSS["triton"]
+    triton = softmax.fused_softmax_cross_entropy
     results = []
-    for fn in (LOSS["torch"], triton, partial(triton, grad8_NV=grad8)):
+    for fn in (softmax_cross_entropy, triton, partial(triton, grad8_NV=grad8)):
         logits = 3 * draw(rows, padded, dtype=dtype).to(DEVICE)
         loss = fn(logits, targets, vocabulary, softcap, overwrite=True)
         results.append([loss, logits.float()])
@@ -63,5 +64,6 @@ def test_loss(
 def test_loss_without_overwrite_leaves_the_logits():
     logits = draw(4, 40).to(DEVICE)
     before = logits.clone()
-    LOSS["triton"](logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), 33, overwrite=False)
+    targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    softmax.fused_softmax_cross_entropy(logits, targets, 33, overwrite=False)
     assert torch.equal(logits, before)

@@ -13,17 +13,21 @@ from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
 from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.gpt import GPT, set_attention
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, register_attention
 from megatoken.model.kernels.attention import (
+    ATTENTION,
+    BUILT_IN,
+    CUDA_ONLY,
     Dropout,
     explicit_attention,
+    find_attention,
     flash_attention,
+    register_attention,
     repeat_kv,
 )
 from megatoken.model.native.selection import find_library
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, differentiate, draw
 
-ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))
+ON_CPU = sorted(set(BUILT_IN) - set(CUDA_ONLY))
 SIZES = """
 1 1 1 1 8
 2 3 3 64 8
@@ -41,7 +45,7 @@ def causal(
 ) -> Tensor:
     if name == "native" and find_library() is None:
         pytest.skip("the native kernels are not compiled")
-    return ATTENTION[name](q, k, v, mask=None, causal=True, dropout=dropout, **window)
+    return find_attention(name)(q, k, v, mask=None, causal=True, dropout=dropout, **window)
 
 
 @pytest.mark.parametrize("name", ["flash", "blocked"])

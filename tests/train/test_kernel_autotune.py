@@ -13,9 +13,11 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import load_entry
 from megatoken.base.system import device
 from megatoken.model.gpt import set_block_kernels
-from megatoken.model.kernels import ATTENTION, Kernels
+from megatoken.model.kernels import Kernels
+from megatoken.model.kernels.attention import ATTENTION, find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.train import kernel_autotune as autotune_module
 from megatoken.train import tuning
@@ -114,7 +116,7 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
     losses, hidden = [], []
     for block in ("torch", "torch+native"):
         state, batch = tiny_state(model_config=family), tiny_batch()
-        set_block_kernels(state.model, block)
+        set_block_kernels(state.model, load_entry("block", block))
         hidden.append(state.model(batch.inputs_BT).detach())
         losses.append([train_step(state, tiny_step_config(2), CPU, batch).loss for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -206,7 +208,7 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
         return count
 
     for form in ("flash", "native"):  # also in the trials of torch's products
-        monkeypatch.setitem(ATTENTION, form, count_in(ATTENTION[form]))
+        monkeypatch.setitem(ATTENTION, form, count_in(find_attention(form)))
     settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
 
     def note(row: dict[str, Any]) -> None:

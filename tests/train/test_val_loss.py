@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from megatoken.base.rooms import load_entry
 from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import read_manifest
 from megatoken.inference.evaluate import evaluate
@@ -50,7 +51,7 @@ def test_mean_over_all_targets_and_bits_per_byte():
 def test_the_precision_does_not_depend_on_masks():
     model = make_model(seq_len=16, n_layer=1)
     set_attention(model, "native")
-    set_block_kernels(model, "native")
+    set_block_kernels(model, load_entry("block", "native"))
     device = replace(CPU, precision="bf16")
     batch = to_batch(np.arange(34).reshape(2, 17))
     options = {"chunk": 8, "comm": SINGLE, "count_bytes": BYTES.vocabulary.count_bytes}

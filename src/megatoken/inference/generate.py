@@ -13,6 +13,7 @@ from torch import nn
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import load_entry
 from megatoken.base.system.device import Device
 from megatoken.base.system.large_pages import gather_in_large_pages
 from megatoken.base.system.threads import use_torch_threads
@@ -109,7 +110,7 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
         for parameter, copy in zip(parameters, gather_in_large_pages(parameters), strict=True):
             parameter.data = copy
         if find_library():
-            set_block_kernels(model, "native")
+            set_block_kernels(model, load_entry("block", "native"))
             _set_native_attention(model)
     elif device.type == "cpu":
         linears = [part.weight for part in model.modules() if isinstance(part, nn.Linear)]
@@ -139,7 +140,7 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
         del layer.weight  # a registered parameter cannot be replaced by another type
         layer.weight = replace(matrix, values_OI=values_OI)  # type: ignore[assignment]
     model.to(dtype)
-    set_block_kernels(model, "int8")
+    set_block_kernels(model, load_entry("block", "int8"))
 
 
 class TextStream:

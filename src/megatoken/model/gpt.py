@@ -52,13 +52,14 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.torch_compat import mark_dynamic
 from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.dropout import Dropout, Module, fold_in
-from megatoken.model.kernels import (
-    ATTENTION,
-    BLOCK,
+from megatoken.model.kernels.attention import (
     WITHOUT_WINDOW,
     attend_documents,
+    find_attention,
+    flash_attention,
     masked_attention,
 )
+from megatoken.model.kernels.block import KERNELS, BlockKernels
 from megatoken.model.loss import cap_logits, cross_entropy
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
 from megatoken.posttrain.lora import LoRA, add_adapters
@@ -110,7 +111,7 @@ def find_bounds(starts_BT: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """nn.Linear without random initialization, with an optional LoRA adapter."""
 
-    kernels = BLOCK["torch"]
+    kernels = KERNELS
     __call__: Callable[..., Tensor]
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
@@ -140,7 +141,7 @@ class Norm(Module):
     width: size of the normalized last dimension; 0 for d_model.
     """
 
-    kernels = BLOCK["torch"]
+    kernels = KERNELS
 
     def __init__(self, config: ModelConfig, width: int = 0) -> None:
         super().__init__()
@@ -163,8 +164,7 @@ class Attention(Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_fn = ATTENTION["flash"]
-        self.masked_attention_fn = masked_attention("flash")  # with a cache or a mask
+        self.attention_fn = self.masked_attention_fn = flash_attention  # with a cache or a mask
         self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k and v
         self.d_head = config.d_head
         self.layer = layer
@@ -234,7 +234,7 @@ class MLP(Module):
     and Gimpel 2016 (GELU), So et al. 2021 (squared ReLU), Shazeer 2020 (SwiGLU, GEGLU).
     """
 
-    kernels = BLOCK["torch"]
+    kernels = KERNELS
     recompute_activation = False
 
     def __init__(self, config: ModelConfig) -> None:
@@ -298,11 +298,10 @@ class Block(Module):
         mask: Tensor | None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        fused = self.fused if cache is None else None
+        fuse = self.mlp.kernels.fuse
+        fused = fuse(self) if fuse and cache is None else None
         if fused and mask is None:
-            norm, heads = self.norm1, self.attention.heads
-            assert norm is not None
-            return fused(x_BTC, cos_sin, heads, norm.eps, norm.rms, *self._list_parameters())
+            return fused(x_BTC, cos_sin)
         # `fused` computes in the dtype of the weights, so with a mask they are used as well.
         with torch.autocast(x_BTC.device.type, enabled=False) if fused else nullcontext():
             y_BTC = _apply(self.norm1, x_BTC)
@@ -310,32 +309,6 @@ class Block(Module):
             x_BTC = x_BTC + self.drop1(dropout_keys_B, _apply(self.post_norm1, y_BTC))
             y_BTC = _apply(self.post_norm2, self.mlp(_apply(self.norm2, x_BTC)))
             return x_BTC + self.drop2(dropout_keys_B, y_BTC)
-
-    @property
-    def fused(self) -> Callable[..., Tensor] | None:
-        """What computes the block in one call; None if the block has parts that it lacks.
-
-        It computes causal attention of all heads, and GPT-2's or LLaMA's MLP.
-        """
-        attention, mlp = self.attention, self.mlp
-        linears = (attention.qkv, attention.out, mlp.up, mlp.down)
-        is_plain = (
-            attention.attention_fn is ATTENTION["native"]
-            and self.norm1 is not None
-            and self.post_norm1 is None
-            and attention.heads[0] * attention.d_head == len(self.norm1.weight)
-            and not (attention.q_norm or attention.value_tokens or attention.window)
-            and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation or mlp.up.lora)
-            and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))
-            and len({layer.bias is None for layer in linears}) == 1
-        )
-        return self.norm1.kernels.fused_block if is_plain and self.norm1 else None
-
-    def _list_parameters(self) -> list[Tensor | None]:
-        """Return weight and bias of norm1, qkv, out, norm2, gate, up and down."""
-        attention, mlp = self.attention, self.mlp
-        layers = (self.norm1, attention.qkv, attention.out, self.norm2, mlp.gate, mlp.up, mlp.down)
-        return [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
 
 
 def _apply(norm: Norm | None, x_BTC: Tensor) -> Tensor:
@@ -542,36 +515,29 @@ class GPT(Module):
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select the implementation of attention by its name in ATTENTION.
-
-    Raises ConfigError if it does not support the model.
-    """
-    key = "machine.attention"
-    if name not in ATTENTION:
-        raise ConfigError(f"no attention {name!r}", key, f"choose one of {', '.join(ATTENTION)}")
+    """Select an implementation of attention. Raises ConfigError if it does not support the model."""
+    attention_fn = find_attention(name)
     if model.config.window and name in WITHOUT_WINDOW:
         fix = "use auto, or model.window=0"
-        raise ConfigError(f"attention {name!r} has no windows", key, fix)
+        raise ConfigError(f"attention {name!r} has no windows", "machine.attention", fix)
     model.attention_name = name
     for part in model.modules():
         if isinstance(part, Attention):
-            part.attention_fn = ATTENTION[name]
+            part.attention_fn = attention_fn
             part.masked_attention_fn = masked_attention(name)
 
 
-def set_block_kernels(model: nn.Module, name: str) -> None:
-    """Select the implementation of matmuls, norms and activations by its name in BLOCK."""
+def set_block_kernels(model: nn.Module, kernels: BlockKernels) -> None:
+    """Select the implementation of matmuls, norms and activations."""
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
-            part.kernels = BLOCK[name]
+            part.kernels = kernels
 
 
 def copy_kernels(model: GPT, source: GPT) -> None:
     """Select the same kernels as in `source`."""
     set_attention(model, source.attention_name)
-    for name, kernels in BLOCK.items():
-        if kernels is source.norm.kernels:
-            set_block_kernels(model, name)
+    set_block_kernels(model, source.norm.kernels)
 
 
 def set_activation_checkpointing(model: GPT, mode: str) -> None:

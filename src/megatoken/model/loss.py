@@ -7,7 +7,6 @@ at a time, their softmax is in fp32, and padding ids get no probability.
 Shapes: N rows (B*T), C d_model, V padded vocabulary.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatoken.model.kernels import LOSS, CrossEntropyFn
-from megatoken.model.kernels.cross_entropy import fused_softmax_cross_entropy
-from megatoken.model.kernels.fp8 import E5M2, OutputLayer
-from megatoken.model.native.products import matmul as native_matmul
+from megatoken.model.kernels.cross_entropy import OutputLayer
 
 
 def cross_entropy(
@@ -29,8 +25,7 @@ def cross_entropy(
     vocab_size: int,
     softcap: float = 0.0,
     chunk: int = 1024,
-    softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
-    fp8: bool = False,
+    output_layer: type[OutputLayer] = OutputLayer,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy (-log p) of the targets in nats, and the number of targets.
 
@@ -40,8 +35,7 @@ def cross_entropy(
     softcap: see `cap_logits`.
     chunk: how many rows of logits to hold in memory at once. With 0, all logits are computed and
         differentiated by torch's autograd.
-    softmax_cross_entropy: implementation from LOSS to use on each chunk.
-    fp8: whether to compute logits and hidden gradients in FP8, for training with chunks in bf16.
+    output_layer: what computes each chunk, an entry of the kind "loss" (model/room.py).
     """
     device = hidden_BTC.device.type
     dtype = _product_dtype(hidden_BTC)
@@ -68,7 +62,7 @@ def cross_entropy(
             ]
             return torch.stack(sums).sum(), count
         total = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, lm_head_VC, targets_N, *options, chunk, softmax_cross_entropy, fp8
+            hidden_NC, lm_head_VC, targets_N, *options, chunk, output_layer
         )
         return total, count
 
@@ -138,22 +132,6 @@ def _plain_cross_entropy(
     return F.cross_entropy(capped_NV, targets_N, reduction="sum", ignore_index=-1)
 
 
-def torch_matmul(
-    a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False
-) -> Tensor:
-    """Return the matmul of a and b, written to `out` if given.
-
-    out: may have a wider dtype. accumulate: whether to add to `out` instead of overwriting it.
-    """
-    if out is not None and out.dtype != a.dtype:
-        if a.is_cuda:  # the matmul adds to `out` in one pass
-            return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), out=out)
-        return out.add_(a @ b) if accumulate else out.copy_(a @ b)
-    if accumulate and out is not None:
-        return torch.addmm(out, a, b, out=out)
-    return torch.mm(a, b, out=out)
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy that computes the gradients of hidden states and weight in its forward.
 
@@ -170,48 +148,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float,
         dtype: torch.dtype,
         chunk: int,
-        softmax_cross_entropy: CrossEntropyFn,
-        fp8: bool,
+        output_layer: type[OutputLayer],
     ) -> Tensor:
-        h_low = h_NC.to(dtype)
-        w_low = w_VC.to(dtype)
         needs_grad = any(ctx.needs_input_grad[:2])
         needs_weight = ctx.needs_input_grad[1]
         grad_h = torch.empty_like(h_NC) if needs_grad else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
-        # Matmuls run in the same library as the softmax.
-        matmul = native_matmul if softmax_cross_entropy is LOSS["native"] else torch_matmul
+        layer = output_layer(h_NC.to(dtype), w_VC.to(dtype), trains=needs_grad)
         # One buffer for every chunk's logits, then their gradient.
         buffer_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
-        layer = grad8_NV = None
-        if fp8:
-            layer = OutputLayer(h_low, w_low)
-            if softmax_cross_entropy is LOSS["triton"]:
-                grad8_NV = torch.empty_like(buffer_NV, dtype=E5M2)
-                softmax_cross_entropy = partial(fused_softmax_cross_entropy, grad8_NV=grad8_NV)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
             targets = targets_N[rows]
             logits_NV = buffer_NV[: len(targets)]
-            if layer is None:
-                matmul(h_low[rows], w_low.T, logits_NV)
-            else:
-                layer.project(rows, logits_NV)
-            total += softmax_cross_entropy(
-                logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
-            ).sum()
+            layer.project(rows, logits_NV)
+            losses_N = layer.softmax(logits_NV, targets, vocab_size, softcap, overwrite=needs_grad)
+            total += losses_N.sum()
             if grad_h is not None:
-                if layer is None:
-                    matmul(logits_NV, w_low, grad_h[rows])
-                else:
-                    grad_NV = logits_NV if grad8_NV is None else grad8_NV[: len(targets)]
-                    layer.grad_hidden(grad_NV, grad_h[rows])
+                layer.grad_hidden(logits_NV, grad_h[rows])
                 if needs_weight and grad_w is None:  # several chunks are summed in fp32
                     sum_dtype = torch.float32 if len(h_NC) > chunk else w_VC.dtype
                     grad_w = torch.empty_like(w_VC, dtype=sum_dtype)
                 if grad_w is not None:
-                    matmul(logits_NV.T, h_low[rows], grad_w, accumulate=start > 0)
+                    layer.matmul(logits_NV.T, layer.h_NC[rows], grad_w, accumulate=start > 0)
         if grad_h is not None:
             ctx.gradients = grad_h, None if grad_w is None else grad_w.to(w_VC.dtype)
         return total
@@ -223,4 +183,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         if grad_w is not None:
             grad_w.mul_(grad_total)
-        return grad_h.mul_(grad_total), grad_w, *[None] * 7
+        return grad_h.mul_(grad_total), grad_w, *[None] * 6

@@ -7,7 +7,7 @@ widths (Yang et al. 2023; Bernstein 2025). Queries, keys and values are treated 
 matrices, although one parameter holds them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 from megatoken.base.system.torch_compat import follow_found_inf, step_inner
 from megatoken.model.gpt import GPT
-from megatoken.model.native.library import DTYPES, Library, MuonUpdate, addresses
-from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
-from megatoken.optim.native import NativeOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
@@ -143,7 +140,7 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-class Muon(NativeOptimizer):
+class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
     adamw: optimizer of all other parameters; its groups and state become part of this one's.
@@ -153,7 +150,7 @@ class Muon(NativeOptimizer):
 
     def __init__(
         self,
-        adamw: AdamW,
+        adamw: torch.optim.AdamW,
         group: dict[str, Any],
         matrices: Matrices,
         *,
@@ -172,36 +169,10 @@ class Muon(NativeOptimizer):
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
         follow_found_inf(self, adamw)
 
-    def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
-        """Switch to native kernels, unless the matrices are divided between processes."""
-        if isinstance(self.matrices, WholeMatrices):
-            super().use_native(library, copies)
-            self.adamw.use_native(library, copies)
-
-    def _native_updates(self) -> Iterator[MuonUpdate]:
-        """Yield the update of each matrix."""
-        assert isinstance(self.matrices, WholeMatrices)
-        group = self.param_groups[-1]
-        rates = group["lr"], group["weight_decay"], group["momentum"]
-        settings = *rates, self.gradient_scale, self.cautious_decay, self.equal_rows
-        dtype = DTYPES[self.matrices.dtype]
-        for param, rows in zip(group["params"], self.matrices.rows.values(), strict=True):
-            grad = self.gradient(param)
-            tensors = param, self.state[param]["momentum_buffer"], grad, self.copies.get(param)
-            grad_dtype = DTYPES[torch.float32 if grad is None else grad.dtype]
-            parts = ([None] * len(rows) if x is None else x.split(list(rows)) for x in tensors)
-            for n_rows, *matrices in zip(rows, *parts, strict=True):
-                sizes = n_rows, param.shape[1], grad_dtype, dtype
-                yield MuonUpdate(*addresses(matrices), *sizes, *settings)
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters; a hidden matrix without a gradient is updated as if it were 0."""
         step_inner(self, self.adamw)
-        if self._library is not None:
-            if not self.skips_update:
-                self._library.call_all("muon", list(self._native_updates()))
-            return
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
         group = self.param_groups[-1]

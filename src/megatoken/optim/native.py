@@ -1,70 +1,103 @@
-"""Optimizers that can update all their parameters in one call of a native kernel for CPUs."""
+"""AdamW and Muon updated by native kernels for CPUs (model/native/kernels/{adamw,muon}.cc).
 
-from collections.abc import Mapping
+Updates are limited by memory bandwidth. With master weights, the native kernels need a single pass:
+they read the gradients of the low-precision copies and also write the updated copies.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatoken.model.native.library import DTYPES, Library, Values
+from megatoken.model.native.library import (
+    DTYPES,
+    AdamWUpdate,
+    Library,
+    MuonUpdate,
+    Values,
+    addresses,
+)
+from megatoken.optim.muon import Muon, WholeMatrices
+from megatoken.optim.optimizer import AdamW, Update
 
 
-class NativeOptimizer(torch.optim.Optimizer):
-    """An optimizer that `use_native` switches to a native kernel.
+def is_supported(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether there is a kernel: not for matrices that are divided between processes."""
+    if isinstance(optimizer, Muon):
+        return isinstance(optimizer.matrices, WholeMatrices)
+    return isinstance(optimizer, AdamW)
 
-    Updates are limited by memory bandwidth. With master weights, the native kernels need a single
-    pass: they read the gradients of the low-precision copies and also write the updated copies.
 
-    Two optional attributes have the same effect as in torch's fused optimizers. Gradients are
-    divided by `self.grad_scale`, and nothing changes if `self.found_inf` is 1.
+class NativeUpdate(Update):
+    """The update of an AdamW or a Muon by native kernels.
+
+    copies: bf16 copy of each fp32 parameter, updated by `step`; empty without master weights.
     """
 
-    _library: Library | None = None
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, library: Library, copies: Mapping[Tensor, Tensor]
+    ) -> None:
+        super().__init__(optimizer)
+        self.library = library
+        self.copies = copies
+        self.updates_copies = bool(copies)
 
-    def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
-        """Switch to the native kernel.
-
-        copies: bf16 copy of each fp32 parameter, updated by `step`; empty without master weights.
-        """
-        self._library = library
-        self.copies = dict(copies)
-
-    @property
-    def updates_copies(self) -> bool:
-        """Whether `step` reads the gradients of the low-precision copies and updates the copies."""
-        return self._library is not None and bool(self.copies)
-
-    def grad_norm(self) -> Tensor | None:
-        """Return the L2 norm of all gradients (fp32), or None without the native kernel."""
-        if self._library is None:
-            return None
-        params = [param for group in self.param_groups for param in group["params"]]
-        grads = [grad for grad in map(self.gradient, params) if grad is not None]
+    def grad_norm(self) -> Tensor:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        grads = [grad for grad in map(self._gradient, params) if grad is not None]
         values = [Values(grad.data_ptr(), grad.numel(), DTYPES[grad.dtype]) for grad in grads]
-        total = self._library.call_all("sum_of_squares", values)
-        return torch.tensor(total**0.5)
+        return torch.tensor(self.library.call_all("sum_of_squares", values) ** 0.5)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._library is None:
-            return super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
-        for copy in self.copies.values():
-            copy.grad = None
+    @torch.no_grad()
+    def step(self, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+        if found_inf:
+            return
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        adamw: list[AdamWUpdate] = []
+        muon: list[MuonUpdate] = []
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                muon += self._muon_updates(group, scale)
+            else:
+                adamw += self._adamw_updates(group, scale)
+        self.library.call_all("adamw", adamw)
+        self.library.call_all("muon", muon)
 
-    @property
-    def skips_update(self) -> bool:
-        """Whether `found_inf` is 1."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and bool(found_inf.item())
+    def _adamw_updates(self, group: dict[str, Any], scale: float) -> Iterator[AdamWUpdate]:
+        """Yield the update of each parameter that has a gradient."""
+        for param in group["params"]:
+            grad = self._gradient(param)
+            if grad is None:
+                continue
+            state = self.optimizer.state[param]
+            state["step"] += 1
+            step = state["step"].item()
+            beta1, beta2 = group["betas"]
+            tensors = param, state["exp_avg"], state["exp_avg_sq"], grad, self.copies.get(param)
+            rates = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
+            sizes = param.numel(), DTYPES[grad.dtype]
+            corrections = 1 - beta1**step, 1 - beta2**step
+            yield AdamWUpdate(*addresses(tensors), *sizes, *rates, *corrections, scale)
 
-    @property
-    def gradient_scale(self) -> float:
-        """What gradients are divided by."""
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else float(scale.item())
+    def _muon_updates(self, group: dict[str, Any], scale: float) -> Iterator[MuonUpdate]:
+        """Yield the update of each matrix; without a gradient, as if it were 0."""
+        optimizer = self.optimizer
+        assert isinstance(optimizer, Muon)
+        assert isinstance(optimizer.matrices, WholeMatrices)
+        rates = group["lr"], group["weight_decay"], group["momentum"]
+        settings = *rates, scale, optimizer.cautious_decay, optimizer.equal_rows
+        dtype = DTYPES[optimizer.matrices.dtype]
+        for param, rows in zip(group["params"], optimizer.matrices.rows.values(), strict=True):
+            grad = self._gradient(param)
+            tensors = param, optimizer.state[param]["momentum_buffer"], grad, self.copies.get(param)
+            grad_dtype = DTYPES[torch.float32 if grad is None else grad.dtype]
+            parts = ([None] * len(rows) if x is None else x.split(list(rows)) for x in tensors)
+            for n_rows, *matrices in zip(rows, *parts, strict=True):
+                sizes = n_rows, param.shape[1], grad_dtype, dtype
+                yield MuonUpdate(*addresses(matrices), *sizes, *settings)
 
-    def gradient(self, param: Tensor) -> Tensor | None:
+    def _gradient(self, param: Tensor) -> Tensor | None:
         """Return a parameter's gradient, or that of its low-precision copy."""
         copy = self.copies.get(param)
         return copy.grad if param.grad is None and copy is not None else param.grad

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatoken.base.config.fields import register_choice
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
-from megatoken.optim.adamw import AdamW
+from megatoken.base.system.torch_compat import fused_adamw_step
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
@@ -143,8 +143,35 @@ def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
         optimizer.param_groups[-1]["momentum"] = momentum
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW as `build_adamw` builds it: with all its state before the first step."""
+
+
+class Update:
+    """How a step applies the gradients: by the optimizer's own operations.
+
+    Tuning may replace it by a subclass that computes the same (optim/native.py).
+
+    updates_copies: whether `step` reads the gradients of the weights' low-precision copies, and
+        updates the copies.
+    """
+
+    updates_copies = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def grad_norm(self) -> Tensor | None:
+        """Return the L2 norm of all gradients (fp32), or None if the caller is to compute it."""
+        return None
+
+    def step(self, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+        """Divide gradients by `grad_scale` and update, or do nothing if `found_inf` is 1."""
+        fused_adamw_step(self.optimizer, found_inf, grad_scale)
+
+
 def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> AdamW:
-    """Build AdamW with torch's kernel, which autotuning may replace (train/kernel_autotune.py)."""
+    """Build AdamW with torch's kernel."""
     params = [param for group in groups for param in group["params"]]
     if implementation in ("auto", "native"):
         implementation = "fused" if params[0].device.type in ("cuda", "cpu", "mps") else "foreach"

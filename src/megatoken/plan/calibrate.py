@@ -164,8 +164,7 @@ def take_largest_step(
         forward_backward(state, single, device, batch)
     largest = replace(step_config, micro_batch=micro_batch)
     forward_backward(state, largest, device, draw_batch(state, device, micro_batch))
-    state.compute_model.zero_grad()
-    state.optimizer.zero_grad()
+    state.zero_grad()
 
 
 def time_step(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
@@ -174,7 +173,7 @@ def time_step(state: TrainState, step_config: StepConfig, device: Device) -> tup
     half = batch.split(step_config.micro_batch)[0]
     run_backward = partial(forward_backward, state, step_config, device, half)
     backward = time_once(run_backward, device.synchronize)
-    state.optimizer.zero_grad()
+    state.zero_grad()
     state.step = 0
     step = time_once(partial(train_step, state, step_config, device, batch), device.synchronize)
     return backward, max(0.0, step - 2 * backward)

@@ -31,6 +31,7 @@ from megatoken.distributed.memory import USABLE, holds_low_precision
 from megatoken.distributed.parallel_dims import build_dims, check_dims
 from megatoken.model.gpt import GPT, Norm, set_activation_checkpointing
 from megatoken.model.kernels.block import torch_norm
+from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.plan.memory_tracker import MemoryTracker
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import train_step_async
@@ -161,6 +162,12 @@ def build(
     return state, step_config, device
 
 
+class InPlaceLayer(OutputLayer):
+    """An output layer whose softmax allocates only the losses, as a GPU's kernel."""
+
+    softmax = staticmethod(lambda logits_NV, *_, **__: logits_NV[:, 0].float())
+
+
 def use_low_precision(state: TrainState, dtype: torch.dtype) -> None:
     """Give the state master weights and the in-place loss of a GPU, without values."""
     torch.set_default_dtype(dtype)  # a fake model cannot be converted
@@ -169,7 +176,7 @@ def use_low_precision(state: TrainState, dtype: torch.dtype) -> None:
     set_activation_checkpointing(low, state.model.activation_checkpointing)
     state.compute_model = state.forward = low
     state.sharded = replace(state.sharded, trained=dict(low.named_parameters()))
-    state.cross_entropy_fn = lambda logits_NV, *_, **__: logits_NV[:, 0].float()  # in place
+    state.output_layer = InPlaceLayer
 
 
 def trace_step(

@@ -13,9 +13,9 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.model.gpt import GPT, set_attention
-from megatoken.model.kernels import ATTENTION
-from megatoken.optim.adamw import AdamW
+from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
 from megatoken.optim.muon import Muon
+from megatoken.optim.optimizer import AdamW
 from megatoken.store.manifest import CheckpointManifest, FileEntry, decode_model_config
 from megatoken.store.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
 
@@ -118,7 +118,7 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
     model.load_state_dict(tensors, assign=True)
     attention = str(manifest.meta.get("attention", ""))
     if attention:
-        if attention not in ATTENTION:
+        if attention not in {**BUILT_IN, **ATTENTION}:
             what = f"checkpoint was trained with attention {attention!r}, which is not registered"
             raise CheckpointError(what, str(folder), "call megatoken.register_attention first")
         set_attention(model, attention)

@@ -163,6 +163,6 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
             comm=run.comm,
             count_bytes=dataset.byte_counter("val", run.data.vocabulary),
             dims=dims,
-            softmax_cross_entropy=state.cross_entropy_fn,
+            output_layer=state.output_layer,
         )
     return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}

@@ -72,8 +72,7 @@ def without_replicas(state: TrainState) -> TrainState:
 
 def free_gradients(state: TrainState, device: Device) -> None:
     """Set all gradients to None and release cached GPU memory."""
-    state.compute_model.zero_grad()
-    state.optimizer.zero_grad()
+    state.zero_grad()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -97,7 +96,7 @@ def _compile_full(
     for _ in range(3):  # compile, record, replay
         forward_backward(state, step_config, device, Batch(ids, ids))
         norms.append(float(state.sharded.global_grad_norm(state.comm)))
-        state.optimizer.zero_grad()
+        state.zero_grad()
     if not all(math.isclose(norm, norms[0], rel_tol=GRADIENT_TOLERANCE) for norm in norms):
         values = ", ".join(f"{norm:.4g}" for norm in norms)
         raise RuntimeError(f"CUDA graphs change the gradient: its norm was {values}")

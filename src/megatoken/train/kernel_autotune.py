@@ -18,6 +18,7 @@ from torch import Tensor
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config, MachineConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import load_entry
 from megatoken.base.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.base.system.malloc import return_freed_memory
 from megatoken.base.system.measurement_cache import read_measurements, save_measurement
@@ -25,11 +26,13 @@ from megatoken.base.system.threads import thread_count, use_torch_threads
 from megatoken.base.system.timing import time_calls
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.model.kernels import Kernels
+from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.model.rope import rotary_cos_sin
+from megatoken.optim.native import NativeUpdate, is_supported
 from megatoken.train.state import TrainState
 
 CACHE_FILE = "kernels.json"
@@ -167,19 +170,22 @@ def _torch_threads(device: Device, block: str) -> int:
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
     """Switch a state to the chosen implementations without changing weights or optimizer state."""
     set_attention(state.model, choice.kernels.attention)
-    set_block_kernels(state.model, choice.kernels.block)
-    state.cross_entropy_fn = LOSS[choice.kernels.loss]
-    state.fp8_head = choice.kernels.fp8 != "off"
+    set_block_kernels(state.model, load_entry("block", choice.kernels.block))
+    is_fp8 = choice.kernels.fp8 != "off"
+    state.output_layer = load_entry("loss", choice.kernels.loss + " fp8" * is_fp8)
     if choice.kernels.fp8 == "all":
         for part in state.model.modules():
             if isinstance(part, MLP):
-                set_block_kernels(part, "fp8")
+                set_block_kernels(part, load_entry("block", "fp8"))
     if choice.kernels.mixed == "masters":
         state.enable_master_weights(device.dtype)
     state.threads = choice.threads
     use_torch_threads(choice.threads)
-    if choice.kernels.adamw == "native" and find_library():
-        state.use_native_optimizer(loaded_library())
+    has_native = choice.kernels.adamw == "native" and find_library()
+    if has_native and is_supported(state.optimizer):
+        pairs = state.grad_pairs() if state.uses_master_weights else []
+        copies = {local: trained for trained, local in pairs}
+        state.update = NativeUpdate(state.optimizer, loaded_library(), copies)
 
 
 def list_options(
@@ -255,7 +261,7 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
         shape = 1, config.n_head, 16, config.d_head
         q = torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
         k = q[:, : config.kv_heads]
-        attention = ATTENTION[machine.attention]
+        attention = find_attention(machine.attention)
         compute = partial(attention, q, k, k, mask=None, causal=True, dropout=None)
         if device.type != "cuda" or _find_error(compute):
             heads = f"heads of {config.d_head} in {device.precision}"
@@ -378,18 +384,19 @@ def _build_trials(
 
     def run_block(form: str) -> Tensor:
         is_native = form == "native" and not config.window
-        low_block.attention.attention_fn = ATTENTION["native" if is_native else "flash"]
-        set_block_kernels(low_block, form)
+        low_block.attention.attention_fn = find_attention("native" if is_native else "flash")
+        set_block_kernels(low_block, load_entry("block", form))
         return forward_low(low_x_BTC, ids_BT, None, rope, None)
 
     def run_loss(form: str) -> None:
         logits_NV = torch.zeros(
             rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device
         )
-        LOSS[form](logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
+        softmax = load_entry("loss", form).softmax
+        softmax(logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
     return {
-        "attention": lambda form: ATTENTION[form](
+        "attention": lambda form: find_attention(form)(
             q, k, v, mask=None, causal=True, dropout=None, **window
         ),
         "block": run_block,

@@ -145,7 +145,7 @@ def _time_forward_backward(
 
     def run_once() -> None:
         forward_backward(state, step_config, device, Batch(ids, ids))
-        state.optimizer.zero_grad()
+        state.zero_grad()
 
     if device.type != "cuda":
         warm = time_once(run_once, device.synchronize)

@@ -26,14 +26,12 @@ from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.gpt import GPT, copy_kernels, separate_conversations
-from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
 from megatoken.model.memory import LOSS_CHUNK
-from megatoken.model.native.library import Library
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
-from megatoken.optim.native import NativeOptimizer
-from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
+from megatoken.optim.optimizer import Update, adopt_optimizer, build_optimizer, find_optimizer
 from megatoken.train.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
@@ -48,6 +46,7 @@ class TrainState:
         if there are master weights, else `model` itself.
     forward: `compute_model`, compiled or not.
     sharded: this process's slices of the parameters.
+    update: applies the gradients, with the groups and the state of `optimizer`.
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
         host reads and clears it.
     threads: number of torch's threads in a step; 0 to leave it as it is.
@@ -60,12 +59,12 @@ class TrainState:
     forward: Callable[..., Tensor]
     sharded: ShardedParams
     optimizer: torch.optim.Optimizer
+    update: Update
     scaler: torch.amp.GradScaler
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
     grad_reducer: GradBucketReducer | None = None  # only if there are several replicas
-    cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
-    fp8_head: bool = False
+    output_layer: type[OutputLayer] = OutputLayer
     threads: int = 0
     # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
     cuda_graphs: bool = False
@@ -144,28 +143,16 @@ class TrainState:
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
-    def use_native_optimizer(self, library: Library) -> None:
-        """Switch AdamW or Muon to its native kernel; do nothing for any other optimizer.
-
-        Call this after `enable_master_weights`.
-        """
-        if not isinstance(self.optimizer, NativeOptimizer):
-            return
-        pairs = self._grad_pairs() if self.uses_master_weights else []
-        self.optimizer.use_native(library, {local: trained for trained, local in pairs})
-
-    @property
-    def updates_copies(self) -> bool:
-        """Whether the optimizer reads the low-precision copy's gradients and refreshes the copy."""
-        return isinstance(self.optimizer, NativeOptimizer) and self.optimizer.updates_copies
-
     def global_grad_norm(self) -> Tensor:
         """Return the L2 norm of the full gradient, the same on every process."""
-        if isinstance(self.optimizer, NativeOptimizer) and self.dims.is_unsharded:
-            norm = self.optimizer.grad_norm()
-            if norm is not None:
-                return norm
-        return self.sharded.global_grad_norm(self.comm)
+        norm = self.update.grad_norm() if self.dims.is_unsharded else None
+        return self.sharded.global_grad_norm(self.comm) if norm is None else norm
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        self.optimizer.zero_grad()
+        if self.uses_master_weights:
+            self.compute_model.zero_grad()
 
     def refresh_low_precision_copy(self, *, with_frozen: bool = False) -> None:
         """Overwrite the low-precision copy, if there is one, with the fp32 weights that train."""
@@ -183,15 +170,16 @@ class TrainState:
         self.comm = comm
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
             self.grad_reducer = GradBucketReducer(
-                self._grad_pairs(), comm, group=self.sharded.replica_group
+                self.grad_pairs(), comm, group=self.sharded.replica_group
             )
 
     def collect_gradients(self) -> None:
         """Move the compute model's gradients to the fp32 parameters, adding to theirs."""
-        for trained, local in self._grad_pairs():
+        for trained, local in self.grad_pairs():
             collect_gradient(trained, local)
 
-    def _grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each trained parameter of the compute model with its fp32 one."""
         return [(self.sharded.trained[name], local) for name, local in self.sharded.updated.items()]
 
 
@@ -226,8 +214,7 @@ class CrossEntropy:
             vocab_size=state.model.config.vocab_size,
             softcap=state.model.config.logit_softcap,
             chunk=loss_chunk,
-            softmax_cross_entropy=state.cross_entropy_fn,
-            fp8=state.fp8_head,
+            output_layer=state.output_layer,
         )
         return {"loss": loss_sum}
 
@@ -318,6 +305,7 @@ def build_state(
         forward=model,
         sharded=sharded,
         optimizer=optimizer,
+        update=Update(optimizer),
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
         found_bad=torch.zeros((), dtype=torch.bool, device=device.torch_device),
         comm=comm or Comm(DistEnv()),

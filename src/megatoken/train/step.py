@@ -22,7 +22,7 @@ from torch import Tensor
 from megatoken.base.errors import NumericsError
 from megatoken.base.system.device import Device
 from megatoken.base.system.threads import use_torch_threads
-from megatoken.base.system.torch_compat import fused_adamw_step, scaler_found_inf
+from megatoken.base.system.torch_compat import scaler_found_inf
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.grad_reduce import PairwiseGradSum
 from megatoken.model.dropout import sequence_keys
@@ -96,8 +96,8 @@ def train_step_async(
     unscale_gradients(state)
     grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
-    state.optimizer.zero_grad()
-    if not state.updates_copies:
+    state.zero_grad()
+    if not state.update.updates_copies:
         state.refresh_low_precision_copy()
     state.step += 1
     return PendingStep(
@@ -145,7 +145,7 @@ def compute_gradients(
     # A single micro-batch's gradients may stay where autograd left them, if the optimizer reads
     # them there.
     needs_sum = len(micro_batches) > 1 or pairwise is not None or reducer is not None
-    collects = needs_sum or not state.updates_copies
+    collects = needs_sum or not state.update.updates_copies
     with state.compute_timer:
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -251,7 +251,7 @@ def clip_and_update(
     # The optimizer divides gradients by `grad_scale` in its update and skips it if `found_inf` is
     # 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
-    fused_adamw_step(state.optimizer, state.found_bad.float(), grad_scale)
+    state.update.step(state.found_bad.float(), grad_scale)
     return False
 
 

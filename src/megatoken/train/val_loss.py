@@ -18,7 +18,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.gpt import GPT, separate_conversations
-from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
 
 
@@ -32,13 +32,13 @@ def validation_loss(
     comm: Comm,
     count_bytes: CountBytes,
     dims: ParallelDims | None = None,
-    softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
+    output_layer: type[OutputLayer] = OutputLayer,
 ) -> dict[str, Any]:
     """Return `loss_metrics` over the windows of all ranks.
 
     windows: this rank's arrays of token ids (B, T+1), or batches. Ranks that share a sharded model
     (`dims`) must pass the same number of them, so some may have no rows. count_bytes:
-    `Dataset.byte_counter`. chunk, softmax_cross_entropy: as in `cross_entropy`.
+    `Dataset.byte_counter`. chunk, output_layer: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -70,7 +70,7 @@ def validation_loss(
                 vocab_size=model.config.vocab_size,
                 softcap=model.config.logit_softcap,
                 chunk=chunk,
-                softmax_cross_entropy=softmax_cross_entropy,
+                output_layer=output_layer,
             )
         total += float(loss_sum)
         count += int(n)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.model.kernels.attention import explicit_attention, native_attention
+from megatoken.model.kernels.attention import explicit_attention
 from megatoken.model.native import attention as native
+from megatoken.model.native.attention import native_attention
 from tests.tiny_model import draw, relative_error
 
 # B, T, H, K, D: blocks that are full and that are not, one token, groups of heads, widths of every kind.

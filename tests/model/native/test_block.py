@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.rooms import load_entry
 from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.gpt import (
     GPT,
@@ -17,8 +18,8 @@ from megatoken.model.gpt import (
     set_attention,
     set_block_kernels,
 )
-from megatoken.model.kernels import ATTENTION
-from megatoken.model.kernels.block import BLOCK
+from megatoken.model.kernels.attention import find_attention
+from megatoken.model.native.block import fuse
 from megatoken.model.rope import rotary_cos_sin
 from tests.model.native.twins import assert_same
 from tests.tiny_model import (
@@ -47,12 +48,11 @@ class Call:
 
     def __init__(self, config: ModelConfig, kernels: str = "native", *, fused: bool = True) -> None:
         self.block = Block(config.resolve(97), layer=0)
-        set_block_kernels(self.block, kernels)
-        self.block.attention.attention_fn = ATTENTION["native" if kernels == "native" else "flash"]
-        if not fused:
-            for part in self.block.modules():
-                part.kernels = replace(BLOCK[kernels], fused_block=None)
-        assert (self.block.fused is BLOCK["native"].fused_block) == (fused and kernels == "native")
+        loaded = load_entry("block", kernels)
+        set_block_kernels(self.block, loaded if fused else replace(loaded, fuse=None))
+        attention = find_attention("native" if kernels == "native" else "flash")
+        self.block.attention.attention_fn = attention
+        assert (fuse(self.block) is not None) == (kernels == "native")
         self.cos_sin = rotary_cos_sin(config, torch.arange(T))
 
     def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_what_the_forward_saved_may_move(config: ModelConfig):
 def build(config: ModelConfig, attention: str = "native", kernels: str = "native") -> GPT:
     model = GPT(config, seed=1)
     set_attention(model, attention)
-    set_block_kernels(model, kernels)
+    set_block_kernels(model, load_entry("block", kernels))
     return model
 
 
@@ -156,7 +156,7 @@ def test_blocks_with_other_parts_are_not_fused(row: str, is_fused: bool):
     config = replace(MODELS[name], **yaml.safe_load(parts))
     model = build(config, attention)
     set_activation_checkpointing(model, recompute)
-    assert all((block.fused is not None) == is_fused for block in model.blocks)
+    assert all((fuse(block) is not None) == is_fused for block in model.blocks)
     results = loss_and_gradients(model), loss_and_gradients(build(config, "explicit", "torch"))
     for got, expected in zip(*results, strict=True):
         assert (got - expected).norm() < 1e-5 * expected.norm() + 1e-8
@@ -165,7 +165,7 @@ def test_blocks_with_other_parts_are_not_fused(row: str, is_fused: bool):
 def test_heads_that_are_divided_between_processes_are_not_fused():
     (block,) = build(replace(TINY_GPT, n_layer=1)).blocks
     block.attention.heads = [1, 1, 1]
-    assert block.fused is None
+    assert fuse(block) is None
 
 
 @pytest.mark.usefixtures("fastest")

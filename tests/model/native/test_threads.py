@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.system.threads import set_thread_count, thread_count
-from megatoken.model.kernels.attention import native_attention
 from megatoken.model.native import int8, ops, products
+from megatoken.model.native.attention import native_attention
 from megatoken.model.native.library import DTYPES, Values
 from tests.model.native import test_attention as attention
 from tests.model.native.test_block import GPT2, LLAMA, Call
@@ -32,7 +32,7 @@ def run_block(config: ModelConfig) -> list[Tensor]:
 def run_muon() -> list[Tensor]:
     training = Training(products.loaded_library(), torch.bfloat16)
     training.set_gradients(0)
-    norm = training.optimizer.grad_norm()
+    norm = training.update.grad_norm()
     training.optimizer.step()
     assert norm is not None
     return [norm, *training.parameters()]

@@ -1,35 +1,10 @@
 """Operations of the model that have several implementations, equal in values but not in speed.
 
-ATTENTION, BLOCK and LOSS map names to implementations. A `Kernels` names one implementation of each
-operation; train/kernel_autotune.py measures which are fastest.
+The model starts with those of torch: in attention.py, block.py and cross_entropy.py. The entries of
+model/room.py name all. A `Kernels` names one implementation of each operation.
 """
 
 from dataclasses import dataclass
-
-from megatoken.model.kernels.attention import (
-    ATTENTION,
-    CUDA_ONLY,
-    WITHOUT_WINDOW,
-    AttentionFn,
-    attend_documents,
-    masked_attention,
-    register_attention,
-)
-from megatoken.model.kernels.block import BLOCK
-from megatoken.model.kernels.cross_entropy import LOSS, CrossEntropyFn
-
-__all__ = [
-    "ATTENTION",
-    "BLOCK",
-    "CUDA_ONLY",
-    "LOSS",
-    "WITHOUT_WINDOW",
-    "AttentionFn",
-    "CrossEntropyFn",
-    "attend_documents",
-    "masked_attention",
-    "register_attention",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,15 @@
-"""Operations of a transformer block, by name: torch's, or the native CPU kernels.
+"""Operations of a transformer block, by torch; model/room.py lists other implementations.
 
-`int8` is only for decoding, with the weights of model/native/int8.py; `fp8` only for the MLP.
+Of these, `int8` is only for decoding, with the weights of model/native/int8.py, and `fp8` only for
+the MLP.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatoken.model.kernels import cublaslt, fp8
-from megatoken.model.native import int8
-from megatoken.model.native import ops as native
-from megatoken.model.native.block import FusedBlock
-from megatoken.model.native.products import linear as native_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +19,9 @@ class BlockKernels:
     linear: x (..., in), weight (out, in), bias (out,) or None -> (..., out). norm: x (..., C),
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
     like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu
-    (N, out) of linear with approximate=`tanh`, and its input; None for separate operations. fused_block:
-    all operations of a block in one call (model/native/block.py), or None.
+    (N, out) of linear with approximate=`tanh`, and its input; None for separate operations. fuse: a
+    Block of gpt.py -> a function (x, cos_sin) -> y of all its operations, or None if this block has
+    parts that the function lacks; None if there is no such function.
     """
 
     linear: Callable[..., Tensor]
@@ -32,7 +29,7 @@ class BlockKernels:
     gelu: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     linear_gelu: Callable[..., Tensor] | None = None
-    fused_block: Callable[..., Tensor] | None = None
+    fuse: Callable[[Any], Callable[..., Tensor] | None] | None = None
 
 
 def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
@@ -47,13 +44,4 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-TORCH = BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu)
-MIXED = replace(TORCH, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu)
-BLOCK = {
-    "torch": TORCH,
-    "cublaslt": replace(TORCH, linear_gelu=cublaslt.linear_gelu),
-    "torch+native": MIXED,
-    "native": replace(MIXED, linear=native_linear, fused_block=FusedBlock.apply),
-    "int8": replace(MIXED, linear=int8.linear),
-    "fp8": replace(TORCH, linear=fp8.linear),
-}
+KERNELS = BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu)

@@ -8,11 +8,14 @@ Shapes: N rows (B*T), C d_model, F d_ff.
 """
 
 from ctypes import CDLL, RTLD_GLOBAL, byref, c_float, c_int, c_size_t, c_void_p, sizeof
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatoken.model.kernels import block
 
 # Values in cublasLt.h and its includes: data types, attributes of a matmul, an epilogue.
 FP32, BF16, COMPUTE_FP32 = 0, 14, 68
@@ -86,3 +89,4 @@ _linear_gelu.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2], output[1]),
 )
 linear_gelu = torch.ops.megatoken.linear_gelu  # can be copied with a model
+KERNELS = replace(block.KERNELS, linear_gelu=linear_gelu)

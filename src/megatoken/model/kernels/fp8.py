@@ -8,6 +8,7 @@ computes the same on a CPU, but slower than in bf16.
 Shapes: N rows, I inputs, O outputs, C d_model, V padded vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.base.system.torch_compat import scaled_matmul
+from megatoken.model.kernels import block
+from megatoken.model.kernels.cross_entropy import OutputLayer
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -88,29 +91,37 @@ class _Linear(torch.autograd.Function):
         return grad_x_NI, matmul_nt(grad.transpose(), Scaled(*x_IN))
 
 
-class OutputLayer:
-    """The matmuls of the output layer for logits and hidden gradients, computed in chunks of rows.
+class FP8Layer(OutputLayer):
+    """An output layer with FP8 matmuls for logits and hidden gradients, in training.
 
     The weight's gradient stays in bf16: an FP8 matmul cannot add to a sum, and would need a
     transposed copy of the logits' gradient.
+
+    grad8_NV: gradients of logits in E5M2, multiplied by SOFTMAX_FACTOR, if the softmax writes them.
     """
 
-    def __init__(self, h_NC: Tensor, w_VC: Tensor) -> None:
-        self.hidden_NC = round_to_fp8(h_NC, E4M3)
-        self.weight_VC = round_to_fp8(w_VC, E4M3)
-        self.weight_CV = self.weight_VC.transpose()
-        self.softmax_scale = torch.full_like(self.weight_VC.scale, 1 / SOFTMAX_FACTOR)
+    grad8_NV: Tensor | None = None
+
+    def __init__(self, h_NC: Tensor, w_VC: Tensor, *, trains: bool) -> None:
+        super().__init__(h_NC, w_VC, trains=trains)
+        if trains:
+            self.hidden8_NC = round_to_fp8(h_NC, E4M3)
+            self.weight8_VC = round_to_fp8(w_VC, E4M3)
+            self.weight8_CV = self.weight8_VC.transpose()
+            self.softmax_scale = torch.full_like(self.weight8_VC.scale, 1 / SOFTMAX_FACTOR)
 
     def project(self, rows: slice, out_NV: Tensor) -> None:
-        """Write the logits of some rows to `out_NV`."""
-        values_NC, scale = self.hidden_NC
-        matmul_nt(Scaled(values_NC[rows], scale), self.weight_VC, fast=True, out=out_NV)
+        if not self.trains:
+            return super().project(rows, out_NV)
+        values_NC, scale = self.hidden8_NC
+        matmul_nt(Scaled(values_NC[rows], scale), self.weight8_VC, fast=True, out=out_NV)
 
     def grad_hidden(self, grad_NV: Tensor, out_NC: Tensor) -> None:
-        """Write the gradient of the hidden states to `out_NC`.
+        if self.grad8_NV is None:
+            grad8_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
+        else:
+            grad8_NV = self.grad8_NV[: len(grad_NV)]
+        matmul_nt(Scaled(grad8_NV, self.softmax_scale), self.weight8_CV, out=out_NC)
 
-        grad_NV: gradient of the logits, in bf16, or in E5M2 and multiplied by SOFTMAX_FACTOR.
-        """
-        if grad_NV.dtype != E5M2:
-            grad_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
-        matmul_nt(Scaled(grad_NV, self.softmax_scale), self.weight_CV, out=out_NC)
+
+KERNELS = replace(block.KERNELS, linear=linear)

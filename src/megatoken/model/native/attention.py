@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatoken.model.kernels.attention import Mask, explicit_with_dropout, flash_attention
 from megatoken.model.native.library import DTYPES, views
 from megatoken.model.native.selection import loaded_library
 
@@ -21,6 +22,21 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool = 
         y: Tensor = _Attention.apply(q_BHTD, k_BKSD, v_BKSD)  # type: ignore[no-untyped-call]
         return y
     return _forward(q_BHTD, k_BKSD, v_BKSD, causal=False)[0]
+
+
+@explicit_with_dropout
+def native_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool
+) -> Tensor:
+    """Compute attention with the native CPU kernels, without windows.
+
+    Calls with a mask use `flash_attention`.
+    """
+    # Torch decodes faster in fp32.
+    decodes = not causal and q_BHTD.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    if mask is not None or not (causal or decodes):
+        return flash_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=None)
+    return attention(q_BHTD, k_BKSD, v_BKSD, causal=causal)
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:

@@ -3,14 +3,19 @@
 Shapes: B batch, T time, C d_model, H query heads, K key/value heads, D head width, F d_ff.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatoken.model.native.library import DTYPES, Block, BlockParameters, addresses
+from megatoken.model.gpt import Block
+from megatoken.model.native import ops
+from megatoken.model.native.attention import native_attention
+from megatoken.model.native.library import DTYPES, BlockArguments, BlockParameters, addresses
+from megatoken.model.native.products import linear
 from megatoken.model.native.selection import loaded_library
 
 GATE, DOWN = 8, 12  # indices of weights in `parameters`
@@ -23,9 +28,9 @@ def _call(
     tensors: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None] = (),
 ) -> None:
-    """Call a kernel. tensors: cos, sin, x, y, saved, stats, dy and dx of the struct Block."""
+    """Call a kernel. tensors: cos, sin, x, y, saved, stats, dy and dx of the struct BlockArguments."""
     pointers = BlockParameters(*addresses(parameters)), *addresses(tensors)
-    block = Block(*sizes, *pointers, BlockParameters(*addresses(gradients)))
+    block = BlockArguments(*sizes, *pointers, BlockParameters(*addresses(gradients)))
     loaded_library().call(name, byref(block))
 
 
@@ -70,3 +75,31 @@ class FusedBlock(torch.autograd.Function):
         tensors = cos, sin, x, None, saved, stats, dy.contiguous(), dx
         _call("block_backward", ctx.sizes, parameters, tensors, gradients)
         return dx, None, None, None, None, *gradients
+
+
+def fuse(block: Block) -> Callable[..., Tensor] | None:
+    """Return what computes the block in one call; None if the block has parts that it lacks.
+
+    It computes causal attention of all heads, and GPT-2's or LLaMA's MLP.
+    """
+    attention, mlp, norm = block.attention, block.mlp, block.norm1
+    linears = (attention.qkv, attention.out, mlp.up, mlp.down)
+    is_plain = (
+        attention.attention_fn is native_attention
+        and norm is not None
+        and block.post_norm1 is None
+        and attention.heads[0] * attention.d_head == len(norm.weight)
+        and not (attention.q_norm or attention.value_tokens or attention.window)
+        and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation or mlp.up.lora)
+        and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))
+        and len({layer.bias is None for layer in linears}) == 1
+    )
+    if norm is None or not is_plain:
+        return None
+    layers = (norm, attention.qkv, attention.out, block.norm2, mlp.gate, mlp.up, mlp.down)
+    parameters = [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
+    options = attention.heads, norm.eps, norm.rms
+    return lambda x, cos_sin: FusedBlock.apply(x, cos_sin, *options, *parameters)  # type: ignore[no-untyped-call]
+
+
+KERNELS = replace(ops.KERNELS, linear=linear, fuse=fuse)

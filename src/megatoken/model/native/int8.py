@@ -5,12 +5,13 @@ Decoding spends most of its time on reading the weights, so smaller weights make
 Shapes: N rows, I inputs, O outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatoken.model.native import ops
 from megatoken.model.native.library import DTYPES
 from megatoken.model.native.selection import loaded_library
 
@@ -59,3 +60,6 @@ def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
     arguments = x, weight_OI.values_OI, weight_OI.scales_O, bias_O, y
     loaded_library().call("int8_linear", DTYPES[x.dtype], *arguments, N, width, outputs)
     return y
+
+
+KERNELS = replace(ops.KERNELS, linear=linear)

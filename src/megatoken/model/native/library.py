@@ -76,7 +76,7 @@ class Matmul(ctypes.Structure):
 BlockParameters = c_void_p * 14
 
 
-class Block(ctypes.Structure):
+class BlockArguments(ctypes.Structure):
     """The C++ struct Block in kernels/block.cc."""
 
     _fields_ = [

@@ -3,13 +3,17 @@
 Shapes: N rows (B*T), C channels, V padded vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatoken.model.kernels import block
+from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.native.library import DTYPES
+from megatoken.model.native.products import matmul
 from megatoken.model.native.selection import loaded_library
 
 
@@ -113,3 +117,13 @@ def softmax_cross_entropy(
     options = (vocab_size, softcap, overwrite)
     loaded_library().call("cross_entropy", DTYPES[logits_NV.dtype], *arguments, *options)
     return loss_N
+
+
+class NativeLayer(OutputLayer):
+    """An output layer with native kernels."""
+
+    softmax = staticmethod(softmax_cross_entropy)
+    matmul = staticmethod(matmul)
+
+
+KERNELS = replace(block.KERNELS, norm=norm, gelu=gelu, swiglu=swiglu)

@@ -56,8 +56,7 @@ class Workload:
             batch = draw_batch(self.model_config, seqs, self.state.step, self.device)
             return train_step(self.state, self.step_config, self.device, batch)
         except torch.OutOfMemoryError:
-            self.state.compute_model.zero_grad()
-            self.state.optimizer.zero_grad()
+            self.state.zero_grad()
             raise
 
 

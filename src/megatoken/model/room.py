@@ -1,0 +1,28 @@
+"""Where the implementations of the model's operations are (base/rooms.py, model/kernels)."""
+
+NEEDS: tuple[str, ...] = ()
+ENTRIES = {
+    "attention": {
+        "explicit": "megatoken.model.kernels.attention:explicit_attention",
+        "flash": "megatoken.model.kernels.attention:flash_attention",
+        "blocked": "megatoken.model.kernels.blocked:blocked_attention",
+        "native": "megatoken.model.native.attention:native_attention",
+        "cudnn": "megatoken.model.kernels.attention:cudnn_attention",
+        "fa2": "megatoken.model.kernels.attention:fa2_attention",
+    },
+    "block": {
+        "torch": "megatoken.model.kernels.block:KERNELS",
+        "cublaslt": "megatoken.model.kernels.cublaslt:KERNELS",
+        "torch+native": "megatoken.model.native.ops:KERNELS",
+        "native": "megatoken.model.native.block:KERNELS",
+        "int8": "megatoken.model.native.int8:KERNELS",
+        "fp8": "megatoken.model.kernels.fp8:KERNELS",
+    },
+    "loss": {
+        "torch": "megatoken.model.kernels.cross_entropy:OutputLayer",
+        "triton": "megatoken.model.kernels.fused_loss:TritonLayer",
+        "native": "megatoken.model.native.ops:NativeLayer",
+        "torch fp8": "megatoken.model.kernels.fp8:FP8Layer",
+        "triton fp8": "megatoken.model.kernels.fused_loss:FP8TritonLayer",
+    },
+}
