@@ -21,6 +21,7 @@ from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
+from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.base.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.base.system.timing import time_calls
 from megatoken.model.kernels.attention import BUILT_IN, CUDA_ONLY, find_attention
@@ -32,7 +33,6 @@ from megatoken.study.bench.workload import (
     describe_seconds,
     format_peak,
 )
-from megatoken.study.plots import load_pyplot, save_figure
 
 LONGEST_SECONDS = 20.0  # per case; slow cases get fewer repeats, at least 3
 SMALLEST = 64  # square product, context of attention

@@ -17,7 +17,7 @@ import pytest
 
 from megatoken.base.config.load import render, resolve
 from megatoken.base.console import Console
-from megatoken.study.commands.report import serve
+from megatoken.study.commands.report import run as run_report
 from megatoken.study.published import LADDER, SCORES
 from megatoken.study.report_page import MAX_POINTS, build_page, read_curves
 from tests.cli.browser import Browser
@@ -208,8 +208,9 @@ def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:
         def print(self, text: str = "", style: str = "") -> None:
             lines.put(text)
 
-    options = Namespace(runs=[folder], price=None, ladder=None, host=host, port=0, api_key=None)
-    threading.Thread(target=serve, args=(options, Listener()), daemon=True).start()
+    address = {"host": host, "port": 0, "api_key": None}
+    options = Namespace(serve=True, runs=[folder], price=None, ladder=None, **address)
+    threading.Thread(target=run_report, args=(options, Listener()), daemon=True).start()
     return lines.get(timeout=HANG_SECONDS).split()[0]
 
 

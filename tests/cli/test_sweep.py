@@ -15,7 +15,7 @@ from megatoken.study import child_runs
 from megatoken.study.commands.sweep import (
     Sweep,
     TrialLosses,
-    draw,
+    draw_losses,
     format_values,
     parse_space,
     report,
@@ -132,7 +132,7 @@ def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(t
         state = optuna.trial.TrialState.PRUNED if loss is None else None
         search.study.tell(search.ask(), loss, state)
     assert [row["loss"] for row in report(search, Console())["trials"]] == [0.0, 0.7, None]
-    picture = draw(search.study, search.space, tmp_path / "sweep.svg").read_text()
+    picture = draw_losses(search.study, search.space, tmp_path / "sweep.svg").read_text()
     assert re.findall(r"<!-- (\de-\d) -->", picture) == ["4e-3", "1e-3", "2e-3"]
 
 

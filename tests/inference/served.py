@@ -12,8 +12,9 @@ import httpx2
 import torch
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.inference.app import build_app, build_server, listen
+from megatoken.inference.app import MORE_CONNECTIONS, build_app
 from megatoken.inference.engine import Engine
+from megatoken.inference.http_server import build_server, listen
 from megatoken.inference.protocol import ServedModel
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import ChatTemplate, add_control_tokens, template_of
@@ -105,7 +106,9 @@ def serve(
         Engine(model, rows=rows, waiting=waiting, cache_tokens=cache_tokens) as engine,
     ):
         port = listener.getsockname()[1]
-        server = build_server(build_app(engine, served, hosts, api_key), engine)
+        server = build_server(
+            build_app(engine, served, hosts, api_key), engine.max_jobs + MORE_CONNECTIONS
+        )
         thread = Thread(target=server.run, args=([listener],))
         thread.start()
         url, limits = f"http://127.0.0.1:{port}", httpx2.Limits(max_keepalive_connections=0)

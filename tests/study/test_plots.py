@@ -79,7 +79,7 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     write_llmc(tmp_path / "tiny.bin", draw_model(), "fp32")
-    byte_tokenizer().vocabulary.save(tmp_path)
+    byte_tokenizer().save(tmp_path)
     folder = tmp_path / "model"
     folder.mkdir()
     write_hf(folder, draw_model(), byte_tokenizer(), "fp32")
@@ -114,7 +114,7 @@ def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures: list[Any] = []
     monkeypatch.setattr(
-        "megatoken.study.plots.save_figure", lambda *words: figures.append(words[0])
+        "megatoken.base.pictures.save_figure", lambda *words: figures.append(words[0])
     )
     model = draw_model()
     state = model.state_dict()

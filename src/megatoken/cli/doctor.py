@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ExitCode, MegatokenError
-from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.environment import python_command
 from megatoken.base.system.machine import cpu_count, find_compiler, free_memory_bytes
@@ -153,11 +152,10 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_tokenizer(_: Path) -> Finding:
-    if not list_entries("tokenizer"):
-        return Finding("lacking", "no tokenizer: text/ was removed", "prepare datasets elsewhere")
+    from megatoken.text.tokenizer import load_tokenizer
+
     try:
-        tokenizer = load_entry("tokenizer", "load")("gpt2")
-        return Finding("good", f"gpt2, {tokenizer.vocab_size:,} ids")
+        return Finding("good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids")
     except MegatokenError as error:
         remedy = "go online once, or use --tokenizer bpe:N or bytes"
         return Finding("lacking", str(error).partition(" — ")[0], remedy)

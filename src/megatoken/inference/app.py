@@ -1,9 +1,9 @@
-"""The HTTP server: OpenAI's endpoints, /health, and a chat page.
+"""The web application of `megatoken serve`: OpenAI's endpoints, /health, and a chat page.
 
 Any web page can make a visitor's browser send requests to this server. Two checks
-refuse requests from other sites. The Host header must name this server, which prevents DNS
-rebinding. A body must be application/json, because browsers send that to another site only if the
-site allows it (CORS).
+refuse requests from other sites. The Host header must name this server (http_server.py). A body
+must be application/json, because browsers send that to another site only if the site allows it
+(CORS).
 
 Requests and answers are not logged.
 """
@@ -14,7 +14,6 @@ import hashlib
 import hmac
 import json
 import re
-import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -42,6 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatoken.base.errors import ConfigError, DataError, MegatokenError
 from megatoken.inference.engine import Engine, Job
+from megatoken.inference.http_server import CheckHost
 from megatoken.inference.protocol import (
     ApiError,
     ChatRequest,
@@ -52,15 +51,8 @@ from megatoken.inference.protocol import (
 )
 
 MAX_BODY_BYTES = 4 << 20
-GRACE_SECONDS = 10  # to finish running answers after the first signal
 MORE_CONNECTIONS = 64  # open connections without a job
 PAGE = Path(__file__).parent / "page.html"
-HEADERS = [
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Cache-Control", "no-store"),
-]
 
 
 def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str) -> Starlette:
@@ -88,51 +80,6 @@ def build_app(engine: Engine, model: ServedModel, hosts: Sequence[str], api_key:
         routes=[Mount("", routes=everything, middleware=check_host)],
         exception_handlers=dict.fromkeys(errors, endpoints.handle_error),
     )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ConfigError if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, UnicodeError) as error:
-        where = f"{host}, port {port}"
-        raise ConfigError(f"cannot listen: {error}", where, "choose another --port") from None
-    listener.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # accepted connections inherit it
-    return listener
-
-
-def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
-    """Build a server that logs only errors, and on shutdown finishes the answers in progress."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            headers=HEADERS,
-            limit_concurrency=engine.max_jobs + MORE_CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class CheckHost:
-    """Middleware that refuses requests for other hosts. hosts: names without ports, "*" for any."""
-
-    app: ASGIApp
-    hosts: Sequence[str]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = re.sub(r":\d+$", "", Headers(scope=scope).get("host", "")).lower()
-        if not {host, "*"} & {*map(str.lower, self.hosts)}:
-            raise ApiError(400, f"invalid Host header {host!a:.80}")
-        await self.app(scope, receive, send)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,4 @@ ENTRIES = {
         "serve": "megatoken.inference.commands.serve",
         "eval": "megatoken.inference.commands.eval",
     },
-    "section": {
-        "evaluate": "megatoken.inference.settings:TasksConfig",
-        "sample": "megatoken.inference.settings:SampleConfig",
-    },
-    "check": {"tasks": "megatoken.inference.check:check_tasks"},
 }

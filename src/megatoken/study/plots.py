@@ -1,4 +1,4 @@
-"""Draw the curves of runs and pictures of weights. Needs matplotlib (the plot extra)."""
+"""Draw the curves of runs, and pictures of weights."""
 
 import math
 import warnings
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.base.errors import ConfigError, DataError, Warn, import_extra
-from megatoken.base.system.atomic_write import storage_errors
+from megatoken.base.errors import DataError, Warn
+from megatoken.base.pictures import Line, Panel, draw, format_tick, line_style, number
 from megatoken.base.system.metrics_log import Row, of_kind, read_metrics
 from megatoken.inference.tasks import SCORES
 
@@ -32,64 +32,7 @@ TIME_UNITS = (
     (0, 1, "seconds"),
 )
 SMOOTHED_SHARE = 0.02  # the window that smooths the training loss, as a share of the run
-LAST_VALUES = {  # legend at the right of a panel
-    "loc": "upper left",
-    "bbox_to_anchor": (1, 1),
-    "labelcolor": "linecolor",
-    "handlelength": 0,
-    "markerscale": 0.7,
-    "frameon": False,
-    "fontsize": 8,
-}
 SHOWN = 300  # rows and columns of a weight
-LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
-
-
-def load_pyplot() -> Any:
-    """Return matplotlib's pyplot, set to draw to files. Raises ConfigError without matplotlib."""
-    import_extra("matplotlib", "plot").use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def check_picture(target: Path) -> None:
-    """Raise ConfigError if matplotlib is missing or cannot write files with the target's suffix."""
-    formats = load_pyplot().FigureCanvasBase.get_supported_filetypes()
-    if target.suffix and target.suffix[1:].lower() not in formats:
-        raise ConfigError(f"unknown picture format {target.suffix}", target, "name a .png file")
-
-
-def open_panels(columns: int = 1, size: tuple[float, float] = (5.5, 4.5)) -> Any:
-    """Return a figure, and a list of its panels, each with a grid.
-
-    size: width and height of each panel in inches.
-    """
-    figure, axes = load_pyplot().subplots(
-        1, columns, figsize=(columns * size[0], size[1]), layout="constrained", squeeze=False
-    )
-    for axis in axes[0]:
-        axis.grid(alpha=0.25)
-    return figure, list(axes[0])
-
-
-def line_style(index: int) -> dict[str, Any]:
-    """Return the color and dashes of curve number `index`."""
-    return {"color": f"C{index % 10}", "ls": ("-", "--", ":", "-.")[index // 10 % 4]}
-
-
-def save_figure(figure: Any, target: Path) -> Path:
-    """Write and close a figure, as PNG if the target has no suffix; return the path.
-
-    Raises StorageError or ConfigError.
-    """
-    target = target if target.suffix else target.with_name(f"{target.name}.png")
-    check_picture(target)
-    with storage_errors(target, what="cannot write picture", fix="choose --out"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=120, bbox_inches="tight")
-    load_pyplot().close(figure)
-    return target
 
 
 def choose_time_unit(seconds: float) -> tuple[int, str]:
@@ -98,20 +41,6 @@ def choose_time_unit(seconds: float) -> tuple[int, str]:
     Returns the number of seconds in the unit, and its name.
     """
     return next((divisor, unit) for least, divisor, unit in TIME_UNITS if seconds >= least)
-
-
-def format_tick(value: float, _: object = None) -> str:
-    """Format a number on an axis, for example as 0.0006, 250k, 1.5M or 10B."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
-
-
-def number(value: Any) -> float:
-    """Return `value` if it is a number that matplotlib can draw, else NaN."""
-    is_number = isinstance(value, int | float) and abs(value) <= LARGEST_VALUE
-    return float(value) if is_number else math.nan
 
 
 def draw_run(run: Path, *, pictures: bool) -> str:
@@ -138,41 +67,39 @@ def draw_curves(
 
     x: a key of X_AXES. warn: as in `read_metrics`.
     """
-    rows = {run: read_metrics(run, warn) for run in runs}
-    all_rows = [row for run_rows in rows.values() for row in run_rows]
-    if not of_kind(all_rows, "train"):
+    logs = [read_metrics(run, warn) for run in runs]
+    rows = [row for log in logs for row in log]
+    if not of_kind(rows, "train"):
         raise DataError("no training steps", runs[0], "name the folder of a run")
-    x_label = _set_x(all_rows, x)
-    keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in all_rows)]
-    tasks = sorted({row["task"] for row in of_kind(all_rows, "eval")})
-    pyplot = load_pyplot()
-    small = [*keys[1:], *tasks, ".", "."]  # three in a row; those left over stay empty
-    names = [("loss",) * 3, *zip(small[::3], small[1::3], small[2::3], strict=False)]
-    inches = [4.5, *[2.6] * (len(names) - 1)]
-    figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
-    panels = figure.subplot_mosaic(names, height_ratios=inches)
-    handles = []
-    for index, (run, run_rows) in enumerate(rows.items()):
-        style = line_style(index)
-        handles.append(pyplot.Line2D([], [], label=str(run), **style))
-        _draw_loss(panels["loss"], run_rows, style)
-        for key in keys[1:]:
-            points = _read_points(run_rows, "train", key)
-            _plot(panels[key], *points, PANELS[key][2], lw=1, **style)
-        for task in tasks:
-            _draw_scores(panels[task], [row for row in run_rows if row.get("task") == task], style)
-    for name, axis in panels.items():
-        title, ticks, _ = PANELS.get(name, (name, "{x:.0%}", ""))
-        right = axis.get_xlim()[1]
-        axis.set(title=title, xlabel=x_label, xlim=(-0.02 * right, right))  # shows points at 0
-        if name in keys[1:]:
-            axis.set_ylim(0, 1.05 * axis.dataLim.ymax)
-        axis.xaxis.set_major_formatter(format_tick)
-        axis.yaxis.set_major_formatter(ticks)
-        axis.grid(alpha=0.25)
-        axis.legend(title="last", title_fontsize=8, **LAST_VALUES)
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    return save_figure(figure, target)
+    label = _set_x(rows, x)
+    right = 1.03 * max(row["x"] for row in rows if math.isfinite(row["x"]))
+    axes: dict[str, Any] = {
+        "xlabel": label,
+        "xlim": (-0.02 * right, right),
+        "outside": "last",
+    }  # shows points at 0
+    keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in rows)]
+    styles = [line_style(index) for index in range(len(logs))]
+    panels = []
+    for key in keys:
+        title, ticks, form = PANELS[key]
+        lines: list[Line] = []
+        for log, style in zip(logs, styles, strict=True):
+            lines += (
+                _list_losses(log, style)
+                if key == "loss"
+                else [_line(log, "train", key, form, lw=1, **style)]
+            )
+        zero: dict[str, Any] = {} if key == "loss" else {"ylim": (0, None)}
+        panels.append(Panel(*lines, title=title, formats=(format_tick, ticks), **zero, **axes))
+    for task in sorted({row["task"] for row in of_kind(rows, "eval")}):
+        lines = []
+        for log, style in zip(logs, styles, strict=True):
+            lines += _list_scores([row for row in log if row.get("task") == task], style)
+        panels.append(Panel(*lines, title=task, formats=(format_tick, "{x:.0%}"), **axes))
+    small = [panels[start : start + 3] for start in range(1, len(panels), 3)]
+    heights = [4.5, *[2.6] * len(small)]
+    return draw([panels[:1], *small], target, width=3.7, heights=heights, key=[*map(str, runs)])
 
 
 def _set_x(rows: Sequence[Row], x: str) -> str:
@@ -190,23 +117,26 @@ def _set_x(rows: Sequence[Row], x: str) -> str:
     return label
 
 
-def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
-    """Draw the training loss, raw and smoothed, and the validations as dots."""
+def _list_losses(rows: Sequence[Row], style: dict[str, Any]) -> list[Line]:
+    """Return the training loss, raw and smoothed, and the validations as dots."""
     x, y = _read_points(rows, "train", "loss")
-    _plot(axis, x, y, "{:.4f} train", lw=0.6, alpha=0.3, **style)
-    axis.plot(x, _smooth(y) if len(y) else y, lw=1.6, **style)
-    points = _read_points(rows, "val", "loss")
-    _plot(axis, *points, "{:.4f} val", marker="o", mec="white", color=style["color"], ls="")
+    dots = {"marker": "o", "mec": "white", "color": style["color"], "ls": ""}
+    return [
+        _line(rows, "train", "loss", "{:.4f} train", lw=0.6, alpha=0.3, **style),
+        Line(x, _smooth(y) if len(y) else y, lw=1.6, **style),
+        _line(rows, "val", "loss", "{:.4f} val", **dots),
+    ]
 
 
-def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
-    """Plot the scores of one run on a task, with standard errors and a marker per kind of score."""
+def _list_scores(rows: Sequence[Row], style: dict[str, Any]) -> list[Line]:
+    """Return the scores of one run on a task, with standard errors and a marker per score."""
+    lines = []
     for score, marker in zip(SCORES, "osv", strict=True):
         scored = [row for row in rows if row.get(score) is not None]
-        x, y = _read_points(scored, "eval", score)
         errors = [row.get("stderr", {}).get(score) or 0 for row in scored]
-        axis.errorbar(x, y, errors, ls="", color=style["color"])
-        _plot(axis, x, y, f"{{:.1%}} {score}", marker=marker, lw=1, **style)
+        form = f"{{:.1%}} {score}"
+        lines.append(_line(scored, "eval", score, form, yerr=errors, marker=marker, lw=1, **style))
+    return lines
 
 
 def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -218,15 +148,15 @@ def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, 
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 
-def _plot(axis: Any, x: np.ndarray, y: np.ndarray, form: str, **style: Any) -> None:
-    """Plot a curve and write its last value into the label; draw a single point as a cross.
+def _line(rows: Sequence[Row], kind: str, key: str, form: str, **style: Any) -> Line:
+    """Return the curve of `key`, with its last value as its label; a single point is a cross.
 
     form: format of the value.
     """
+    x, y = _read_points(rows, kind, key)
     values = y[np.isfinite(y)]
-    if len(values):
-        style.setdefault("marker", "+" if len(values) == 1 else "")
-        axis.plot(x, y, label=form.format(values[-1]), **style)
+    style.setdefault("marker", "+" if len(values) == 1 else "")
+    return Line(x, y, form.format(values[-1]) if len(values) else "", **style)
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
@@ -258,20 +188,27 @@ def draw_weights(
     paths = []
     if "positions.weight" in state:
         positions = state["positions.weight"].numpy()
-        figure, (image, columns) = open_panels(2)
-        image.grid(visible=False)
-        figure.colorbar(image.imshow(positions, aspect="auto", cmap="gray"), label="weight")
-        image.set(title="position embeddings", xlabel="channel", ylabel="position")
-        for channel in [n for n in channels if n < positions.shape[1]] or range(3):
-            columns.plot(positions[:, channel], label=f"channel {channel}")
-        columns.set(title="columns of the embeddings", xlabel="position", ylabel="weight")
-        columns.legend(**LAST_VALUES)
-        paths.append(save_figure(figure, folder / "positions.png"))
-    figure, (image,) = open_panels(size=(6.5, 5.5))
+        shown = [n for n in channels if n < positions.shape[1]] or range(3)
+        places = range(len(positions))
+        image, columns = (
+            Panel(
+                image=positions, title="position embeddings", xlabel="channel", ylabel="position"
+            ),
+            Panel(
+                *(Line(places, positions[:, n], f"channel {n}") for n in shown),
+                outside="",
+                title="columns of the embeddings",
+                xlabel="position",
+                ylabel="weight",
+            ),
+        )
+        paths.append(draw([[image, columns]], folder / "positions.png"))
     name = f"blocks.{min(block, model.config.n_layer - 1)}.attention.qkv"
-    image.grid(visible=False)
     weight = state[f"{name}.weight"].numpy()
-    figure.colorbar(image.imshow(weight[:SHOWN, :SHOWN], cmap="gray"), label="weight")
-    title = f"corner of {name}" if max(weight.shape) > SHOWN else name
-    image.set(title=title, xlabel="input channel", ylabel="output channel")
-    return [*paths, save_figure(figure, folder / "matrix.png")]
+    matrix = Panel(
+        image=weight[:SHOWN, :SHOWN],
+        title=f"corner of {name}" if max(weight.shape) > SHOWN else name,
+        xlabel="input channel",
+        ylabel="output channel",
+    )
+    return [*paths, draw([[matrix]], folder / "matrix.png", width=6.5, heights=(5.5,))]

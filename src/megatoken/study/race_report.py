@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, Warn
+from megatoken.base.pictures import Line, Panel, draw, format_tick, line_style
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.device import open_device
 from megatoken.base.system.metrics_log import STATUS, Row, of_kind, read_metrics
@@ -20,13 +22,7 @@ from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.study.bench.report import format_cell, save_picture, write_record
 from megatoken.study.bench.workload import describe_seconds
 from megatoken.study.paired_test import compute_p_value
-from megatoken.study.plots import (
-    choose_time_unit,
-    format_tick,
-    line_style,
-    open_panels,
-    save_figure,
-)
+from megatoken.study.plots import choose_time_unit
 from megatoken.study.scaling_fit import read_model
 from megatoken.train.run_folder import CHECKPOINTS
 
@@ -241,25 +237,30 @@ def draw_race(
 
     Returns the path of the picture.
     """
-    figure, panels = open_panels(2)
-    all_curves = [curve for runs in curves.values() for curve in runs]
-    divisor, unit = choose_time_unit(max(curve.seconds[-1] for curve in all_curves))
+    ylabel = f"validation loss ({UNITS[metric]})"
+    all_curves = [(index, c) for index, runs in enumerate(curves.values()) for c in runs]
+    longest = max(curve.seconds[-1] for _, curve in all_curves)
+    divisor, unit = choose_time_unit(longest)
     # The limits ignore the first tenth of a run, whose steep fall would leave no room for the rest.
-    ends = np.concatenate([curve.losses[len(curve.losses) // 10 :] for curve in all_curves])
+    ends = np.concatenate([curve.losses[len(curve.losses) // 10 :] for _, curve in all_curves])
     ends = ends[np.isfinite(ends)]
-    for axis, key, scale in zip(panels, ("tokens", "seconds"), (1, divisor), strict=True):
-        for index, (label, runs) in enumerate(curves.items()):
-            recipe, *settings = label.split()
-            name = " ".join([Path(recipe).stem, *settings])
-            axis.plot([], [], label=name, **line_style(index))
-            for curve in runs:
-                x = getattr(curve, key) / scale
-                axis.plot(x, curve.losses, lw=1.2, alpha=0.7, **line_style(index))
-        for target in set(targets):
-            axis.axhline(target, color="k", ls="--", lw=0.8)
-        axis.xaxis.set_major_formatter(format_tick)
-        axis.set(xlim=(0, None), ylim=(0.98 * ends.min(), ends.max()))
-    panels[0].set(xlabel="training tokens", ylabel=f"validation loss ({UNITS[metric]})")
-    panels[1].set(xlabel=f"training time ({unit})")
-    panels[0].legend()
-    return save_figure(figure, path)
+    axes: dict[str, Any] = {"xlim": (0, None), "ylim": (0.98 * ends.min(), ends.max())}
+    most = max(curve.tokens[-1] for _, curve in all_curves)
+    panels = []
+    for key, scale, right, label in (
+        ("tokens", 1, most, "training tokens"),
+        ("seconds", divisor, longest, f"training time ({unit})"),
+    ):
+        lines = [
+            Line(getattr(curve, key) / scale, curve.losses, lw=1.2, alpha=0.7, **line_style(index))
+            for index, curve in all_curves
+        ]
+        lines += [
+            Line([0, right / scale], [target] * 2, color="k", ls="--", lw=0.8)
+            for target in set(targets)
+        ]
+        panels.append(Panel(*lines, xlabel=label, formats=(format_tick,), ylabel=ylabel, **axes))
+    names = [
+        " ".join([Path(recipe).stem, *settings]) for recipe, *settings in map(str.split, curves)
+    ]
+    return draw([panels], path, key=names)

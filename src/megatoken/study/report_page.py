@@ -20,6 +20,7 @@ from markupsafe import Markup
 from megatoken import __version__
 from megatoken.base.console import format_duration, format_quantity
 from megatoken.base.errors import ConfigError, Warn
+from megatoken.base.pictures import number
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import Gpu, find_driver
@@ -27,7 +28,6 @@ from megatoken.base.system.machine import read_load
 from megatoken.base.system.metrics_log import METRICS, Row, of_kind, read_metrics
 from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_run
 from megatoken.inference.tasks import SCORES
-from megatoken.study.plots import number
 from megatoken.study.published import LADDER, shorten_source
 from megatoken.study.published import SCORES as PUBLISHED
 

@@ -2,10 +2,6 @@
 
 NEEDS = ("convert", "inference", "plan", "text")
 ENTRIES = {
-    "observer": {
-        "plots": "megatoken.study.observers:open_plots",
-        "sinks": "megatoken.study.observers:open_sinks",
-    },
     "command": {
         "race": "megatoken.study.commands.race",
         "sweep": "megatoken.study.commands.sweep",
@@ -14,7 +10,5 @@ ENTRIES = {
         "bench": "megatoken.study.commands.bench",
         "plot": "megatoken.study.commands.plot",
         "report": "megatoken.study.commands.report",
-    },
-    "section": {"log": "megatoken.study.settings:ReportConfig"},
-    "check": {"sinks": "megatoken.study.check:check_names"},
+    }
 }

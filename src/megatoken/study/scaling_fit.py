@@ -11,13 +11,13 @@ import numpy as np
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.pictures import Line, Panel, check_picture, draw
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.metrics_log import STATUS, find_last_rows
 from megatoken.model.flops import count_matmul_parameters
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import decode_model_config, read_manifest
 from megatoken.study.bench.report import Row
-from megatoken.study.plots import check_picture, open_panels, save_figure
 from megatoken.study.scaling_law import INTERVAL, Law, choose_terms, fit_law, interval, resample
 
 FAR = 100  # warn about extrapolations beyond this multiple of the largest run's FLOPs
@@ -243,23 +243,21 @@ def draw_law(
 
     Returns the path of the picture.
     """
-    figure, (axis,) = open_panels(size=(8, 5))
+    lines = []
     for index, size in enumerate(sorted({run.parameters for run in runs})):
         same = [run for run in runs if run.parameters == size]
-        style = {"color": f"C{index % 10}"}
+        color = f"C{index % 10}"
+        x = [run.flops for run in same]
         label = f"N {format_quantity(size)}"
-        axis.plot(
-            [run.flops for run in same], [run.loss for run in same], "o", label=label, **style
-        )
+        lines.append(Line(x, [run.loss for run in same], label, fmt="o", color=color))
         if law.terms == ("N", "D"):
             tokens = np.geomspace(same[0].tokens / 2, same[-1].tokens * 10, CURVE_POINTS)
-            axis.plot(6 * size * tokens, law.loss(size, tokens), lw=1, **style)
-    x = np.geomspace(runs[0].flops, flops, CURVE_POINTS)
-    lowest, *resamples = [other.loss(*spend(other, x, runs[-1])) for other in (law, *laws)]
-    low, high = np.nanquantile(resamples, INTERVAL, axis=0)
-    axis.plot(x, lowest, "k--", lw=1, label="lowest loss by the law")
-    axis.fill_between(x, low, high, color="k", alpha=0.12, lw=0, label="80% of resamples")
-    axis.set(xscale="log", xlabel="training FLOPs (6 N D)")
-    axis.set(ylabel="validation loss (nats per token)")
-    axis.legend()
-    return save_figure(figure, path)
+            lines.append(Line(6 * size * tokens, law.loss(size, tokens), lw=1, color=color))
+    budgets = np.geomspace(runs[0].flops, flops, CURVE_POINTS)
+    lowest, *others = [each.loss(*spend(each, budgets, runs[-1])) for each in (law, *laws)]
+    band = np.nanquantile(others, INTERVAL, axis=0)
+    label = "lowest loss by the law (80% of resamples)"
+    lines.append(Line(budgets, lowest, label, band=band, fmt="k--", lw=1))
+    ylabel = "validation loss (nats per token)"
+    panel = Panel(*lines, xscale="log", xlabel="training FLOPs (6 N D)", ylabel=ylabel)
+    return draw([[panel]], path, width=8, heights=(5,))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
+from megatoken.base.pictures import Line, Panel, check_picture, draw, number
 from megatoken.base.system.address import path_or_address
 from megatoken.base.system.atomic_write import local_path
 from megatoken.cli import Data, Result
@@ -179,7 +180,6 @@ def evaluate_models(options: Namespace) -> Data | None:
     from megatoken.convert.hf.load import refuse_missing_path
     from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.distributed.comm import join_process_group
-    from megatoken.study.plots import check_picture
 
     for name in options.models:
         refuse_missing_path(name)
@@ -275,29 +275,26 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
 
     Without tasks, there are two panels, for loss and bits per byte.
     """
-    from megatoken.study.plots import LAST_VALUES, number, open_panels, save_figure
-
     tasks = models[0][1].get("tasks", ())
-    panels = list(tasks or ("loss", "bits_per_byte"))
     models = sorted(models, key=lambda model: model[1]["parameters"])
-    figure, axes = open_panels(len(panels), (9, 1.5 + 0.45 * len(models)))
-    for axis, panel in zip(axes, panels, strict=True):
-        labels, rows = [], []
+    panels = []
+    for title in tasks or ("loss", "bits_per_byte"):
+        names, rows = [], []
         for name, answer in models:
-            if not tasks or panel in answer["tasks"]:
-                labels.append(f"{Path(name).name}, {format_quantity(answer['parameters'])}")
-                rows.append(answer["tasks"][panel] if tasks else answer)
-        for score, marker in zip(SCORES if tasks else [panel], "osv", strict=False):
+            if not tasks or title in answer["tasks"]:
+                names.append(f"{Path(name).name}, {format_quantity(answer['parameters'])}")
+                rows.append(answer["tasks"][title] if tasks else answer)
+        lines = []
+        for score, marker in zip(SCORES if tasks else [title], "osv", strict=False):
             values = [number(row[score]) for row in rows]
             errors = [row.get("stderr", {}).get(score) or 0 for row in rows]
             places = range(len(rows))
-            axis.errorbar(values, places, xerr=errors, fmt=marker, mfc="none", label=score)
-        axis.set_yticks(range(len(rows)), labels)
-        title = "loss (nats per token)" if panel == "loss" else panel.replace("_", " ")
-        axis.set(title=title, ylim=(len(rows) - 0.5, -0.5))
-        if panel == HELLASWAG:
-            axis.axvline(0.25, color="gray", ls="--", label="chance")
-        if tasks:
-            axis.xaxis.set_major_formatter("{x:.0%}")
-            axis.legend(**LAST_VALUES)
-    return save_figure(figure, target)
+            label = score if tasks else ""
+            lines.append(Line(values, places, label, xerr=errors, fmt=marker, mfc="none"))
+        if title == HELLASWAG:
+            ends = [-0.5, len(rows) - 0.5]
+            lines.append(Line([0.25, 0.25], ends, "chance", color="gray", ls="--"))
+        title = "loss (nats per token)" if title == "loss" else title.replace("_", " ")
+        percent: dict[str, Any] = {"formats": ("{x:.0%}",)} if tasks else {}
+        panels.append(Panel(*lines, names=names, title=title, outside="", **percent))
+    return draw([panels], target, width=9, heights=(1.5 + 0.45 * len(models),))

@@ -42,9 +42,9 @@ def serve(options: Namespace, console: Console) -> Data:
     A second Ctrl-C cuts them off. Raises ConfigError if an option is out of range, if the port is
     in use, or if other machines could connect without a key.
     """
-    import_extra("megatoken.inference.app", "serve")
+    http = import_extra("megatoken.inference.http_server", "serve")
     from megatoken.cli.model import open_model
-    from megatoken.inference.app import build_app, build_server, listen
+    from megatoken.inference.app import MORE_CONNECTIONS, build_app
     from megatoken.inference.engine import Engine
     from megatoken.inference.kv_cache import token_bytes
     from megatoken.inference.protocol import ServedModel
@@ -68,10 +68,9 @@ def serve(options: Namespace, console: Console) -> Data:
     context = min(context, cache_tokens)
     served = ServedModel(name, context, loaded.tokenizer, template, no_template)
     # Any other address needs a key, which the page of another site (DNS rebinding) does not have.
-    names = ["127.0.0.1", "[::1]", "localhost", *options.allow_host]
-    hosts = names if options.host in LOOPBACK else ["*"]
+    hosts = [*http.LOCAL_HOSTS, *options.allow_host] if options.host in LOOPBACK else ["*"]
     with (
-        listen(options.host, options.port) as listener,
+        http.listen(options.host, options.port) as listener,
         Engine(
             loaded.model,
             device,
@@ -80,9 +79,9 @@ def serve(options: Namespace, console: Console) -> Data:
             cache_tokens=cache_tokens,
         ) as engine,
     ):
-        server = build_server(build_app(engine, served, hosts, options.api_key or ""), engine)
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        address = f"http://{host}:{listener.getsockname()[1]}"
+        app = build_app(engine, served, hosts, options.api_key or "")
+        server = http.build_server(app, engine.max_jobs + MORE_CONNECTIONS)
+        address = http.format_address(options.host, listener)
         cache = f"KV cache of up to {cache_tokens:,} tokens ({cache_tokens * bytes_per_token / 2**30:.2f} GiB)"
         console.print(
             f"{loaded.source}: chat at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"

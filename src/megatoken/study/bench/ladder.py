@@ -26,6 +26,7 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
+from megatoken.base.pictures import Line, Panel, draw, format_tick
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import Device, open_device, with_peak
 from megatoken.base.system.machine import cpu_count, find_compiler
@@ -34,7 +35,6 @@ from megatoken.study.bench.report import Row, format_cell, format_rows, save_pic
 from megatoken.study.bench.runner import Worker, count_steps, run_rounds
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import count_seqs, describe_peak, format_peak
-from megatoken.study.plots import format_tick, load_pyplot, open_panels, save_figure
 from megatoken.study.published import LADDER, SOURCES
 
 BATCH_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # per process, in the last rungs
@@ -67,9 +67,11 @@ COLUMNS = {
     "note": "",
 }
 FOOTNOTE = "Speedup: tokens/s divided by the first row's in the same rounds."
-SCALINGS = {  # names, and places of the labels in the picture
-    "strong (one batch divided)": {"ha": "left", "va": "top"},
-    "weak (one batch each)": {"ha": "right", "va": "bottom"},
+SCALINGS = {"strong (one batch divided)": "below", "weak (one batch each)": "above"}  # notes
+KINDS = {  # names and colors of rungs by `kept`
+    True: ("measured", "C0"),
+    False: ("left out of the rungs below", "C1"),
+    None: ("published", "0.6"),
 }
 
 
@@ -110,7 +112,7 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         threads = max(1, cpu_count() // list_counts(device)[-1])
         first = replace(first, machine={"threads": threads})
         rungs = list_scalings(device, seqs)
-        draw = draw_scaling
+        draw_picture = draw_scaling
     else:
         first = replace(
             first,
@@ -121,7 +123,7 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
             prepare_process=False,
         )
         rungs = select_rungs(list_rungs(device, config, seqs), options.rungs)
-        draw = draw_bars
+        draw_picture = draw_rungs
     console.print(f"{options.preset}: {format_peak(device)}")
     rows: list[Row] = []
     for row in measure_rungs(first, rungs, device, options.repeats, console):
@@ -143,7 +145,7 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     with storage_errors(options.out, fix="choose --out"):
         path.write_text(f"{table}\n\n{FOOTNOTE}\n")
     console.print(f"\n{table}\n{FOOTNOTE}\ntable: {path}")
-    picture = partial(draw, shown, f"{options.preset} on {device.name}")
+    picture = partial(draw_picture, shown, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
 
 
@@ -342,63 +344,60 @@ def list_published() -> list[Row]:
     ]
 
 
-def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
-    """Draw the tokens/s of our own and published rungs, and our MFU and peak memory.
-
-    On a logarithmic axis, which has no zero, dots replace the bars. Returns the path.
-    """
+def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
+    """Draw tokens/s, MFU and peak memory of our own and of published rungs; return the path."""
     rungs = [row for row in rows if not row.get("skipped")]
-    own = [row for row in rungs if "kept" in row]
-    figure = load_pyplot().figure(layout="constrained", figsize=(17, 3 + 0.3 * len(rungs)))
-    layout = [["tokens_per_second", "mfu"], ["tokens_per_second", "peak_memory_bytes"]]
-    for key, axis in figure.subplot_mosaic(layout, width_ratios=(3, 2)).items():
+    names = [row["name"] for row in rungs]
+    sources = [row["note"] for row in rungs if "kept" not in row]
+    panels = []
+    for key, label in (
+        ("tokens_per_second", "tokens/s"),
+        ("mfu", "MFU"),
+        ("peak_memory_bytes", "memory"),
+    ):
         is_rate = key == "tokens_per_second"
-        shown = rungs if is_rate else own
-        colors = [("C0", 1 if row["kept"] else 0.35) if "kept" in row else "0.8" for row in shown]
-        widths = [row[key] or 0.0 for row in shown]
-        names = [row["name"] for row in shown]
-        is_log = len(shown) > len(own)
-        bars = axis.barh(names, widths, color="none" if is_log else colors)
-        texts = [
-            format_cell(key, row[key]) + is_rate * f", {format_cell('speedup', row['speedup'])}"
-            for row in shown
-        ]
-        axis.bar_label(bars, texts, padding=7)
-        axis.margins(x=0.3)
-        axis.set_xlabel(COLUMNS.get(key, "tokens/s"))
-        axis.invert_yaxis()
-        axis.locator_params(axis="x", nbins=4)
-        if is_log:
-            axis.scatter(widths, names, color=colors)
-            axis.grid(axis="x", alpha=0.25)
-            axis.set(xscale="log", xlim=(min(widths) / 2, 40 * max(widths)))
+        lines = []
+        for kept, (kind, color) in KINDS.items():
+            places = [
+                (place, row)
+                for place, row in enumerate(rungs)
+                if row.get("kept") is kept and row.get(key)
+            ]
+            notes = [
+                format_cell(key, row[key]) + is_rate * f", {format_cell('speedup', row['speedup'])}"
+                for _, row in places
+            ]
+            x, y = [row[key] for _, row in places], [place for place, _ in places]
+            label_of_dots = kind if is_rate and places else ""
+            lines.append(
+                Line(x, y, label_of_dots, fmt="o", color=color, notes=notes, place="right")
+            )
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
-        axis.xaxis.set_major_formatter(tick)
-    figure.suptitle(f"{title} (pale: left out of the rungs below; gray: published)")
-    sources = dict.fromkeys(row["note"] for row in rungs[len(own) :])
-    figure.supxlabel("\n".join(sources), fontsize=8)
-    return save_figure(figure, path)
+        scale = "log" if sources and is_rate else "linear"
+        axes: dict[str, Any] = {
+            "xlabel": label,
+            "xscale": scale,
+            "xmargin": 0.4,
+            "formats": (tick,),
+        }
+        panels.append(Panel(*lines, names=names if is_rate else [""] * len(names), **axes))
+    note = "\n".join(dict.fromkeys(sources))
+    heights = [3 + 0.3 * len(rungs)]
+    return draw([panels], path, heights=heights, title=title, note=note)
 
 
 def draw_scaling(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Plot the speedup by number of processes next to linear scaling."""
-    figure, (axis,) = open_panels()
-    axis.axline((0, 0), slope=1, ls="--", color="gray", label="linear")
+    counts = [row["nproc"] for row in rows]
+    lines = [Line([0, max(counts)], [0, max(counts)], "linear", ls="--", color="gray")]
     for scaling, place in SCALINGS.items():
         points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
-        at = [(row["nproc"], row["speedup"]) for row in points]
-        axis.plot(*zip(*at, strict=True), "o-", label=scaling)
-        for row, point in zip(points, at, strict=True):
-            text = f"  {row['tokens_per_second']:,.0f}  \n  {format_cell('mfu', row['mfu'])}  "
-            axis.annotate(text, point, fontsize=8, **place)
-    axis.margins(0.15)
-    axis.set(
-        title=title,
-        xlabel="processes",
-        ylabel="speedup (at each point: tokens/s and MFU)",
-        xticks=[row["nproc"] for row in rows],
-        xlim=0,
-        ylim=0,
-    )
-    axis.legend()
-    return save_figure(figure, path)
+        notes = [
+            f"{row['tokens_per_second']:,.0f}\n{format_cell('mfu', row['mfu'])}" for row in points
+        ]
+        x, y = [row["nproc"] for row in points], [row["speedup"] for row in points]
+        lines.append(Line(x, y, scaling, fmt="o-", notes=notes, place=place))
+    ends: dict[str, Any] = {"xlim": (0, None), "ylim": (0, None), "xmargin": 0.15, "ymargin": 0.15}
+    ylabel = "speedup (at each point: tokens/s and MFU)"
+    panel = Panel(*lines, title=title, xlabel="processes", ylabel=ylabel, xticks=counts, **ends)
+    return draw([[panel]], path)

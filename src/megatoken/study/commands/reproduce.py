@@ -150,19 +150,17 @@ def draw_overlay(
     run: PublishedRun, steps: Sequence[int], losses: Sequence[float], target: Path
 ) -> Path:
     """Draw our losses over the published ones, and return the path of the picture."""
-    from megatoken.study.plots import open_panels, save_figure
+    from megatoken.base.pictures import Line, Panel, draw
 
-    figure, (axis,) = open_panels(size=(8, 5))
     label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
-    axis.plot(range(1, len(run.losses) + 1), run.losses, color="0.7", lw=5, label=label)
-    axis.plot(steps, losses, label=f"megatoken: {losses[-1]:.4f}")
-    axis.set(
+    panel = Panel(
+        Line(range(1, len(run.losses) + 1), run.losses, label, color="0.7", lw=5),
+        Line(steps, losses, f"megatoken: {losses[-1]:.4f}"),
         xlabel="step",
         ylabel="training loss (nats per token)",
         title=f"GPT-2 124M on tiny Shakespeare: {run.title}",
     )
-    axis.legend()
-    return save_figure(figure, target)
+    return draw([[panel]], target, width=8, heights=(5,))
 
 
 def compare_scores(model: dict[str, str], options: Namespace, console: Console) -> Result:

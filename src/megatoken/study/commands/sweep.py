@@ -21,6 +21,7 @@ from megatoken.base.config.load import render, resolve
 from megatoken.base.config.schema import FIELDS
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, DataError, ExitCode, import_extra
+from megatoken.base.pictures import Line, Panel, draw
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
@@ -303,36 +304,40 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     recipe = str(out / BEST)
     with storage_errors(out):
         replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))
-    picture = partial(draw, search.study, search.space)
+    picture = partial(draw_losses, search.study, search.space)
     save_picture(picture, out / PICTURE, console)
     console.print(f"best: megatoken train {shlex.quote(recipe)} --out runs/best")
     return {"trials": rows, "best": rows[0], "recipe": recipe}
 
 
-def draw(study: Any, space: Space, path: Path) -> Path:
+def draw_losses(study: Any, space: Space, path: Path) -> Path:
     """Plot the loss of finished, early-stopped and the best trial against each setting.
 
     Returns the path of the picture.
     """
     from optuna.trial import TrialState
 
-    from megatoken.study.plots import open_panels, save_figure
-
     groups = (
         ("finished", "o", study.get_trials(states=[TrialState.COMPLETE])),
         ("stopped early", "x", study.get_trials(states=[TrialState.PRUNED])),
         ("best", "r*", [study.best_trial]),
     )
-    figure, panels = open_panels(len(space))
-    for axis, (key, distribution) in zip(panels, space.items(), strict=True):
+    panels: list[Panel] = []
+    for key, distribution in space.items():
+        lines = []
         for label, marker, trials in groups:
             x = [distribution.to_internal_repr(trial.params[key]) for trial in trials]
             y = [trial.value for trial in trials]
-            axis.plot(x, y, marker, label=label if trials else "")
-        if choices := getattr(distribution, "choices", ()):  # their internal values are indices
-            axis.set_xticks(range(len(choices)), choices)
-        axis.set(xlabel=key, ylabel="validation loss (nats per token)")
-        if getattr(distribution, "log", False):
-            axis.set_xscale("log")
-    panels[0].legend()
-    return save_figure(figure, path)
+            lines.append(Line(x, y, label if trials and not panels else "", fmt=marker))
+        choices = getattr(distribution, "choices", ())  # their internal values are indices
+        ticks: dict[str, Any] = (
+            {"xticks": range(len(choices)), "xticklabels": choices} if choices else {}
+        )
+        scale = "log" if getattr(distribution, "log", False) else "linear"
+        axes: dict[str, Any] = {
+            "xlabel": key,
+            "ylabel": "validation loss (nats per token)",
+            "xscale": scale,
+        }
+        panels.append(Panel(*lines, **axes, **ticks))
+    return draw([panels], path)
