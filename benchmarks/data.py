@@ -167,7 +167,7 @@ def run_prepare(options: argparse.Namespace, console: Console) -> Iterator[dict[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_jsonl(folder / "corpus.jsonl", documents)
-        tokenizer.save(folder / "tokenizer")
+        tokenizer.vocabulary.save(folder / "tokenizer")
 
         def prepare_again() -> None:
             prepare(

@@ -40,6 +40,7 @@ from megatoken.cli.main import main
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.recipes.composer import translate_composer
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
+from megatoken.data import vocabulary
 from megatoken.data.dataset import load_dataset
 from megatoken.inference.tasks import find_tasks, read_examples
 from megatoken.store.manifest import (
@@ -51,7 +52,7 @@ from megatoken.store.manifest import (
     verify,
 )
 from megatoken.text.prepare import prepare
-from megatoken.text.tokenizer import load_saved_tokenizer, load_tokenizer
+from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
 from megatoken.train.run_folder import find_changes
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
@@ -446,7 +447,8 @@ FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
     "config.json": mutate_json("hf/config.json", read_hf_config),
     "tokenizer.json": mutate_json(f"{STEP}/tokenizer/tokenizer.json", read_tokenizer),
     "description": mutate_json(
-        f"{STEP}/tokenizer/megatoken_tokenizer.json", lambda path: load_saved_tokenizer(path.parent)
+        f"{STEP}/tokenizer/megatoken_tokenizer.json",
+        lambda path: open_tokenizer(vocabulary.read_vocabulary(path.parent)),
     ),
 }
 

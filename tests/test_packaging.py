@@ -83,7 +83,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: Path, tm
     paths = (path for path in SOURCE.rglob("*") if path.is_file() and path.suffix != ".so")
     names = {path.relative_to(SOURCE.parent).as_posix() for path in paths}
     files = {name for name in names if "__pycache__" not in name}
-    assert {"megatoken/py.typed", "megatoken/config/recipes/quickstart.yaml"} <= files
+    assert {"megatoken/py.typed", "megatoken/base/config/recipes/quickstart.yaml"} <= files
     for built, compiled in ((wheel, libraries), (bare, set[str]())):
         with zipfile.ZipFile(built) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}

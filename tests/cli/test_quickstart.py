@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 import megatoken
-from megatoken.base.config.load import SHIPPED, list_recipes, prepare_words, resolve
+from megatoken.base.config.load import list_recipes, prepare_words, resolve
 from megatoken.base.errors import ExitCode
 from megatoken.data.dataset import load_dataset
+from megatoken.inference.settings import SampleConfig
 from megatoken.text import sources
 from megatoken.text.commands.quickstart import find_prompt
 from tests.conftest import Ask, Call
@@ -25,9 +26,8 @@ def test_recipes_name_the_command_that_makes_their_dataset():
     for recipe in {*list_recipes()} - of_users:
         data = resolve(recipe).config.data.path
         command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"
-        assert re.split(r"\n|  +", (SHIPPED / f"{recipe}.yaml").read_text()).count(command) == 1, (
-            recipe
-        )
+        lines = re.split(r"\n|  +", list_recipes()[recipe].read_text())
+        assert lines.count(command) == 1, recipe
 
 
 def test_quickstart_makes_everything(
@@ -70,7 +70,7 @@ def test_quickstart_on_own_text_is_one_command_and_a_rerun_skips_what_is_done(
     line = f"quickstart --data '{log}' {SHORT}"
     first = ask(f"{line} --prompt 'Day a=1:'")
     assert first["train"]["run"] == "runs/ship-log"
-    assert resolve("runs/ship-log/config.yaml").config.sample.prompt == "Day a=1:"
+    assert resolve("runs/ship-log/config.yaml").config.section(SampleConfig).prompt == "Day a=1:"
     text = log.read_bytes()
     n_val, n_train = first["eval"]["text_bytes"], first["compressors"]["training_bytes"]
     assert 0 < len(text) - n_train - n_val < 20  # the first held-out token is no target

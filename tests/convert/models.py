@@ -131,7 +131,7 @@ def llama_tokenizer() -> Tokenizer:
 def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
     """Write a model as llm.c's model.bin, next to its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (tokenizer or byte_tokenizer()).save(folder)
+    (tokenizer or byte_tokenizer()).vocabulary.save(folder)
     write_llmc(folder / "model.bin", model, "fp32")
     return folder / "model.bin"
 
@@ -145,7 +145,7 @@ def begin_save(
     folder: Path, state: TrainState, tokenizer: Tokenizer | None = None, **meta: Any
 ) -> AsyncSave:
     config, files = folder / "config.yaml", folder / "tokenizer"
-    (tokenizer or byte_tokenizer()).save(files)
+    (tokenizer or byte_tokenizer()).vocabulary.save(files)
     config.touch()
     return AsyncSave(folder / "checkpoints", state, config=config, tokenizer=files, meta=meta)
 

@@ -216,7 +216,7 @@ def test_gelu_and_head_are_those_of_the_version(
     content = tensors | (masks if written < "2023-06" else {})
     others = {"optimizer": {"param_groups": [{"lr": 1e-3}]}, "best_val_loss": torch.tensor(1.5)}
     content = {f"{prefix}{name}": tensor for name, tensor in content.items()}
-    byte_tokenizer().save(tmp_path)
+    byte_tokenizer().vocabulary.save(tmp_path)
     torch.save({"model": content, "model_args": sizes, **others}, tmp_path / "ckpt.pt")
     lines: list[str] = []
     found = load_pretrained(tmp_path, lines.append)

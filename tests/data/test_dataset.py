@@ -26,6 +26,7 @@ from megatoken.data.shard_format import (
     write_manifest,
 )
 from megatoken.text.prepare import prepare
+from megatoken.text.tokenizer import open_tokenizer
 from tests.data.small_dataset import TOKENIZER, write_dataset, write_external
 
 BLOCK = BLOCK_BYTES // 2  # uint16 tokens
@@ -51,14 +52,14 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path):
     text.write_text("some text")
     prepare(text, out, tokenizer="bytes", val_fraction=0)
     dataset = load_dataset(out)
-    assert dataset.tokenizer.decode(read_all(dataset)[0]) == "some text"
+    assert open_tokenizer(dataset.vocabulary).decode(read_all(dataset)[0]) == "some text"
     assert (dataset.vocab_size, verify_folder(out).errors) == (257, [])
     description = out / "tokenizer" / "megatoken_tokenizer.json"
     description.write_text(description.read_text().replace('"eot": 256', '"eot": 255'))
     (error,) = verify_folder(out).errors
     assert isinstance(error, DataError)
     with pytest.raises(DataError):
-        _ = load_dataset(out).tokenizer
+        _ = load_dataset(out).vocabulary
 
 
 def flip(path: Path, *bits: int) -> None:
@@ -259,7 +260,7 @@ def test_external_int32_and_other_tokenizers(tmp_path: Path):
         return load_dataset(tmp_path, external_tokenizer="bytes")
 
     dataset = load(1, 2, 70_000)
-    assert dataset.tokenizer.name == dataset.manifest.tokenizer["name"] == "bytes"
+    assert dataset.vocabulary.name == dataset.manifest.tokenizer["name"] == "bytes"
     for _ in range(2):
         assert read_all(dataset)[0].tolist() == [1, 2, 70_000]
         dataset.set_vocab_size(70_001)

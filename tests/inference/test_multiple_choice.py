@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatoken.base.config.schema import EvalConfig
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.inference.multiple_choice import (
     ExampleResult,
@@ -17,6 +16,7 @@ from megatoken.inference.multiple_choice import (
     read_tasks,
     score_examples,
 )
+from megatoken.inference.settings import TasksConfig
 from megatoken.inference.tasks import Example, find_tasks, read_examples
 from megatoken.text.tokenizer import load_tokenizer
 from tests.convert.models import llama_tokenizer
@@ -99,7 +99,7 @@ def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path):
     warnings: list[str] = []
 
     def read(tasks: str) -> list[str]:
-        config = EvalConfig(tasks=tasks, tasks_data=str(tmp_path))
+        config = TasksConfig(tasks=tasks, tasks_data=str(tmp_path))
         return [*read_tasks(config, BYTES, 256, warnings.append)]
 
     assert read("hellaswag?, lambada") == ["lambada"]
@@ -116,7 +116,7 @@ def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path):
         likeliest = int(model.logits(torch.tensor([[*b"the word "]]))[0, -1, :127].argmax())
     words = (likeliest, likeliest ^ 1)
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": f"the word {chr(id)}"} for id in words])
-    config = EvalConfig(tasks="lambada", tasks_data=str(tmp_path))
+    config = TasksConfig(tasks="lambada", tasks_data=str(tmp_path))
     examples = read_tasks(config, BYTES, 256, pytest.fail)["lambada"]
     results = score_examples(model, examples, CPU, SINGLE)
     assert {result.pred for result in results} <= {0, -1}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.base.config.objective_config import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer, take_last
@@ -16,7 +15,7 @@ from megatoken.posttrain.preference_loss import pairwise_loss
 from megatoken.posttrain.preferences import Row, build_pairs, keep_rated, mismatch
 from megatoken.train.state import Loss, TrainState
 from megatoken.train.step import train_step
-from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
+from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
 
 PAIRS = [
     (
@@ -79,7 +78,8 @@ def test_a_mismatched_answer_follows_another_prompt():
 
 def open_state(name: Any, **values: float) -> tuple[TrainState, Loss]:
     state = tiny_state(model_config=replace(TINY_GPT, value_head=name == "reward"))
-    return state, build_loss(ObjectiveConfig(name=name, **values))
+    settings = {f"objective__{key}": value for key, value in {"name": name, **values}.items()}
+    return state, build_loss(tiny_config(**settings))
 
 
 def assert_step(

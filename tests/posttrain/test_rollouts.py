@@ -44,7 +44,7 @@ class Job:
     events: list[dict[str, object]]
 
     def step(self, batch: RolloutBatch, micro_batch: int = 8, **values: object) -> StepMetrics:
-        loss = build_loss(self.learner.config.objective)
+        loss = build_loss(self.learner.config)
         step_config = replace(tiny_step_config(micro_batch, **values), loss=loss)
         return train_step(self.state, step_config, CPU, batch)
 

@@ -192,7 +192,7 @@ def test_prepare_verify_and_eval_at_an_address(
         assert {*names, "progress.json"} & store.list().keys() == names
     capsys.readouterr()
     assert ask(f"verify {address}") == {"kind": "dataset", "checked": 2, "damaged": []}
-    assert load_dataset(address).tokenizer.name == "bytes"
+    assert load_dataset(address).vocabulary.name == "bytes"
 
     flip(store, "val_000000.bin", 1030)
     assert main(["verify", address]) == ExitCode.DATA

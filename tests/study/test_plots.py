@@ -79,7 +79,7 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     write_llmc(tmp_path / "tiny.bin", draw_model(), "fp32")
-    byte_tokenizer().save(tmp_path)
+    byte_tokenizer().vocabulary.save(tmp_path)
     folder = tmp_path / "model"
     folder.mkdir()
     write_hf(folder, draw_model(), byte_tokenizer(), "fp32")

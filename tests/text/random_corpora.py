@@ -21,6 +21,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.text import corpus_reader, documents
 from megatoken.text.chat_dataset import open_rows
 from megatoken.text.prepare import prepare
+from megatoken.text.tokenizer import open_tokenizer
 from tests.data.small_dataset import stop_after
 from tests.tables import read_table
 from tests.text.corpus_reference import name_split, read_documents
@@ -209,7 +210,7 @@ def is_hashed_to_val(text: str, corpus: Corpus) -> bool:
 def read_prepared(out: Path, corpus: Corpus) -> dict[str, list[str]]:
     """Decode the shards into the documents, or conversations, of each split."""
     dataset, documents = load_dataset(out), {}
-    tokenizer, manifest = dataset.tokenizer, dataset.manifest
+    tokenizer, manifest = open_tokenizer(dataset.vocabulary), dataset.manifest
     if corpus.kind == "chats":
         for split in ("train", "val"):
             rows = open_rows(dataset, split)

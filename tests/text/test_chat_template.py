@@ -384,7 +384,7 @@ def test_control_tokens_follow_the_last_id():
     assert chat.encode("<|im_end|>").tolist() == list(b"<|im_end|>")
     assert chat.fingerprint != plain.fingerprint
     assert add_control_tokens(chat) is chat
-    assert chat.count_bytes(np.zeros((1, 3), int), np.array([[256, 257, 258]])) == 0
+    assert chat.vocabulary.count_bytes(np.zeros((1, 3), int), np.array([[256, 257, 258]])) == 0
 
 
 def test_messages_keep_their_order_and_other_keys():
@@ -542,7 +542,7 @@ def test_a_template_is_found_and_saved_unchanged(tmp_path: Path, place: str):
     if place == "list":
         ids, _ = template.encode([message], tools=[TOOL])
         assert tokenizer.decode(ids) == "1<s>a</s>\n"
-    tokenizer.save(tmp_path / "saved")
+    tokenizer.vocabulary.save(tmp_path / "saved")
     for name in PLACES[place]:
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / name).read_bytes()
     again = find_template(load_tokenizer(f"{tmp_path}/saved"))

@@ -11,7 +11,7 @@ from megatoken.data.dataset import load_dataset
 from megatoken.text.file_kinds import find_split
 from megatoken.text.prepare_chats import prepare_chats
 from megatoken.text.sources import Source, find_corpus, find_source
-from megatoken.text.tokenizer import load_tokenizer
+from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
 from tests.data.small_dataset import write_external
 from tests.text.test_documents import write
 from tests.text.test_prepare import EOT, prepare, read_split
@@ -98,7 +98,7 @@ def test_chats_have_the_splits_of_their_files(tmp_path: Path):
     prepare_chats(source, out, load_tokenizer("bytes"), seq_len=64, val_fraction=0.5)
     dataset = load_dataset(out)
     assert dataset.manifest.documents == {"train": 3, "val": 2}
-    assert "validation" in dataset.tokenizer.decode(read_split(out, "val"))
+    assert "validation" in open_tokenizer(dataset.vocabulary).decode(read_split(out, "val"))
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "[a-f]*.bin"])

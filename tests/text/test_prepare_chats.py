@@ -134,7 +134,7 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, s
     manifest = dataset.manifest
     assert (manifest.documents["val"], manifest.source["template"]) == (5, "chatml")
     assert manifest.source["counts"] == {"skipped": 1}
-    assert dataset.tokenizer.fingerprint == BYTES.fingerprint
+    assert dataset.vocabulary.fingerprint == BYTES.fingerprint
 
 
 def test_the_fullest_row_takes_a_conversation():

@@ -16,7 +16,7 @@ from megatoken.base.errors import DataError, ExitCode, MegatokenError
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.text import bpe_cache, gpt2_vocab
 from megatoken.text.sources import download
-from megatoken.text.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 VOCAB = DATA / "tiktoken" / gpt2_vocab.TIKTOKEN_VOCAB
@@ -155,13 +155,12 @@ def test_meaningless_specs_are_config_errors():
 
 def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path):
     for tokenizer in (small, BYTES):
-        tokenizer.save(tmp_path)
+        tokenizer.vocabulary.save(tmp_path)
         for back in (
-            load_saved_tokenizer(tmp_path),
             load_tokenizer(str(tmp_path)),
             Tokenizer(tokenizer.to_json(), tokenizer.name, tokenizer.eot),
         ):
-            assert back.describe() == tokenizer.describe()
+            assert back.vocabulary.describe() == tokenizer.vocabulary.describe()
             assert back.split_points == tokenizer.split_points
             assert back.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
         assert load_tokenizer(f"{tmp_path}/tokenizer.json").fingerprint == tokenizer.fingerprint
@@ -262,18 +261,18 @@ def test_bytes_with_a_prefix_space_are_those_of_tokenizers():
 
 @pytest.mark.fault(32)
 def test_a_changed_or_missing_tokenizer_is_refused(small: Tokenizer, tmp_path: Path):
-    small.save(tmp_path)
+    small.vocabulary.save(tmp_path)
     path = tmp_path / "tokenizer.json"
     changes = {'"a"': '"zz"', "}}": "}", '{"version"': ' {"version"'}
     for old, new in changes.items():
         with refused(path, old, new):
-            load_saved_tokenizer(tmp_path)
+            load_tokenizer(str(tmp_path))
     for old, new in {'"eot": 307': '"eot": 308', "308": "309", '"xxh3': '"x'}.items():
         with refused(tmp_path / DESCRIPTION_NAME, old, new):
-            load_saved_tokenizer(tmp_path)
+            load_tokenizer(str(tmp_path))
     path.unlink()
     with pytest.raises(DataError):
-        load_saved_tokenizer(tmp_path)
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_download_with_another_hash_is_not_kept(tmp_path: Path):

@@ -26,10 +26,11 @@ from megatoken.base.errors import (
     StorageError,
 )
 from megatoken.cli.verify import verify_folder
+from megatoken.data.vocabulary import read_vocabulary
 from megatoken.store import save
 from megatoken.store.commit import list_steps
 from megatoken.store.manifest import FileEntry
-from megatoken.text.tokenizer import load_saved_tokenizer, load_tokenizer
+from megatoken.text.tokenizer import load_tokenizer
 from megatoken.train import initial_state
 from megatoken.train.run import Run
 from megatoken.train.state import CrossEntropy, TrainState
@@ -279,11 +280,11 @@ def test_damaged_or_missing_config_is_restored_from_a_checkpoint(out: Path, trai
 def test_tokenizer_of_the_dataset_replaces_a_stale_one(out: Path, train: Train):
     train(out, "budget.steps=1")
     shutil.rmtree(out / "checkpoints")  # as if the first start had failed
-    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(
+    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).vocabulary.save(
         out / "tokenizer"
     )
     train(out, "budget.steps=2")
-    assert load_saved_tokenizer(out / "tokenizer").name == "bytes"
+    assert read_vocabulary(out / "tokenizer").name == "bytes"
     assert verify_folder(out).errors == []
 
 

@@ -13,7 +13,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli import sync
 from megatoken.cli.main import main
-from megatoken.study.sinks import SinkProcesses, check_sinks
+from megatoken.study.observers import SinkProcesses, check_sinks
 from tests.processes import wait_until
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -124,7 +124,9 @@ def test_sinks_and_their_room_are_checked_before_a_run_begins(
 
 
 def test_a_sink_process_that_fails_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    SinkProcesses("nonsense", tmp_path, Console()).finish()
+    sinks = SinkProcesses("nonsense", tmp_path, Console())
+    sinks.start()
+    sinks.finish()
     assert "nonsense failed" in capsys.readouterr().out
     assert (tmp_path / "sync-nonsense.log").read_text().startswith("error: ")
 

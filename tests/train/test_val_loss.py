@@ -32,7 +32,9 @@ def test_mean_over_all_targets_and_bits_per_byte():
     model = make_model(seq_len=16, n_layer=1)
     ids = np.array([*BYTES.encode(TEXT)[:80], BYTES.eot, *BYTES.encode(TEXT)[:24]], np.uint16)
     rows = [ids[:34].reshape(2, 17), ids[34:102].reshape(4, 17)]
-    result = validation_loss(model, rows, CPU, chunk=8, comm=SINGLE, count_bytes=BYTES.count_bytes)
+    result = validation_loss(
+        model, rows, CPU, chunk=8, comm=SINGLE, count_bytes=BYTES.vocabulary.count_bytes
+    )
     inputs = torch.from_numpy(np.concatenate(rows).astype(np.int64))
     with torch.no_grad():
         logits = model.logits(inputs[:, :-1]).flatten(0, 1)
@@ -52,7 +54,7 @@ def test_the_precision_does_not_depend_on_masks():
     set_block_kernels(model, load_entry("block", "native"))
     device = replace(CPU, precision="bf16")
     batch = to_batch(np.arange(34).reshape(2, 17))
-    options = {"chunk": 8, "comm": SINGLE, "count_bytes": BYTES.count_bytes}
+    options = {"chunk": 8, "comm": SINGLE, "count_bytes": BYTES.vocabulary.count_bytes}
     plain, masked = (
         validation_loss(model, [rows], device, **options)["loss"]
         for rows in (batch, replace(batch, starts_BT=torch.zeros(2, 16, dtype=torch.int64)))
@@ -100,7 +102,7 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     assert result["text_bytes"] == sum(len(text.encode()) for text in texts) - (kind == "bpe:300")
     nats = result["loss"] * result["target_tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
-    tokenizer.save(tmp_path / "tokenizer")
+    tokenizer.vocabulary.save(tmp_path / "tokenizer")
     shards = tmp_path / "shards"
     prepare(str(text), shards, tokenizer=f"{tmp_path}/tokenizer", val_fraction=0)
     for limit in (0, 32):
@@ -112,11 +114,14 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     if kind in first:  # the others change the text
         tokens = load_dataset(shards).train
         ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
-        assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == result["text_bytes"] - first[kind]
+        assert (
+            tokenizer.vocabulary.count_bytes(ids[:, :-1], ids[:, 1:])
+            == result["text_bytes"] - first[kind]
+        )
 
 
 def test_a_run_measures_the_bytes_of_text_that_its_tokenizer_changes(tmp_path: Path):
-    build_tokenizer("NFKC").save(tmp_path / "tokenizer")
+    build_tokenizer("NFKC").vocabulary.save(tmp_path / "tokenizer")
     lines = [f"\ufb01n the{'  a' * (number % 5)} \ufb01" for number in range(200)]
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(lines))
     shards = tmp_path / "shards"

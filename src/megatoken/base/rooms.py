@@ -44,3 +44,9 @@ def load_entry(kind: str, name: str) -> Any:
     module, _, attribute = list_entries(kind)[name].partition(":")
     loaded = import_module(module)
     return getattr(loaded, attribute) if attribute else loaded
+
+
+def call_entries(kind: str, *arguments: Any) -> list[Any]:
+    """Call each entry of a kind, and return the results that are not None."""
+    results = [load_entry(kind, name)(*arguments) for name in list_entries(kind)]
+    return [result for result in results if result is not None]

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ExitCode, MegatokenError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.environment import python_command
 from megatoken.base.system.machine import cpu_count, find_compiler, free_memory_bytes
@@ -152,10 +153,11 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_tokenizer(_: Path) -> Finding:
-    from megatoken.text.tokenizer import load_tokenizer
-
+    if not list_entries("tokenizer"):
+        return Finding("lacking", "no tokenizer: text/ was removed", "prepare datasets elsewhere")
     try:
-        return Finding("good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids")
+        tokenizer = load_entry("tokenizer", "load")("gpt2")
+        return Finding("good", f"gpt2, {tokenizer.vocab_size:,} ids")
     except MegatokenError as error:
         remedy = "go online once, or use --tokenizer bpe:N or bytes"
         return Finding("lacking", str(error).partition(" — ")[0], remedy)

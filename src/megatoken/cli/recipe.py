@@ -23,9 +23,9 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.base.config.schema import FIELDS, Config
 from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import read_object
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
-from megatoken.inference.tasks import find_tasks
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 
@@ -97,12 +97,9 @@ def check_recipe(config: Config) -> None:
     """
     dims = ParallelDims(tp_size=config.machine.tensor_parallel)
     check_dims(dims, config.model.resolve(config.model.vocab_size))
-    if config.evaluate.tasks:
-        find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
-    if config.data.tokenizer != FIELDS["data.tokenizer"].default:
-        from megatoken.text.tokenizer import load_tokenizer
-
-        load_tokenizer(config.data.tokenizer)
+    is_default = config.data.tokenizer == FIELDS["data.tokenizer"].default
+    for name in [] if is_default else list_entries("tokenizer"):
+        load_entry("tokenizer", name)(config.data.tokenizer)
 
 
 def check_init(recipe: str, config: Config, out: Path) -> None:

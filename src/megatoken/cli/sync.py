@@ -1,7 +1,7 @@
 """`megatoken sync RUN --to tensorboard,wandb,trackio`: send a run's metrics to other programs.
 
 This process only reads the log, so a failing sink can neither stop a run nor lose rows. With
-`log.sinks=...`, a run starts one such process per sink with --follow (study/sinks.py), which sends
+`log.sinks=...`, a run starts one such process per sink with --follow (study/observers.py), which sends
 rows as they are written and ends after the run. RUN/sync/NAME.json records the last step sent for
 each kind of row, so that a later call sends only the rest, even after a resume.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatoken.base.config.load import format_value
-from megatoken.base.config.schema import SINKS, flatten, split_sinks
+from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, MegatokenError, StorageError
 from megatoken.base.redact import redact
@@ -35,6 +35,7 @@ from megatoken.base.system.metrics_log import (
 )
 from megatoken.cli import Data
 from megatoken.cli.runs import find_state, read_config
+from megatoken.study.settings import SINKS, split_sinks
 
 HELP = "send the metrics of a run to tensorboard, wandb or trackio"
 EXAMPLE = "megatoken sync runs/mine --to tensorboard"

@@ -67,14 +67,14 @@ def verify_folder(folder: Path | str) -> Report:
         raise DataError("not a dataset or run", str(folder), fix)
     errors = list(verify_dataset(folder))
     if not errors and is_prepared:
-        errors += _catch(lambda path: load_dataset(path).tokenizer, folder)
+        errors += _catch(lambda path: load_dataset(path).vocabulary, folder)
     return Report("dataset", len(shards), errors)
 
 
 def _verify_address(address: str) -> Report:
+    from megatoken.data.vocabulary import read_vocabulary
     from megatoken.store.datasets import fetch_dataset, list_remote
     from megatoken.store.mirror import list_mirrored, verify_mirror
-    from megatoken.text.tokenizer import load_saved_tokenizer
 
     store = ObjectStore(address)
     if list_mirrored(store):
@@ -84,14 +84,14 @@ def _verify_address(address: str) -> Report:
         errors = remote.files.verify()
         with TemporaryDirectory(prefix="megatoken-") as fetched:
             errors += _catch(
-                lambda path: load_saved_tokenizer(remote.fetch_tokenizer(path)), Path(fetched)
+                lambda path: read_vocabulary(remote.fetch_tokenizer(path)), Path(fetched)
             )
         return Report("dataset", remote.n_shards, errors)
     return verify_folder(fetch_dataset(address))  # external shards, which have no hashes
 
 
 def _verify_run(folder: Path) -> Report:
-    from megatoken.text.tokenizer import load_saved_tokenizer
+    from megatoken.data.vocabulary import read_vocabulary
 
     root = folder / "checkpoints"
     steps = list_steps(root)
@@ -100,15 +100,15 @@ def _verify_run(folder: Path) -> Report:
         errors += _catch(_verify_checkpoint, step_folder(root, step))
     errors += _catch(resolve, str(folder / "config.yaml"))
     if not is_copy(folder):  # a copy has tokenizers only in its checkpoints
-        errors += _catch(load_saved_tokenizer, folder / "tokenizer")
+        errors += _catch(read_vocabulary, folder / "tokenizer")
     return Report("run", len(steps), errors)
 
 
 def _verify_checkpoint(folder: Path) -> None:
-    from megatoken.text.tokenizer import load_saved_tokenizer
+    from megatoken.data.vocabulary import read_vocabulary
 
     expected = str(verify(folder).meta.get("tokenizer"))
-    fingerprint = load_saved_tokenizer(folder / "tokenizer").fingerprint
+    fingerprint = read_vocabulary(folder / "tokenizer").fingerprint
     if fingerprint != expected:
         what = f"another tokenizer: expected {expected[:12]}, found {fingerprint[:12]}"
         raise CheckpointError(what, str(folder / "tokenizer"), "use another checkpoint")

@@ -147,7 +147,7 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     _round(model, dtype)
     write_llmc(folder / "model.bin", model, dtype)
     write_tokenizer(folder / "gpt2_tokenizer.bin", tokenizer)
-    tokenizer.save(folder)
+    tokenizer.vocabulary.save(folder)
     written = read_llmc(folder / "model.bin").state_dict()
     for name, tensor in model.state_dict().items():
         if not torch.equal(tensor, written[name]):

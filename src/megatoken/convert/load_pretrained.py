@@ -15,6 +15,7 @@ from megatoken.convert.hf.peft import BASE, merge_peft, read_base
 from megatoken.convert.hf.peft import CONFIG as ADAPTER
 from megatoken.convert.nanochat import FILES
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
+from megatoken.data.vocabulary import read_vocabulary
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.lora import merge_adapters
 from megatoken.store.commit import find_checkpoint, list_steps
@@ -26,8 +27,8 @@ from megatoken.text.tokenizer import (
     TOKEN_IDS,
     Tokenizer,
     find_vocabulary,
-    load_saved_tokenizer,
     load_tokenizer,
+    open_tokenizer,
 )
 
 # Formats of one file: functions that return its tensors and architecture, and the model.
@@ -150,7 +151,7 @@ def _load_newest(path: Path, warn: Warn) -> tuple[Path, GPT, Tokenizer]:
         folder, manifest = find_checkpoint(path, warn)
         try:
             model = load_checkpoint_model(folder, manifest)
-            return folder, model, load_saved_tokenizer(folder / "tokenizer")
+            return folder, model, open_tokenizer(read_vocabulary(folder / "tokenizer"))
         except Exception:
             if folder.exists():
                 raise

@@ -21,6 +21,7 @@ from megatoken.base.config.batch_ramp import BatchRamp
 from megatoken.base.config.schema import DataOrder
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Tokens
+from megatoken.data.vocabulary import Ids, Ints
 from megatoken.data.window_order import (
     CachedOrder,
     MixedOrder,
@@ -29,8 +30,6 @@ from megatoken.data.window_order import (
     WindowOrder,
 )
 from megatoken.text.chat_dataset import START, TRAINED, ChatRows, Marks
-from megatoken.text.documents import Ids
-from megatoken.text.tokenizer import Ints
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Open a dataset: a prepared folder, or token shards of other programs (external_shards.py).
+"""Open a dataset: a prepared folder, or token shards of other programs.
 
 Sizes and headers are checked when a dataset is opened; a block's hash and token ids are checked
 when it is first read. `verify_dataset` checks everything at once.
@@ -16,11 +16,13 @@ import numpy as np
 import xxhash
 
 from megatoken.base.errors import DataError, MegatokenError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.machine import allow_open_files
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HASH_DIGITS,
+    HEADER_BYTES,
     MANIFEST_NAME,
     PROGRESS_NAME,
     RESTORE,
@@ -29,17 +31,10 @@ from megatoken.data.shard_format import (
     Shard,
     hash_block,
     read_errors,
+    read_header,
     read_manifest,
 )
-from megatoken.text.documents import Ids
-from megatoken.text.external_shards import list_external, read_layout
-from megatoken.text.tokenizer import (
-    CountBytes,
-    Ints,
-    Tokenizer,
-    load_saved_tokenizer,
-    load_tokenizer,
-)
+from megatoken.data.vocabulary import CountBytes, Ids, Ints, Vocabulary, read_vocabulary
 
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
@@ -253,31 +248,32 @@ class Dataset:
         return self.train.vocab_size
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the shards: the saved one, or `external_tokenizer`.
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of the shards: the saved one, or that of `external_tokenizer`.
 
         Raises DataError if it is missing, damaged or not the one that the manifest records.
         """
         saved = self.path / "tokenizer"
-        if saved.is_dir():
-            tokenizer = load_saved_tokenizer(saved)
-        else:
-            tokenizer = load_tokenizer(self.external_tokenizer)
         expected = self.manifest.tokenizer
-        if expected["fingerprint"] and tokenizer.describe() != expected:
+        if not saved.is_dir() and not expected["fingerprint"]:
+            loaded: Vocabulary = load_entry("tokenizer", "load")(self.external_tokenizer).vocabulary
+            return loaded
+        vocabulary = read_vocabulary(saved)
+        if expected["fingerprint"] and vocabulary.describe() != expected:
             what = f"not the tokenizer that made the shards, {expected['name']!s:.64}"
             raise DataError(what, saved, RESTORE)
-        return tokenizer
+        return vocabulary
 
-    def byte_counter(self, split: str, tokenizer: Tokenizer) -> CountBytes:
+    def byte_counter(self, split: str, vocabulary: Vocabulary) -> CountBytes:
         """Return what counts the bytes of text in inputs and targets (B, T) of a split.
 
         They are those of the targets if bytes are tokens and the text was not changed, or if it was
         not measured. Otherwise, each target counts as the split's bytes of text per target.
         """
         sizes = self.manifest.bytes.get(split)
-        if not sizes or (tokenizer.byte_lengths is not None and sizes["text"] == sizes["decoded"]):
-            return tokenizer.count_bytes
+        is_exact = vocabulary.byte_lengths is not None
+        if not sizes or (is_exact and sizes["text"] == sizes["decoded"]):
+            return vocabulary.count_bytes
         n_targets = self.manifest.tokens(split) - 1
         return lambda _, targets_BT: sizes["text"] * int((targets_BT >= 0).sum()) / n_targets
 
@@ -326,16 +322,14 @@ def load_dataset(
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)
     allow_open_files()
-    opened = tuple(
-        _open_shard(file, shard, manifest)
-        for file, shard in zip(files, manifest.shards, strict=True)
-    )
+    for file in files:
+        _check_header(file, manifest)
     vocab_size = manifest.tokenizer["vocab_size"]
     train, val = (
-        Tokens([file for file in opened if file.shard.split == split], manifest.dtype, vocab_size)
+        Tokens([file for file in files if file.shard.split == split], manifest.dtype, vocab_size)
         for split in SPLITS
     )
-    return Dataset(path, manifest, train, val, opened, external_tokenizer)
+    return Dataset(path, manifest, train, val, tuple(files), external_tokenizer)
 
 
 def verify_dataset(path: Path) -> Iterator[MegatokenError]:
@@ -348,45 +342,60 @@ def verify_dataset(path: Path) -> Iterator[MegatokenError]:
     except MegatokenError as error:
         yield error
         return
-    for file, shard in zip(files, manifest.shards, strict=True):
+    for file in files:
         try:
-            opened = _open_shard(file, shard, manifest)
+            _check_header(file, manifest)
         except MegatokenError as error:
             yield error
         else:
-            yield from Tokens([opened], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
+            yield from Tokens([file], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
 
 
-def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
-    """Return the manifest and the path of each of its shards.
+def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[ShardFile]]:
+    """Return the manifest and its shards.
 
-    The manifest is read from the folder or, for external shards, derived from their headers.
+    The manifest is read from the folder or, for external shards, derived by the room that reads
+    their format: its entry takes (path, external_tokenizer) and returns None for other files.
     """
     with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)
-            return manifest, [path / shard.file for shard in manifest.shards]
+            return manifest, [
+                ShardFile(shard, path / shard.file, manifest.dtype, HEADER_BYTES)
+                for shard in manifest.shards
+            ]
         if (path / PROGRESS_NAME).exists():
             fix = "run the same `megatoken prepare` again"
             raise DataError("dataset is not finished", path, fix)
-        return list_external(path, external_tokenizer)
+        for name in list_entries("shards"):
+            if found := load_entry("shards", name)(path, external_tokenizer):
+                manifest, files = found
+                return manifest, files
+    fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
+    if not (path.exists() or path.is_absolute()):
+        fix = "it is relative to where the run began: start there, or give data.path=PATH"
+    raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
 
 
-def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
-    """Check a shard's header against the manifest, and open the shard."""
-    header, offset, raw = read_layout(path)
+def _check_header(file: ShardFile, manifest: Manifest) -> None:
+    """Raise DataError unless a prepared shard has the size and header that its manifest records."""
+    shard = file.shard
     fingerprint = manifest.tokenizer["fingerprint"]
-    expectations = {
+    if not (fingerprint or shard.header or shard.blocks):
+        return  # external, made from its header
+    with read_errors(file.path), file.path.open("rb") as opened:
+        raw = opened.read(HEADER_BYTES)
+        size = file.path.stat().st_size
+    header = read_header(raw, file.path)
+    n_blocks = -(-shard.tokens * file.dtype.itemsize // BLOCK_BYTES)
+    for name, (actual, expected) in {
         "token type": (header.dtype, manifest.dtype),
         "token count": (header.tokens, shard.tokens),
+        "size": (size, file.size),
         "tokenizer fingerprint": (header.fingerprint, fingerprint),
-    }
-    if shard.header or shard.blocks:  # not external
-        n_blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
-        expectations["hash of the header"] = (hash_block(raw), shard.header)
-        expectations["digits of block hashes"] = (n_blocks * HASH_DIGITS, len(shard.blocks))
-    for name, (actual, expected) in expectations.items():
+        "hash of the header": (hash_block(raw), shard.header),
+        "digits of block hashes": (n_blocks * HASH_DIGITS, len(shard.blocks)),
+    }.items():
         if actual != expected:
             what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
-            raise DataError(what, path, RESTORE)
-    return ShardFile(shard, path, header.dtype, offset)
+            raise DataError(what, file.path, RESTORE)

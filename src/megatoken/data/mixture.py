@@ -9,8 +9,8 @@ import xxhash
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
 from megatoken.data.remote import Report, no_report
+from megatoken.data.vocabulary import Vocabulary
 from megatoken.text.chat_dataset import OBJECTIVE_DATA
-from megatoken.text.tokenizer import Tokenizer
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
 _SMALLEST_SHARE = 1e-9
@@ -37,9 +37,9 @@ class Mixture:
     train: Tokens
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all parts. Raises DataError as `Dataset.tokenizer` does."""
-        return self.parts[0].dataset.tokenizer
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of all parts. Raises DataError as `Dataset.vocabulary` does."""
+        return self.parts[0].dataset.vocabulary
 
     @property
     def fingerprint(self) -> str:

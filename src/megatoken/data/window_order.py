@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
-from megatoken.text.tokenizer import Ints
+from megatoken.data.vocabulary import Ints
 
 _CHUNK_WINDOWS = 4096  # windows computed at once, to amortize numpy's overhead
 _FIRST_SOURCE_KEY = 2**32  # above the keys of epochs

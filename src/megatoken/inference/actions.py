@@ -18,8 +18,10 @@ from megatoken.inference.multiple_choice import (
     read_tasks,
     score_examples,
 )
+from megatoken.inference.settings import SampleConfig, TasksConfig
 from megatoken.model.kernels.attention import WITHOUT_MASK
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
+from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.actions import Action, Poll
 from megatoken.train.run import Run, RunContext, RunData
 from megatoken.train.state import gather_model
@@ -35,14 +37,16 @@ def open_tasks(config: Config, data: RunData, context: RunContext) -> Action | N
 
     Raises what `read_tasks` raises, and ConfigError if the attention has no mask.
     """
+    tokenizer = open_tokenizer(data.vocabulary)
     seq_len = data.model_config.seq_len
-    tasks = read_tasks(config.evaluate, data.tokenizer, seq_len, context.console.warn)
+    settings = config.section(TasksConfig)
+    tasks = read_tasks(settings, tokenizer, seq_len, context.console.warn)
     for names in context.comm.gather(list(tasks)):  # a machine may lack files that others have
         tasks = {task: examples for task, examples in tasks.items() if task in names}
     if not tasks:
         return None
     _require_mask(config)
-    return Action(config.evaluate.tasks_every, partial(score_tasks, tasks))
+    return Action(settings.tasks_every, partial(score_tasks, tasks))
 
 
 def open_sample(config: Config, data: RunData, context: RunContext) -> Action | None:
@@ -50,14 +54,15 @@ def open_sample(config: Config, data: RunData, context: RunContext) -> Action | 
 
     Raises ConfigError if the prompt exceeds the context or the attention has no cache.
     """
-    if not config.sample.every.value:
+    settings, seq_len = config.section(SampleConfig), data.model_config.seq_len
+    if not settings.every.value:
         return None
-    n_tokens, seq_len = len(data.tokenizer.encode(config.sample.prompt)), data.model_config.seq_len
+    n_tokens = len(open_tokenizer(data.vocabulary).encode(settings.prompt))
     if n_tokens > seq_len:
         what = f"sample.prompt has {n_tokens} tokens, the model's context is {seq_len}"
         raise ConfigError(what, "sample.prompt", "shorten it, or set sample.every=0")
     _require_mask(config)
-    return Action(config.sample.every, sample, at_start=config.sample.at_start)
+    return Action(settings.every, sample, at_start=settings.at_start)
 
 
 def _require_mask(config: Config) -> None:
@@ -111,8 +116,8 @@ def sample(run: Run, poll: Poll) -> None:
     run.progress.logged.add(("sample", step))
     if model is None:
         return
-    config = run.config.sample
-    tokenizer = run.data.tokenizer
+    config = run.config.section(SampleConfig)
+    tokenizer = open_tokenizer(run.data.vocabulary)
     if run.config.objective.name == "pretrain":
         prompt_ids = tokenizer.encode(config.prompt).tolist()
         ids = tokenizer.start_ids(prompt_ids)

@@ -29,7 +29,7 @@ from megatoken.model.memory import LOSS_CHUNK
 from megatoken.text.chat_dataset import require_kind
 from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
-from megatoken.text.tokenizer import Tokenizer
+from megatoken.text.tokenizer import Tokenizer, open_tokenizer
 from megatoken.train.val_loss import validation_loss
 
 Tasks = Mapping[str, Sequence[Example] | CoreTask]  # examples by task name
@@ -147,7 +147,7 @@ def evaluate_loss(
     with open_text(folder, tokenizer, split, comm) as dataset:
         split = split or ("val" if len(dataset.val) else "train")
         tokens = dataset.val if split == "val" else dataset.train
-        count_bytes = dataset.byte_counter(split, tokenizer)
+        count_bytes = dataset.byte_counter(split, tokenizer.vocabulary)
         split = split if dataset.path == folder else "all"
         windows = evaluation_windows(
             tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens)
@@ -188,7 +188,7 @@ def open_text(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -
         folder = Path(comm.broadcast_from_rank0(local_folder))
 
         def prepare_text() -> None:
-            tokenizer.save(folder / "tokenizer")
+            tokenizer.vocabulary.save(folder / "tokenizer")
             saved = str(folder / "tokenizer")
             prepare(find_source(str(data)), folder / "data", tokenizer=saved, val_fraction=0.0)
 
@@ -205,7 +205,7 @@ def open_shards(data: Path, tokenizer: Tokenizer) -> Dataset:
     # External shards record only the size of their tokenizer's vocabulary.
     is_same = origin["vocab_size"] == tokenizer.vocab_size
     if origin["fingerprint"] and (data / "tokenizer").is_dir():
-        is_same = dataset.tokenizer.shares_ids(tokenizer)
+        is_same = open_tokenizer(dataset.vocabulary).shares_ids(tokenizer)
     if not is_same:
         what = f"shards of tokenizer {origin['name']}, but the model's is {tokenizer.name}"
         raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatoken.base.config.schema import EvalConfig
 from megatoken.base.errors import DataError, Warn
 from megatoken.base.system.device import Device
 from megatoken.distributed.comm import Comm
 from megatoken.inference.scorer import ScoredSequence, Tree, build_tree, score_trees
+from megatoken.inference.settings import TasksConfig
 from megatoken.inference.tasks import SCORES, Example, Prompt, find_tasks, read_examples
 from megatoken.model.gpt import GPT
 from megatoken.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class ExampleResult:
 
 
 def read_tasks(
-    config: EvalConfig, tokenizer: Tokenizer, seq_len: int, warn: Warn
+    config: TasksConfig, tokenizer: Tokenizer, seq_len: int, warn: Warn
 ) -> dict[str, list[EncodedExample]]:
     """Return the encoded examples of every task in a config, by task name.
 
@@ -69,12 +69,12 @@ def read_tasks(
     """
     data = Path(config.tasks_data) if config.tasks_data else None
     encoded = {}
-    for name in config.tasks.split(",") if config.tasks else ():
-        (task,) = find_tasks(name.strip().removesuffix("?"))
+    for name in config.task_names:
+        (task,) = find_tasks(name.removesuffix("?"))
         try:
             examples = read_examples([task], data, config.tasks_limit)[task.name]
         except DataError as error:
-            if not name.strip().endswith("?"):
+            if not name.endswith("?"):
                 raise
             warn(f"{task.name} is not scored: {error}")
             continue

@@ -12,4 +12,9 @@ ENTRIES = {
         "serve": "megatoken.inference.commands.serve",
         "eval": "megatoken.inference.commands.eval",
     },
+    "section": {
+        "evaluate": "megatoken.inference.settings:TasksConfig",
+        "sample": "megatoken.inference.settings:SampleConfig",
+    },
+    "check": {"tasks": "megatoken.inference.check:check_tasks"},
 }

@@ -21,12 +21,12 @@ from torch import Tensor
 from megatoken.base.errors import NumericsError
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import uncompiled
+from megatoken.data.vocabulary import Ints
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.tensor_parallel import gather_lm_head
 from megatoken.model.gpt import GPT, TreeMask
 from megatoken.model.loss import cap_logits
 from megatoken.model.memory import LOSS_CHUNK
-from megatoken.text.tokenizer import Ints
 
 BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, including padding
 

@@ -1,6 +1,6 @@
 """The expected time and memory of a run, printed at its start and compared at its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
@@ -8,11 +8,12 @@ from megatoken.base.console import format_duration, format_memory
 from megatoken.base.system.device import Device
 from megatoken.base.system.gpus import find_driver
 from megatoken.base.system.measurement_cache import read_measurements
+from megatoken.base.system.metrics_log import Row
 from megatoken.plan.calibration import Calibration, count_run_bytes
 from megatoken.plan.estimate import build_layout
 from megatoken.plan.speed import estimate_step
 from megatoken.train.kernel_autotune import step_key
-from megatoken.train.run import Run
+from megatoken.train.run import RunLog
 from megatoken.train.state import StepConfig
 
 CALIBRATIONS = "calibration.json"  # file in the measurement cache
@@ -72,17 +73,54 @@ def _describe_deviation(share: float, above: str, below: str) -> str:
     return f"{abs(share):.0%} {above if share > 0 else below} than planned"
 
 
-def expect(run: Run) -> Expectation | None:
+@dataclass
+class Comparison:
+    """Observer that prints the expectation of a run at its start and how it differed at its end.
+
+    batches, seconds: size of the steps so far in full batches, and their time.
+    """
+
+    log: RunLog
+    expectation: Expectation | None = None
+    batches: float = 0.0
+    seconds: float = 0.0
+
+    def __call__(self, row: Row) -> None:
+        plan = self.log.plan
+        if row["kind"] == "start":
+            steps = replace(plan.step_config, micro_batch=row["micro_batch"])
+            self.expectation = expect(self.log, steps, compiled=row["compiled"])
+            if self.expectation is None:
+                return
+            message = self.expectation.describe(steps, row["step"])
+            plan.console.print(f"plan     {message}")
+            rate = steps.batch_tokens / self.expectation.step_seconds
+            self.log.event("planned", message=message, tokens_per_second=rate)
+        elif row["kind"] == "train":
+            steps = plan.step_config
+            self.batches += steps.batch_size(row["step"] - 1) / steps.batch_tokens
+            self.seconds += row["seconds"]
+        elif row["kind"] == "end" and row["exit_code"] == 0 and self.expectation and self.batches:
+            memory = plan.device.peak_memory_bytes()
+            message = self.expectation.describe_error(self.batches, self.seconds, memory)
+            plan.console.print(f"plan     {message}")
+
+
+def open_comparison(log: RunLog) -> Comparison | None:
+    return Comparison(log) if log.plan.is_main else None
+
+
+def expect(log: RunLog, steps: StepConfig, *, compiled: bool) -> Expectation | None:
     """Return the expected time and memory of a run, or None if they cannot be predicted.
 
     They come from a calibration by `megatoken plan --calibrate` if there is one. Otherwise they are
     computed from the specifications of the GPU, if it is a known model.
     """
-    config = run.config
-    model = run.data.model_config
-    device = run.device
-    steps = run.step_config
-    if run.comm.is_single_process and not run.is_compiled:
+    plan = log.plan
+    config = plan.config
+    model = plan.data.model_config
+    device = plan.device
+    if plan.comm.is_single_process and not compiled:
         calibration = find_calibration(config, model, device, steps.micro_batch)
         if calibration:
             batch_seqs = steps.batch_tokens // model.seq_len
@@ -98,11 +136,11 @@ def expect(run: Run) -> Expectation | None:
         config,
         model,
         gpu,
-        run.dims,
+        plan.dims,
         precision=device.precision,
         micro_batch=steps.micro_batch,
-        compiled=run.is_compiled,
-        attention=run.state.model.attention_name,
+        compiled=compiled,
+        attention=log.state.model.attention_name,
         checkpointing=config.machine.activation_checkpointing,
     )
     return Expectation(

@@ -2,9 +2,10 @@
 
 NEEDS = ("study",)
 ENTRIES = {
+    "observer": {"expectation": "megatoken.plan.expectation:open_comparison"},
     "command": {
         "plan": "megatoken.plan.commands.plan",
         "dryrun": "megatoken.plan.commands.dryrun",
         "launch": "megatoken.plan.commands.launch",
-    }
+    },
 }

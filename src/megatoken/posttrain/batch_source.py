@@ -1,8 +1,11 @@
 """Open the batches of the objectives that train on rows: preference pairs or sampled answers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megatoken.base.config.load import ResolvedConfig
+from megatoken.base.config.schema import Config
 from megatoken.base.errors import ConfigError
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.shard_format import SPLITS
@@ -13,7 +16,9 @@ from megatoken.posttrain.objective import PreferenceLoss
 from megatoken.posttrain.preferences import PairBatches, read_pairs
 from megatoken.posttrain.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
+from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
 from megatoken.text.chat_template import find_template
+from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.state import Loss
 
 
@@ -32,16 +37,17 @@ def open_row_batches(
         return PairBatches(learner, loss, pairs)
     prompts, held_out = (read_prompts(learner, split) for split in SPLITS)
     score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)
-    stop_ids = find_template(learner.dataset.tokenizer).stop_ids
+    stop_ids = find_template(open_tokenizer(learner.dataset.vocabulary)).stop_ids
     return RolloutBatches(learner, prompts, held_out, stop_ids, score)
 
 
-def check_reward(name: str, reward: str | Reward | None) -> None:
+def check_reward(config: Config, reward: str | Reward | None) -> None:
     """Raise ConfigError if a run's reward cannot be imported or found.
 
-    name: the setting `objective.reward`, which is a rule of REWARDS or the run of a reward model.
-    reward: the user's own function, or its name as module:function, which replaces `name`.
+    config: its objective.reward is a rule of REWARDS or the run of a reward model. reward: the
+    user's own function, or its name as module:function, which replaces objective.reward.
     """
+    name = config.section(ObjectiveConfig).reward
     if isinstance(reward, str):
         load_reward(reward)
     if reward is not None or name in REWARDS:
@@ -54,9 +60,25 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
         raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
 
 
+def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
+    """Return the config with the reward's name in it, so that resuming with another one fails.
+
+    Raises ConfigError if the objective uses no rewards.
+    """
+    config = resolved.config
+    if config.objective.name not in SAMPLING:
+        what = f"a reward has no effect with objective.name={config.objective.name}"
+        raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
+    name = reward
+    if not isinstance(name, str):  # a callable object or functools.partial has no name
+        name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+    section = replace(config.section(ObjectiveConfig), reward=name)
+    return replace(resolved, config=config.with_section(section))
+
+
 def build_score(learner: Learner, reward: Reward | None) -> Score:
     """Return the function that scores answers: by `reward`, a built-in rule or a reward model."""
-    name = learner.config.objective.reward
+    name = learner.config.section(ObjectiveConfig).reward
     if reward is None and name not in REWARDS:
         return score_by_model(learner, name)
     return score_by_rule(learner, reward or REWARDS[name], name, needs_stop=reward is None)
@@ -67,7 +89,7 @@ def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool
 
     needs_stop: whether answers without a stop token get 0.
     """
-    decode: Callable[[Sequence[int]], str] = learner.dataset.tokenizer.decode
+    decode: Callable[[Sequence[int]], str] = open_tokenizer(learner.dataset.vocabulary).decode
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         pairs = list(zip(prompts, completions, strict=True))
@@ -90,7 +112,7 @@ def score_by_model(learner: Learner, name: str) -> Score:
     if not loaded.model.config.value_head:
         fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
         raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
-    if not loaded.tokenizer.shares_ids(learner.dataset.tokenizer):
+    if not loaded.tokenizer.shares_ids(open_tokenizer(learner.dataset.vocabulary)):
         what = f"{name} has a different tokenizer"
         raise ConfigError(what, "objective.reward", "train it from the same model")
     device = learner.device.torch_device

@@ -5,29 +5,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatoken.base.config.objective_config import ObjectiveConfig
+from megatoken.base.config.schema import Config
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import answer_log_probs, take_last
 from megatoken.posttrain.batches import PreferenceBatch, RolloutBatch
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, kl_k3
 from megatoken.posttrain.preference_loss import dpo_loss, kto_loss, pairwise_loss
+from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
 from megatoken.train.state import CrossEntropy, Loss, TrainState
 
 
-def build_loss(config: ObjectiveConfig) -> Loss:
+def build_loss(config: Config) -> Loss:
     """Return the loss of a config's objective."""
-    if config.name in ("grpo", "ppo"):
-        return PolicyLoss(config)
-    if config.name in ("dpo", "reward", "kto"):
-        return PreferenceLoss(config)
+    name, settings = config.objective.name, config.section(ObjectiveConfig)
+    if name in ("grpo", "ppo"):
+        return PolicyLoss(name, settings)
+    if name in ("dpo", "reward", "kto"):
+        return PreferenceLoss(name, settings)
     return CrossEntropy()
+
+
+def rollout_steps(config: Config) -> int:
+    """Return the number of steps from one sampling of answers to the next; 1 without sampling."""
+    return config.section(ObjectiveConfig).updates if config.objective.name in SAMPLING else 1
+
+
+def row_answers(config: Config) -> int:
+    """Return the number of sequences trained on per row of the dataset."""
+    settings = config.section(ObjectiveConfig)
+    return settings.group * settings.updates if config.objective.name in SAMPLING else 1
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """GRPO and PPO: the clipped policy loss, with a KL penalty (GRPO) or a value loss (PPO)."""
 
+    name: str
     config: ObjectiveConfig
 
     def count(self, state: TrainState, batch: Batch) -> Tensor:
@@ -39,7 +53,7 @@ class PolicyLoss:
         """Return the sums of `loss` and clip_share and, if they are used, of kl and value_loss."""
         assert isinstance(batch, RolloutBatch)
         config = self.config
-        if config.name == "grpo" and batch.reference_BT is None:
+        if self.name == "grpo" and batch.reference_BT is None:
             # An answer with an advantage of 0 adds 0 to the loss and to every gradient.
             rows = torch.nonzero(batch.advantages_BT.any(1))[:, 0]
             if not len(rows):
@@ -59,9 +73,9 @@ class PolicyLoss:
         if batch.reference_BT is not None:
             kl = kl_k3(log_probs_BT, batch.reference_BT)
             sums["kl"] = (kl * mask).sum().detach()
-            if config.name == "grpo":  # PPO's is part of the rewards
+            if self.name == "grpo":  # PPO's is part of the rewards
                 losses = losses + config.kl * kl
-        if config.name == "ppo":
+        if self.name == "ppo":
             assert batch.values_BT is not None
             assert batch.returns_BT is not None
             errors = clipped_value_loss(
@@ -76,6 +90,7 @@ class PolicyLoss:
 class PreferenceLoss:
     """DPO and reward models: the pairwise loss of two answers. KTO: the loss of rated answers."""
 
+    name: str
     config: ObjectiveConfig
 
     def count(self, state: TrainState, batch: Batch) -> Tensor:
@@ -102,13 +117,13 @@ class PreferenceLoss:
         hidden_BTC: the model's hidden states of `rows`, the flattened `batch`.
         """
         assert isinstance(batch, PreferenceBatch)
-        if self.config.name == "reward":
+        if self.name == "reward":
             scores = take_last(model.values(hidden_BTC), rows.targets_BT)
             chosen, rejected = scores.view(-1, 2).unbind(1)
             losses = pairwise_loss(chosen, rejected)
         else:
             log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=loss_chunk).sum(1)
-            if self.config.name == "kto":
+            if self.name == "kto":
                 return self._sum_kto(log_probs, batch)
             assert batch.reference_B2 is not None
             chosen, rejected = log_probs.view(-1, 2).unbind(1)

@@ -29,6 +29,7 @@ from megatoken.posttrain.batches import Learner, Poll, RolloutBatch
 from megatoken.posttrain.lora import without_adapters
 from megatoken.posttrain.policy_loss import gae, group_advantages, has_difference, moments, whiten
 from megatoken.posttrain.reference import load_reference
+from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.text.chat_dataset import open_rows, read_answers
 
 DECODED_ROWS = 512  # at once
@@ -81,7 +82,7 @@ class RolloutBatches:
         """
         self.metrics: dict[str, float] = {}
         self._learner = learner
-        self._objective = learner.config.objective
+        self._objective = learner.config.section(ObjectiveConfig)
         self._prompts = prompts
         self._held_out = held_out[:HELD_OUT_PROMPTS]
         self._stop_ids = stop_ids
@@ -200,7 +201,7 @@ class RolloutBatches:
                 reference_BT = learner.scorer.log_probs(
                     reference, rows_on_device, objective.temperature
                 ).cpu()
-        if objective.name == "grpo":
+        if self._learner.config.objective.name == "grpo":
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:

@@ -2,6 +2,10 @@
 
 NEEDS = ("convert", "inference", "plan", "text")
 ENTRIES = {
+    "observer": {
+        "plots": "megatoken.study.observers:open_plots",
+        "sinks": "megatoken.study.observers:open_sinks",
+    },
     "command": {
         "race": "megatoken.study.commands.race",
         "sweep": "megatoken.study.commands.sweep",
@@ -10,5 +14,7 @@ ENTRIES = {
         "bench": "megatoken.study.commands.bench",
         "plot": "megatoken.study.commands.plot",
         "report": "megatoken.study.commands.report",
-    }
+    },
+    "section": {"log": "megatoken.study.settings:ReportConfig"},
+    "check": {"sinks": "megatoken.study.check:check_names"},
 }

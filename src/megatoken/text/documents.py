@@ -12,11 +12,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
+from megatoken.data.vocabulary import Ids
 from megatoken.text.byte_bpe import EOT
 from megatoken.text.text_files import TextFormat
 from megatoken.text.tokenizer import SplitPoints, Tokenizer
 
-Ids = NDArray[np.uint16] | NDArray[np.uint32]
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories

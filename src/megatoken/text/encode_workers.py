@@ -18,7 +18,7 @@ from megatoken.base.errors import PeerError
 from megatoken.base.system.environment import safe_import_path
 from megatoken.text.corpus_reader import Chunk
 from megatoken.text.documents import Encoded, PrepareOptions, Segment, encode_segments
-from megatoken.text.tokenizer import Tokenizer, load_saved_tokenizer
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 
 _worker: tuple[PrepareOptions, Tokenizer]  # set once in each worker process
 
@@ -38,7 +38,7 @@ def encode_chunks(
         return
     with safe_import_path(), TemporaryDirectory(prefix="megatoken-") as folder:
         # Pass a folder: if a worker died while starting, sending a long argument would hang.
-        tokenizer.save(Path(folder))
+        tokenizer.vocabulary.save(Path(folder))
         pool = ProcessPoolExecutor(
             workers,
             multiprocessing.get_context("spawn"),  # forking is unsafe with the tokenizer's threads
@@ -70,7 +70,7 @@ def _start_worker(options: PrepareOptions, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # the Rust code reads it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = options, load_saved_tokenizer(folder)
+    _worker = options, load_tokenizer(str(folder))
 
 
 def _exit_with_parent() -> None:

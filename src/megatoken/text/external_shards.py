@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.base.errors import DataError
+from megatoken.data.dataset import ShardFile
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -34,16 +35,18 @@ _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files of uint16 ids
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
 
 
-def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
-    """Return a manifest derived from the shards' headers, and the path of each shard.
+def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[ShardFile]] | None:
+    """Return a manifest derived from the shards' headers, and the shards; None if there are none.
 
     path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
-    Raises DataError if there are no shards, shards of several formats, or a dataset in a format that
-    is not read.
+    Raises DataError for shards of several formats, or a dataset in a format that is not read.
     """
     splits = _find_files(path)
+    if not splits:
+        return None
     files = [*splits]
-    headers = [read_layout(file)[0] for file in files]
+    layouts = [_read_layout(file) for file in files]
+    headers = [header for header, _ in layouts]
     for file, header in zip(files, headers, strict=True):
         if header.fingerprint:
             fix = f"name the folder with {MANIFEST_NAME}, or finish the preparation"
@@ -64,11 +67,15 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     )
     description = {"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
     manifest = Manifest(tokenizer=description, dtype=dtype, documents={}, shards=shards, source={})
-    return manifest, files
+    opened = [
+        ShardFile(shard, file, dtype, offset)
+        for shard, file, (_, offset) in zip(shards, files, layouts, strict=True)
+    ]
+    return manifest, opened
 
 
 def _find_files(path: Path) -> dict[Path, str]:
-    """Return each shard with its split, "train" or "val".
+    """Return each shard with its split, "train" or "val"; {} if there is none.
 
     Shards that are named as test data are left out, unless there are no others.
     """
@@ -82,10 +89,7 @@ def _find_files(path: Path) -> dict[Path, str]:
             if error := find_foreign(each):
                 raise error
     if not files:
-        fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
-        if not (paths or path.is_absolute()):
-            fix = "it is relative to where the run began: start there, or give data.path=PATH"
-        raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
+        return {}
     start = os.path.commonpath([file.parent for file in files])
     splits = {file: find_split(file.relative_to(start).as_posix()) for file in files}
     if set(splits.values()) == {"test"}:
@@ -93,8 +97,8 @@ def _find_files(path: Path) -> dict[Path, str]:
     return {file: split or "train" for file, split in splits.items() if split != "test"}
 
 
-def read_layout(path: Path) -> tuple[Header, int, bytes]:
-    """Return a shard's header, the byte offset of its first token, and the bytes before it.
+def _read_layout(path: Path) -> tuple[Header, int]:
+    """Return a shard's header and the byte offset of its first token.
 
     Raises DataError unless the file has the size that its header implies.
     """
@@ -116,7 +120,7 @@ def read_layout(path: Path) -> tuple[Header, int, bytes]:
     if size != expected or not header.tokens:
         what = f"shard of {header.tokens:,} tokens has {size:,} bytes, expected {expected:,}"
         raise DataError(what, path, RESTORE)
-    return header, offset, raw[:offset]
+    return header, offset
 
 
 def _read_npy_header(path: Path) -> tuple[Header, int]:

@@ -33,7 +33,7 @@ from megatoken.text.output_folder import (
 )
 from megatoken.text.shard_writer import ShardWriter
 from megatoken.text.sources import Source, find_corpus
-from megatoken.text.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer, parse_bpe
 
 SAMPLE_BYTES = 64 << 20  # size of the sample that a BPE is trained on
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
@@ -131,9 +131,9 @@ def _save_tokenizer(
     The one saved is `loaded` or, if that is None, `spec` trained on `sample`.
     """
     if (folder / DESCRIPTION_NAME).exists():
-        return load_saved_tokenizer(folder)
+        return load_tokenizer(str(folder))
     tokenizer = loaded or load_tokenizer(spec, lambda: sample)
-    tokenizer.save(folder)
+    tokenizer.vocabulary.save(folder)
     return tokenizer
 
 
@@ -238,7 +238,7 @@ class _Writer:
         counts = self.state.counts
         with storage_errors(self.out):
             manifest = Manifest(
-                tokenizer=self.tokenizer.describe(),
+                tokenizer=self.tokenizer.vocabulary.describe(),
                 dtype=self.dtype,
                 documents={split: counts[split] for split in SPLITS},
                 bytes={
@@ -262,7 +262,7 @@ class _Writer:
         moved = 0
         for ids in source.read_from(start):
             target.append(ids)
-            moved += self.tokenizer.count_bytes(ids[None], ids[None])
+            moved += self.tokenizer.vocabulary.count_bytes(ids[None], ids[None])
         for size in SIZES:
             part = counts[f"{source.split}_{size}"]
             if start:

@@ -113,7 +113,7 @@ def _write_splits(
 
     Return the manifest, which the caller must write last.
     """
-    tokenizer.save(out / "tokenizer")
+    tokenizer.vocabulary.save(out / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     shards: list[Shard] = []
     files: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _write_splits(
             replace_file(out / name, data, durable=True)
             files[name] = xxhash.xxh3_128_hexdigest(data)
     return Manifest(
-        tokenizer=tokenizer.describe(),
+        tokenizer=tokenizer.vocabulary.describe(),
         dtype=writer.dtype,
         documents={split: len(rows) for split, rows in splits.items()},
         shards=tuple(shards),

@@ -11,29 +11,28 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import tokenizers
-import xxhash
-from numpy.typing import NDArray
 
-from megatoken.base.errors import ConfigError, DataError, MegatokenError
-from megatoken.base.system.atomic_write import (
-    MALFORMED,
-    read_json,
-    read_object,
-    read_small_file,
-    replace_file,
-    storage_errors,
-)
+from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.system.atomic_write import MALFORMED, read_object, read_small_file
 from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
+from megatoken.data.vocabulary import (
+    LARGEST_FILE,
+    TOKENIZER_FILE,
+    Ints,
+    Vocabulary,
+    read_vocabulary,
+    tokenizer_errors,
+)
 from megatoken.text import byte_bpe
-from megatoken.text.bpe_cache import BpeCache
+from megatoken.text.bpe_cache import BpeCache, Ids
 from megatoken.text.byte_bpe import EOT, byte_vocabulary, split_merge
 from megatoken.text.file_kinds import find_foreign
 from megatoken.text.gpt2_vocab import find_gpt2_merges
@@ -48,14 +47,10 @@ TOKEN_IDS = "generation_config.json"  # of `Tokenizer.files`: eos_token_id and b
 CHAT_FILES = ("chat_template.json", "special_tokens_map.json", TOKENIZER_CONFIG, CHAT_TEMPLATE_NAME)
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
-LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
 LARGEST_TRAINED = 1_000_000  # ids; the trainer holds all of them in memory
 
 _SECRET = secrets.token_hex(8)
 
-Ids = NDArray[np.uint32]
-Ints = NDArray[np.int64]
-CountBytes = Callable[[Ints, Ints], float]  # of text in inputs and targets
 SplitPoints = Literal["anywhere", "words", "nowhere"]
 
 
@@ -123,6 +118,12 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What training knows of the tokenizer, with its files."""
+        files = {TOKENIZER_FILE: self.to_json()} | self.files
+        return Vocabulary(self.name, self.vocab_size, self.eot, self.fingerprint, files)
+
+    @cached_property
     def templates(self) -> dict[str, str]:
         """The chat templates in `files` by name; the one for all conversations is `default`."""
         templates = self.settings.get("chat_template")
@@ -160,7 +161,7 @@ class Tokenizer:
     @cached_property
     def bos_ids(self) -> list[int]:
         """Ids that Hugging Face adds before every text, such as LLaMA's begin-of-text."""
-        with suppress(DataError), _data_errors("", self.name, ""):
+        with suppress(DataError), tokenizer_errors("", self.name, ""):
             encoding = self._inner.encode("a")
             mask = encoding.special_tokens_mask
             if 0 in mask:
@@ -182,46 +183,16 @@ class Tokenizer:
         bytes_as_text = {f"<0x{byte:02X}>" for byte in range(256)}
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
-    def count_bytes(self, inputs_BT: Ints, targets_BT: Ints) -> int:
-        """Return the number of bytes of text in the targets >= 0, without special tokens.
-
-        inputs_BT: needed because the text of a token can depend on the token before it.
-        """
-        if self.byte_lengths is not None:
-            return int(self.byte_lengths[targets_BT[targets_BT >= 0]].sum())
-        total = 0
-        for inputs, targets in zip(inputs_BT, targets_BT, strict=True):
-            ids = np.append(inputs[:1], targets[targets >= 0])  # text depends on the previous id
-            documents = np.split(ids, np.flatnonzero(ids == self.eot))
-            total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
-        return total
-
     def measure_text(self, text: str, ids: Ints) -> dict[str, int]:
         """Return the bytes of `text`, of its ids `decoded`, and of characters `lost` by decoding."""
         size = len(text.encode())
         decoded = text
-        lengths = self.byte_lengths
+        lengths = self.vocabulary.byte_lengths
         is_bytes = self.split_points == "anywhere"
         if not is_bytes and (lengths is None or lengths[ids].sum() != size):
             decoded = self._inner.decode(ids.tolist(), skip_special_tokens=True)
         lost = "" if decoded == text else "".join((Counter(text) - Counter(decoded)).elements())
         return {"text": size, "decoded": len(decoded.encode()), "lost": len(lost.encode())}
-
-    @cached_property
-    def byte_lengths(self) -> Ints | None:
-        """Bytes of text per id, (vocab_size,), or None if the tokenizer is not byte-level."""
-        if "ByteLevel" not in json.dumps(self._content["decoder"]):
-            return None
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
-            lengths[id] = len(token)
-        for token in self._content["added_tokens"]:
-            lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
-        return lengths
-
-    def _count_decoded(self, ids: Ints) -> int:
-        text = self._inner.decode(ids.tolist(), skip_special_tokens=True)
-        return len(text.replace("\ufffd", "?").encode())  # part of a character is 1 byte
 
     def shares_ids(self, other: "Tokenizer") -> bool:
         """Return whether both tokenizers have the same tokens with the same ids."""
@@ -276,7 +247,7 @@ class Tokenizer:
         The ids are those that Hugging Face gives text with special tokens, but special tokens
         spelled in `text` are plain text. Raises DataError for text that cannot be encoded.
         """
-        with _data_errors("the tokenizer cannot encode the text", self.name, "use another one"):
+        with tokenizer_errors("the tokenizer cannot encode the text", self.name, "use another one"):
             return self._control_inner.encode(text, add_special_tokens=False)
 
     @cached_property
@@ -308,12 +279,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, including special tokens; invalid UTF-8 becomes U+FFFD."""
-        with _data_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
+        with tokenizer_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
             return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def decode_bytes(self, id: int) -> bytes:
         """Return the bytes of a token, which can be a part of a character."""
-        if self.byte_lengths is not None:
+        if self.vocabulary.byte_lengths is not None:
             with suppress(ValueError):  # a special token with other characters
                 token = self._inner.id_to_token(id) or ""
                 return bytes(map(byte_bpe.byte_characters().index, token))
@@ -323,32 +294,9 @@ class Tokenizer:
         """Return the content of a tokenizer.json."""
         return str(self._inner.to_str())
 
-    def describe(self) -> dict[str, Any]:
-        """Return the tokenizer's entry in the manifest, also saved in megatoken_tokenizer.json."""
-        return {
-            "name": self.name,
-            "vocab_size": self.vocab_size,
-            "eot": self.eot,
-            "fingerprint": self.fingerprint,
-        }
-
-    def save(self, folder: Path) -> None:
-        """Durably write tokenizer.json, `files` and, last, megatoken_tokenizer.json.
-
-        Raises StorageError if the folder cannot be written.
-        """
-        content = self.to_json().encode()
-        row = self.describe() | {"xxh3_128": xxhash.xxh3_128_hexdigest(content)}
-        with storage_errors(folder, what="cannot save the tokenizer"):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "tokenizer.json", content, durable=True)
-            for name, text in self.files.items():
-                replace_file(folder / name, text, durable=True)
-            replace_file(folder / DESCRIPTION_NAME, json.dumps(row, indent=1) + "\n", durable=True)
-
     def _encode_text(self, text: str) -> Ids:
         what = f"the tokenizer cannot encode {text[:40]!r}"
-        with _data_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
+        with tokenizer_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
             # The batch call keeps no offsets, so it takes half the time and 3/4 of the memory.
             encoding = self._inner.encode_batch_fast([text], add_special_tokens=False)[0]
             return np.array(encoding.ids, dtype=np.uint32)
@@ -385,7 +333,7 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
     if not path.exists():
         raise ConfigError(f"no tokenizer {spec}", "tokenizer", "use gpt2, bytes, bpe:N or a file")
     if (path / DESCRIPTION_NAME).exists():
-        return load_saved_tokenizer(path)
+        return open_tokenizer(read_vocabulary(path))
     if (path / "tokenizer").is_dir():  # a dataset or run
         return load_tokenizer(str(path / "tokenizer"))
     file = path if path.is_file() else find_vocabulary(path)
@@ -403,21 +351,13 @@ def find_vocabulary(folder: Path) -> Path | None:
     return None
 
 
-def load_saved_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer that `save` wrote to `folder`.
-
-    Raises DataError if it is missing or damaged.
-    """
-    path = folder / "tokenizer.json"
-    with _data_errors("tokenizer is missing or damaged", path, RESTORE):
-        row = read_json(folder / DESCRIPTION_NAME)
-        digest = row.pop("xxh3_128")
-        content = read_small_file(path, LARGEST_FILE)
-        if digest != xxhash.xxh3_128_hexdigest(content):
-            raise ValueError("its hash differs")
-        files = _read_files(folder)
-        tokenizer = Tokenizer(content.decode(), row["name"], row["eot"], files)
-        if row != tokenizer.describe():
+@cache
+def open_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer of a vocabulary. Raises DataError if they differ."""
+    files = dict(vocabulary.files)
+    with tokenizer_errors("the tokenizer cannot be used", vocabulary.name, RESTORE):
+        tokenizer = Tokenizer(files.pop(TOKENIZER_FILE), vocabulary.name, vocabulary.eot, files)
+        if tokenizer.vocabulary.describe() != vocabulary.describe():
             raise ValueError(f"{DESCRIPTION_NAME} does not describe it")
         return tokenizer
 
@@ -432,7 +372,7 @@ def parse_bpe(spec: str) -> int:
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:
-    with _data_errors(f"cannot read {path.name}", path, "use a tokenizer.json of Hugging Face"):
+    with tokenizer_errors(f"cannot read {path.name}", path, "use a tokenizer.json of Hugging Face"):
         files = _read_files(path.parent)
         if path.name == "vocab.json":
             return Tokenizer(_read_vocabulary(path, files), name, files=files)
@@ -483,29 +423,16 @@ def _read_files(folder: Path) -> dict[str, str]:
 def _read_settings(files: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the `settings` and `named_tokens` of a tokenizer with these files."""
     settings: dict[str, Any] = {}
-    for name, text in files.items():
+    for name in (*CHAT_FILES, TOKEN_IDS):
         with suppress(*MALFORMED):
             is_text = name == CHAT_TEMPLATE_NAME
-            settings |= {"chat_template": text} if is_text else json.loads(text)
+            settings |= {"chat_template": files[name]} if is_text else json.loads(files[name])
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in settings.items()
         if name.endswith("_token") and isinstance(value, dict | str)
     }
     return settings, tokens
-
-
-@contextmanager
-def _data_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
-    """Convert what `tokenizers` raises, including Rust panics (BaseException), to DataError."""
-    try:
-        yield
-    except MegatokenError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(f"{what}: {error!s:.200}", where, fix) from error
 
 
 def _drop_defaults(value: Any) -> Any:

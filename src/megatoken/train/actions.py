@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from megatoken.base.config.fields import Duration
-from megatoken.base.config.schema import Config
 from megatoken.base.console import SHOWN_FIRST
-from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.torch_compat import uncompiled
 from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
 from megatoken.data.dataset import Dataset
 from megatoken.text.chat_dataset import open_rows
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.run import Run, RunContext, RunData
+from megatoken.train.run import Run
 from megatoken.train.val_loss import to_batch, validation_loss
 
 Poll = Callable[[], None]
@@ -49,12 +47,6 @@ class Action:
 def is_due(every: int, step: int) -> bool:
     """Return whether `step` is a multiple of `every`; always False if `every` is 0."""
     return every > 0 and step % every == 0
-
-
-def open_actions(config: Config, data: RunData, context: RunContext) -> list[Action]:
-    """Return the actions that rooms add to a run. Raises what they refuse in the config."""
-    opened = [load_entry("action", name)(config, data, context) for name in list_entries("action")]
-    return [action for action in opened if action is not None]
 
 
 def list_actions(run: Run, saver: CheckpointSaver, added: Sequence[Action]) -> list[Action]:
@@ -169,7 +161,7 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
             run.device,
             chunk=run.step_config.loss_chunk,
             comm=run.comm,
-            count_bytes=dataset.byte_counter("val", run.data.tokenizer),
+            count_bytes=dataset.byte_counter("val", run.data.vocabulary),
             dims=dims,
             output_layer=state.output_layer,
         )

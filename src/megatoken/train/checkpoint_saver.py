@@ -44,7 +44,7 @@ class CheckpointSaver:
         with run.log.during("save", step):
             meta = {
                 "dataset": run.data.dataset.fingerprint,
-                "tokenizer": run.data.tokenizer.fingerprint,
+                "tokenizer": run.data.vocabulary.fingerprint,
                 "skipped_batches": list(run.state.skipped_batches),
                 "recent_steps": list(run.state.recent.values),
                 "elapsed_seconds": run.log_file.elapsed_seconds,

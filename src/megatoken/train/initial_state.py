@@ -19,6 +19,7 @@ from megatoken.data.mixture import load_mixture
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.store.commit import list_steps
 from megatoken.text.chat_dataset import ROW_OBJECTIVES, require_data_for
+from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState, build_state
@@ -79,7 +80,7 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     if objective != "pretrain":  # the dataset's tokenizer may add control tokens
         dataset = load_mixture(data.path, external_tokenizer=data.tokenizer)
         require_data_for(objective, dataset.parts[0].dataset)
-        sizes["vocab_size"] = max(sizes["vocab_size"], dataset.tokenizer.vocab_size)
+        sizes["vocab_size"] = max(sizes["vocab_size"], dataset.vocabulary.vocab_size)
     config = replace(resolved.config, model=replace(model, **sizes))
     for key, what, fix in validate(config):
         raise ConfigError(f"{key}: {what}", f"model.init {model.init}", fix)
@@ -147,7 +148,7 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
     console = plan.console
     name = plan.config.model.init
     model_config = plan.data.model_config
-    tokenizer = plan.data.tokenizer
+    tokenizer = open_tokenizer(plan.data.vocabulary)
     loaded = load_pretrained(name, console.warn)
     source = loaded.model.config
     has_same_ids = loaded.tokenizer.shares_ids(tokenizer)

@@ -38,7 +38,7 @@ class PreemptionHandler:
 
         steps: the loop can stop only at step numbers that are multiples of this.
         """
-        self._steps = steps
+        self.steps = steps
         self._limit = time_limit_seconds or 0.0
         self._deadline = (
             math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
@@ -94,7 +94,7 @@ class PreemptionHandler:
         """
         expected = min(30.0, 0.05 * self._limit)
         save = expected if self._save_seconds is None else self._save_seconds
-        return _MARGIN * (self._steps * max(self._step_seconds, default=0.0) + save)
+        return _MARGIN * (self.steps * max(self._step_seconds, default=0.0) + save)
 
     def observe(
         self, step_seconds: float | None = None, *, save_seconds: float | None = None

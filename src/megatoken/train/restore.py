@@ -138,7 +138,7 @@ def _check_dataset(manifest: CheckpointManifest, dataset: Mixture, *, allow_chan
     allow_changes: whether to accept a different dataset, provided its tokenizer is the same.
     """
     trained_on = str(manifest.meta.get("dataset"))
-    has_same_ids = manifest.meta.get("tokenizer") == dataset.tokenizer.fingerprint
+    has_same_ids = manifest.meta.get("tokenizer") == dataset.vocabulary.fingerprint
     if trained_on == dataset.fingerprint or (has_same_ids and allow_changes):
         return
     what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"

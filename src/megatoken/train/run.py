@@ -14,16 +14,16 @@ from megatoken.base.system.device import Device
 from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
+from megatoken.data.vocabulary import Vocabulary
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.posttrain.batches import BatchSource, Poll
 from megatoken.store.manifest import CheckpointManifest, FileEntry
-from megatoken.text.tokenizer import Tokenizer
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 
-Callback = Callable[[dict[str, Any]], bool | None]
+Observer = Callable[[dict[str, Any]], bool | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class RunData:
     epoch_tokens: int
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.dataset.tokenizer
+    def vocabulary(self) -> Vocabulary:
+        return self.dataset.vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,18 @@ class RunPlan(RunContext):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """Sends rows to the metrics log and the callbacks, and phases to status.json and the watchdog.
+    """Sends rows to the metrics log and the observers, and phases to status.json and the watchdog.
 
-    plan: its step_config.micro_batch is only a placeholder. callbacks: called with a dict for every
-    row (kind, step, tokens, elapsed_seconds and values); one that returns True stops the run.
+    plan: its step_config.micro_batch is only a placeholder. observers: called with a dict for every
+    row (kind, step, tokens, elapsed_seconds and values); one that returns True stops the run. Only
+    they get the rows of kind `start` (micro_batch, compiled), before the first step, and `end`
+    (exit_code, message), when the final status is written.
     """
 
     plan: RunPlan
     state: TrainState
     progress: Progress
-    callbacks: Sequence[Callback] = ()
+    observers: Sequence[Observer]
 
     @property
     def is_at_end(self) -> bool:
@@ -134,9 +136,9 @@ class RunLog:
     def write(
         self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any
     ) -> None:
-        """Log a row of `values` at `step`, by default the current one, and pass it to callbacks.
+        """Log a row of `values` at `step`, by default the current one, and pass it to observers.
 
-        to_file: whether to write the row to the log; if False, only callbacks get it.
+        to_file: whether to write the row to the log; if False, only observers get it.
         """
         step = self.state.step if step is None else step
         tokens = self.state.tokens_trained(self.plan.step_config, step)
@@ -144,8 +146,8 @@ class RunLog:
         if to_file:
             self.plan.log_file.write(kind, step, tokens, **values)
             self.progress.logged.add((values.get("task", kind), step))
-        for callback in self.callbacks:
-            if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
+        for observer in self.observers:
+            if observer({"kind": kind, "step": step, "tokens": tokens, **values}):
                 self.plan.stop.request_stop("callback")
 
     def event(self, what: str, **values: Any) -> None:
@@ -196,6 +198,6 @@ class Run(RunPlan):
         """
         must_stop = bool(self.stop.stop_before(next_seconds))
         must_stop, flag = self.comm.any_of_each([must_stop, flag])
-        if must_stop and self.state.step % self.config.objective.rollout_steps == 0:
+        if must_stop and self.state.step % self.stop.steps == 0:
             raise StopRequested
         return flag

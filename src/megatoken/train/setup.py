@@ -37,6 +37,7 @@ from megatoken.distributed.parallel_dims import (
     disable_unsupported,
 )
 from megatoken.optim.costs import count_saved_bytes
+from megatoken.posttrain.objective import row_answers
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
 from megatoken.text.chat_dataset import (
     OBJECTIVE_DATA,
@@ -91,24 +92,24 @@ def open_data(config: Config, context: RunContext) -> RunData:
     dataset = load_mixture(
         config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
     )
-    tokenizer = dataset.tokenizer
+    vocabulary = dataset.vocabulary
     seq_len = config.model.seq_len
-    objective = config.objective
+    objective = config.objective.name
     _check_data_kind(config, dataset)
-    if 0 < config.model.vocab_size < tokenizer.vocab_size:
+    if 0 < config.model.vocab_size < vocabulary.vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's"
         fix = "set it to 0 to use the tokenizer's"
-        raise ConfigError(f"{what} {tokenizer.vocab_size}", "model.vocab_size", fix)
-    dataset.set_vocab_size(tokenizer.vocab_size)
+        raise ConfigError(f"{what} {vocabulary.vocab_size}", "model.vocab_size", fix)
+    dataset.set_vocab_size(vocabulary.vocab_size)
     loader = None
-    if objective.name in ROW_OBJECTIVES:
-        epoch_tokens = count_rows(dataset, objective.name) * objective.answers * seq_len
+    if objective in ROW_OBJECTIVES:
+        epoch_tokens = count_rows(dataset, objective) * row_answers(config) * seq_len
     else:
         loader = _open_loader(config, dataset, context.comm)
         epoch_tokens = loader.n_windows * seq_len
     return RunData(
         dataset=dataset,
-        model_config=config.model.resolve(tokenizer.vocab_size),
+        model_config=config.model.resolve(vocabulary.vocab_size),
         loader=loader,
         epoch_tokens=epoch_tokens,
     )
@@ -163,7 +164,7 @@ def _find_document_start(dataset: Mixture) -> int:
     do not record their number of documents and may separate them by another token, so their first
     tokens must include an end-of-text token.
     """
-    eot = dataset.tokenizer.eot
+    eot = dataset.vocabulary.eot
     counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
     if 0 in counts:
         n_scanned = min(len(dataset.train), SCANNED_TOKENS)
@@ -262,7 +263,7 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
         content = json.dumps(provenance, indent=1) + "\n"
         replace_file(out / PROVENANCE, content, durable=True)  # marks it as a run
         replace_file(out / CONFIG, config_text, durable=True)
-        plan.data.tokenizer.save(out / TOKENIZER)  # replaces one from a failed start
+        plan.data.vocabulary.save(out / TOKENIZER)  # replaces one from a failed start
     total_steps = plan.step_config.total_steps
     plan.log_file.status(state="running", step=step, total_steps=total_steps, message="")
     check_mirror(plan.config.save.mirror, step, plan)

@@ -3,13 +3,12 @@
 import shlex
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.stragglers import StragglerDetector
-from megatoken.plan.expectation import Expectation
-from megatoken.study.plots import draw_run
 from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.actions import Action, Poll, is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
@@ -135,33 +134,20 @@ def report_early_stop(run: Run) -> None:
     run.console.print(f"step {run.state.step}: {message}: stopping early")
 
 
-def report_end(
-    run: Run,
-    code: ExitCode,
-    steps: StepLog,
-    saver: CheckpointSaver,
-    expectation: Expectation | None,
-) -> None:
-    """Write the final status, draw the curves, and print the next command. Rank 0 only."""
+def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver) -> None:
+    """Write the final status, tell the observers, and print the next command."""
     step = run.state.step
     console = run.console
+    state = "done" if code == ExitCode.DONE else "stopped"
+    reason = "" if code == ExitCode.DONE else run.stop.stop_requested or "another rank"
+    end: dict[str, Any] = {"exit_code": int(code), "message": reason}
+    run.log_file.status(state=state, phase="", step=step, **end)
+    run.log.write("end", to_file=False, **end)
     if code != ExitCode.DONE:
-        reason = run.stop.stop_requested or "another rank"
-        run.log_file.status(
-            state="stopped", phase="", exit_code=int(code), step=step, message=reason
-        )
         left = format_duration(steps.meter.remaining_seconds(step))
         resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"
         console.print(f"stopped by {reason} at step {step}, all saved ({left} left); {resume}")
         return
-    run.log_file.status(state="done", phase="", exit_code=int(code), step=step, message="")
-    if expectation and steps.meter.total_tokens:
-        batches = steps.meter.total_tokens / run.step_config.batch_tokens
-        memory = run.device.peak_memory_bytes()
-        text = expectation.describe_error(batches, steps.meter.total_seconds, memory)
-        console.print(f"plan     {text}")
-    if run.config.log.plots:
-        console.print(draw_run(run.out, pictures=run.config.log.pictures))
     best = saver.find_best()
     if best is not None and best != step:
         loss = run.progress.val_losses[best]

@@ -22,7 +22,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
     steps = plan.step_config
     device = plan.device
     model = data.model_config
-    tokenizer = data.tokenizer
+    vocabulary = data.vocabulary
     tokens = steps.tokens_before(steps.total_steps)
     flops = flops_per_token(model, causal=False)
     work = f"{flops:,} FLOPs a token (full attention)"
@@ -43,7 +43,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
         (
             "data",
             f"{data.dataset}: {len(data.dataset.train):,} train and {data.dataset.n_val:,} "
-            f"held-out tokens, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)",
+            f"held-out tokens, tokenizer {vocabulary.name} ({vocabulary.vocab_size:,} ids)",
         ),
         ("budget", _describe_budget(steps)),
         *(("", line) for line in _describe_parts(data.dataset, model.seq_len, tokens)),
@@ -69,11 +69,11 @@ def _warn(plan: RunPlan) -> None:
         if length > schedule.total:
             console.warn(f"{key}: {length:,} {unit} exceed the run's {schedule.total:,}")
     vocab_size = data.model_config.vocab_size
-    n_unused = vocab_size - data.tokenizer.vocab_size
+    n_unused = vocab_size - data.vocabulary.vocab_size
     # Fewer unused ids may be padding by another program.
     if n_unused >= data.model_config.vocab_multiple and not plan.config.model.init:
         what = f"{n_unused:,} of the model's {vocab_size:,} ids are not in the tokenizer"
-        fix = f"model.vocab_size=0 uses the tokenizer's {data.tokenizer.vocab_size:,}"
+        fix = f"model.vocab_size=0 uses the tokenizer's {data.vocabulary.vocab_size:,}"
         console.warn(f"{what}; {fix}")
     if not data.dataset.n_val:
         console.warn("the dataset has no validation split: no held-out loss will be measured")

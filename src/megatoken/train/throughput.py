@@ -26,8 +26,6 @@ class ThroughputMeter:
     world_size: int = 1
     is_dense: bool = True
     smooth_seconds: float = 0.0  # of a full batch
-    total_seconds: float = 0.0  # of all steps that were read
-    total_tokens: int = 0
     _start: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
@@ -49,8 +47,6 @@ class ThroughputMeter:
         self.device.synchronize()
         elapsed = self.elapsed_seconds
         rate = tokens / elapsed
-        self.total_seconds += elapsed
-        self.total_tokens += tokens
         # An exponential moving average, so that one slow step does not make the estimate jump.
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = 0.9 * (self.smooth_seconds or full) + 0.1 * full

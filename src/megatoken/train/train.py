@@ -26,6 +26,7 @@ from megatoken.base.errors import (
     NumericsError,
     error_from_code,
 )
+from megatoken.base.rooms import call_entries
 from megatoken.base.system.address import run_folder
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.device import Device, memory_errors, open_device, restored_settings
@@ -34,14 +35,12 @@ from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
-from megatoken.plan.expectation import expect
-from megatoken.posttrain.batch_source import check_reward
-from megatoken.posttrain.objective import build_loss
+from megatoken.posttrain.batch_source import check_reward, record_reward
+from megatoken.posttrain.objective import build_loss, rollout_steps
 from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
-from megatoken.study.sinks import SinkProcesses, check_sinks
 from megatoken.train import setup
-from megatoken.train.actions import Action, is_due, list_actions, open_actions
+from megatoken.train.actions import Action, is_due, list_actions
 from megatoken.train.batches import open_batches
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
@@ -50,7 +49,7 @@ from megatoken.train.live_mirror import Mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore
-from megatoken.train.run import Callback, Progress, Run, RunContext, RunLog, RunPlan
+from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, RunPlan
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, call_actions, report_early_stop, report_end
 from megatoken.train.summary import print_summary
@@ -89,7 +88,7 @@ class Trainer:
         *,
         model: GPT | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Observer] = (),
         nproc: int = 1,
         console: Console | None = None,
         explain: bool = False,
@@ -186,10 +185,9 @@ class Trainer:
                 extends=self.extend is not None,
             )
         )
-        check_sinks(resolved.config.log.sinks)
-        check_reward(resolved.config.objective.reward, self.reward)
+        check_reward(resolved.config, self.reward)
         data = setup.open_data(resolved.config, context)
-        actions = open_actions(resolved.config, data, context)
+        actions = call_entries("action", resolved.config, data, context)
         if self.extend:
             extended = extend_budget(resolved, data, self.extend, context)
             changes += list_changes(resolved.config, extended.config)
@@ -198,7 +196,7 @@ class Trainer:
         time_limit = parse_time(config.save.time_limit) or None
         with (
             setup.open_log(self.out, comm) as log_file,
-            PreemptionHandler(time_limit, config.objective.rollout_steps) as stop,
+            PreemptionHandler(time_limit, rollout_steps(config)) as stop,
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
@@ -211,7 +209,9 @@ class Trainer:
             )
             manifest = restore_newest()  # into state and progress; None for a new run
             changes += find_dataset_change(manifest, data.dataset)
-            log = RunLog(plan=plan, state=state, progress=progress, callbacks=self.callbacks)
+            observers = [*self.callbacks]
+            log = RunLog(plan=plan, state=state, progress=progress, observers=observers)
+            observers += call_entries("observer", log)
             is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
             if comm.broadcast_from_rank0(is_done):
                 Mirror(log).finish()
@@ -233,7 +233,7 @@ class Trainer:
         state = log.state
         step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         # Not before tuning, which measures steps with the cross-entropy, the default loss.
-        step_config = replace(step_config, loss=build_loss(plan.config.objective))
+        step_config = replace(step_config, loss=build_loss(plan.config))
         plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
         batches, validation = open_batches(plan, state, log, self.reward)
@@ -276,13 +276,8 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
 
     actions: called between steps, after save and validate.
     """
-    expectation = expect(run)
-    if expectation:
-        message = expectation.describe(run.step_config, run.state.step)
-        run.console.print(f"plan     {message}")
-        rate = run.step_config.batch_tokens / expectation.step_seconds
-        run.log.event("planned", message=message, tokens_per_second=rate)
-    sinks = SinkProcesses(run.config.log.sinks if run.is_main else "", run.out, run.console)
+    start = {"micro_batch": run.step_config.micro_batch, "compiled": run.is_compiled}
+    run.log.write("start", to_file=False, **start)
     saver = CheckpointSaver(run)
     recovery = Recovery(run, saver)
     step_log = StepLog(run, recovery)
@@ -299,10 +294,7 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
         raise
     finally:
         run.console.close()
-    if run.is_main:
-        report_end(run, code, step_log, saver, expectation)
-    if code == ExitCode.DONE:  # a run that was asked to stop has no time to wait
-        sinks.finish()
+    report_end(run, code, step_log, saver)
     return code
 
 
@@ -379,19 +371,4 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
         saver.finish_mirror()
     else:
         saver.try_commit_alone()
-
-
-def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
-    """Return the config with the reward's name in it, so that resuming with another one fails.
-
-    Raises ConfigError if the objective uses no rewards.
-    """
-    objective = resolved.config.objective
-    if not objective.samples:
-        what = f"a reward has no effect with objective.name={objective.name}"
-        raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
-    name = reward
-    if not isinstance(name, str):  # a callable object or functools.partial has no name
-        name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
-    config = replace(resolved.config, objective=replace(objective, reward=name))
-    return replace(resolved, config=config)
+    run.log.write("end", to_file=False, exit_code=code, message=str(error))

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
+from megatoken.data.vocabulary import CountBytes
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.gpt import GPT, separate_conversations
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
-from megatoken.text.tokenizer import CountBytes
 
 
 @torch.no_grad()

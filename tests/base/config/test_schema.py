@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from megatoken.base.config.fields import SETTINGS, Duration, parse_time, parse_value
 from megatoken.base.config.load import format_value
 from megatoken.base.config.presets import PRESETS
-from megatoken.base.config.schema import FIELDS, Config, build_config
+from megatoken.base.config.schema import FIELDS, SECTIONS, Config, build_config
 from megatoken.base.config.validate import validate
 
 
 def test_each_field_has_a_row_in_the_table_of_settings():
-    sections = {item.name: item.type for item in dataclasses.fields(Config) if item.name != "seed"}
+    core = {item.name: item.type for item in dataclasses.fields(Config)}
+    sections = [
+        *SECTIONS.items(),
+        *((name, core[name]) for name in core.keys() - {"seed", "sections"}),
+    ]
     keys = {
-        f"{name}.{item.name}" for name in sections for item in dataclasses.fields(sections[name])
+        f"{name}.{item.name}" for name, section in sections for item in dataclasses.fields(section)
     }
     assert SETTINGS.keys() == FIELDS.keys() == {"seed", *keys} - {"model.vocab_multiple"}
 

@@ -1,14 +1,17 @@
 """Describe settings (help line, unit, range) and parse their values.
 
-settings.toml has what a setting's field in a dataclass does not say.
+settings.toml has what a setting's field in a dataclass does not say. A room has its own beside
+its `room.py`.
 """
 
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+from megatoken.base.rooms import PACKAGE, find_rooms, list_entries
 
 LARGEST = 1e15  # limit of all numbers: beyond any real run, and exact as a float
 NUMBER = re.compile(
@@ -18,9 +21,12 @@ INTEGER = re.compile(r"[-+]?\d[\d_]*")
 PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}  # by first letter
 Resume = Literal["free", "guarded", "fatal"]
-SETTINGS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("settings.toml").read_text(encoding="utf-8")
-)
+_ROOMS = [PACKAGE / room / "settings.toml" for room in find_rooms()]
+SETTINGS: dict[str, dict[str, Any]] = {
+    key: row
+    for path in (Path(__file__).with_name("settings.toml"), *filter(Path.is_file, _ROOMS))
+    for key, row in tomllib.loads(path.read_text(encoding="utf-8")).items()
+}
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
@@ -67,7 +73,9 @@ class ConfigField:
     only_if: a condition on another setting, such as `optim.name=muon`, `objective.name=grpo|ppo` or
         `model.window!=0`. Unless it holds, this setting has no effect.
     resume: whether a resume may change it (schema.py); None: as its section.
+    entries: a kind of entries of rooms (base/rooms.py), whose names are values besides the default.
     key: the dotted key, such as `model.n_layer`.
+    section: the dataclass that declares it.
     """
 
     default: Any
@@ -78,12 +86,16 @@ class ConfigField:
     open_low: bool = False
     only_if: str = ""
     resume: Resume | None = None
+    entries: str = ""
     key: str = ""
     type: Any = None
+    section: Any = None
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that the setting accepts; empty for a setting that is not a choice of names."""
+        if self.entries:
+            return (self.default, *list_entries(self.entries))
         if get_origin(self.type) is not Literal:
             return ()
         return (*get_args(self.type), *_REGISTERED.get(self.key, ()))
@@ -123,13 +135,12 @@ def register_choice(key: str, name: str) -> None:
 
 
 def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
-    """Yield every setting in nested dataclasses, with its dotted key, in order of declaration."""
+    """Yield every setting in a dataclass, with its dotted key, in order of declaration."""
     for item in fields(section):
         key = prefix + item.name
         if key in SETTINGS:
-            yield ConfigField(item.default, key=key, type=item.type, **SETTINGS[key])
-        elif is_dataclass(item.type):
-            yield from list_fields(item.type, f"{item.name}.")
+            row = SETTINGS[key]
+            yield ConfigField(item.default, key=key, type=item.type, section=section, **row)
 
 
 def parse_value(spec: ConfigField, text: str) -> Any:
@@ -148,10 +159,12 @@ def parse_value(spec: ConfigField, text: str) -> Any:
 
 
 def _parse(spec: ConfigField, text: str) -> Any:
-    if spec.type is str or text in spec.choices or text == "auto" == spec.default:
+    if text in spec.choices or text == "auto" == spec.default:
         return text
     if spec.choices:
         raise ValueError
+    if spec.type is str:
+        return text
     if spec.type is bool:
         return BOOLEANS[text.lower()]
     if spec.type is float:

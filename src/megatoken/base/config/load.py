@@ -31,6 +31,7 @@ from megatoken.base.config.validate import validate
 from megatoken.base.config.words import suggest_setting
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
+from megatoken.base.rooms import PACKAGE, list_entries
 from megatoken.base.suggest import suggest
 
 VERSION = "2"  # of recipes
@@ -84,9 +85,10 @@ class ResolvedConfig:
     notes: tuple[str, ...] = ()
 
 
-def list_recipes() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+def list_recipes() -> dict[str, Path]:
+    """Return the files of the shipped recipes, those of rooms included, by name."""
+    paths = [*SHIPPED.glob("*.yaml"), *(PACKAGE / file for file in list_entries("recipe").values())]
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
 
 def prepare_words(dataset: str, out: str) -> list[str]:
@@ -115,7 +117,7 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
     if match := depth.NAME.fullmatch(recipe):
         derived = list(depth.derive_run(int(match[1])))
-        assignments = read_recipe(SHIPPED / f"{depth.RECIPE}.yaml")
+        assignments = _read(list_recipes()[depth.RECIPE])
         assignments += [Assignment(key, text, f"{recipe}: {rule}") for key, text, rule in derived]
         resolved = resolve_assignments(recipe, assignments, overrides)
         return replace(
@@ -123,7 +125,13 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
         )
     path = _find_recipe(recipe)
     _refuse_foreign(path)
-    return resolve_assignments(path.stem, read_recipe(path), overrides)
+    return resolve_assignments(path.stem, _read(path), overrides)
+
+
+def _read(path: Path) -> list[Assignment]:
+    """Read a recipe; of a shipped one, leave out the settings of rooms that are not installed."""
+    is_shipped = path in list_recipes().values()
+    return [each for each in read_recipe(path) if each.key in FIELDS or not is_shipped]
 
 
 def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -251,7 +259,7 @@ def _find_recipe(recipe: str) -> Path:
     name = recipe.removesuffix(".yaml")
     recipes = list_recipes()
     if name in recipes:
-        return SHIPPED / f"{name}.yaml"
+        return recipes[name]
     if name in PRESETS:
         fix = f"a preset; use it in a recipe: RECIPE model.preset={name}"
         raise ConfigError(f"no recipe named '{recipe}'", fix=fix)

@@ -99,6 +99,12 @@ class ModelConfig:
         return values | {"n_kv_head": self.kv_heads}
 
     @property
+    def is_unread(self) -> bool:
+        """Whether the sizes are still to be read from `init`."""
+        default = ModelConfig(**{name: getattr(self, name) for name in ADDED})
+        return bool(self.init) and self.architecture() == default.architecture()
+
+    @property
     def d_head(self) -> int:
         """The width of a head."""
         return self.head_dim or self.d_model // self.n_head

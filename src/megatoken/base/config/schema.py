@@ -1,25 +1,29 @@
-"""Declare every setting of a config, typed and frozen.
+"""Declare the settings of the core, typed and frozen, and collect those that rooms add.
 
-The sections model, data, objective, optim and budget, and the setting `seed`, determine the loss
+A room adds a section: a frozen dataclass of fields with defaults, which its entry of the kind
+"section" names by the prefix of the keys. The core may have other settings with that prefix. The
+sections model, data, objective, optim and budget, and the setting `seed`, determine the loss
 curve of a run. Settings in other sections must not change it. Derived values are properties.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from megatoken.base.config.batch_ramp import BatchRamp
 from megatoken.base.config.fields import ConfigField, Duration, Resume, list_fields
 from megatoken.base.config.model_config import ModelConfig, default_d_ff
-from megatoken.base.config.objective_config import ObjectiveConfig
 from megatoken.base.config.presets import PRESETS
+from megatoken.base.rooms import list_entries, load_entry
 
 DataOrder = Literal["shuffled", "sequential", "one-batch"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
-SINKS = ("tensorboard", "wandb", "trackio")  # values of log.sinks, named like their packages
+S = TypeVar("S")
+# The sections of rooms, by the prefix of their settings.
+SECTIONS: dict[str, Any] = {name: load_entry("section", name) for name in list_entries("section")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,13 @@ class DataConfig:
     order: DataOrder = "shuffled"
     document_mask: bool = False
     tokenizer: str = "gpt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveChoice:
+    """The training objective: pre-training, or one that a room adds."""
+
+    name: str = "pretrain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,55 +138,44 @@ class SaveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """How often to measure the validation loss and multiple-choice scores, and on what."""
+    """How often to measure the validation loss, and on what."""
 
     every: Duration = Duration(0.1, "dur")
     tokens: int = 1048576
     patience: int = 0
-    tasks: str = ""
-    tasks_every: Duration = Duration(0)
-    tasks_data: str = ""
-    tasks_limit: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """Text generated during training."""
-
-    every: Duration = Duration(0)
-    at_start: bool = False
-    prompt: str = ""
-    tokens: int = 64
-    temperature: float = 0.8
-    top_k: int = 50
-    num_samples: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What to log, and how often."""
+    """How often to log."""
 
     every: Duration = Duration(1)
-    plots: bool = True
-    pictures: bool = False
-    sinks: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every setting of a run."""
+    """Every setting of a run. sections: those of rooms, in the order of SECTIONS."""
 
     seed: int = 1337
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: ObjectiveChoice = field(default_factory=ObjectiveChoice)
     optim: OptimConfig = field(default_factory=OptimConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     evaluate: EvalConfig = field(default_factory=EvalConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    sections: tuple[Any, ...] = tuple(section() for section in SECTIONS.values())
+
+    def section(self, kind: type[S]) -> S:
+        """Return the section of a room, given its class."""
+        return next(section for section in self.sections if isinstance(section, kind))
+
+    def with_section(self, section: object) -> "Config":
+        """Return a config in which `section` replaces that of the same class."""
+        sections = (section if type(each) is type(section) else each for each in self.sections)
+        return replace(self, sections=tuple(sections))
 
     @property
     def batch_seqs(self) -> int:
@@ -195,7 +195,18 @@ class Config:
         return max(1, steps)
 
 
-FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
+_CORE: dict[str, Any] = {item.name: item.type for item in fields(Config) if is_dataclass(item.type)}
+
+
+def _list_settings() -> Iterator[ConfigField]:
+    yield from list_fields(Config)
+    for prefix in sorted(_CORE | SECTIONS, key="log".__eq__):  # the section log comes last
+        for sections in (_CORE, SECTIONS):
+            if prefix in sections:
+                yield from list_fields(sections[prefix], f"{prefix}.")
+
+
+FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in _list_settings()}
 # Whether a resume may change the settings of a section, unless their rows in settings.toml say so.
 # free: yes. guarded: only with --allow-changes, because training would continue differently. fatal:
 # never, because weights, optimizer state or data order would not fit.
@@ -220,7 +231,7 @@ def is_ignored(config: Config, key: str) -> bool:
     if not condition:
         return False
     cause, operator, values = re.split("(!?=)", condition)
-    value = attrgetter(cause)(config)
+    value = flatten(config)[cause]
     if FIELDS[cause].is_registered(value):
         return False
     return (str(value) in values.split("|")) != (operator == "=")
@@ -232,13 +243,13 @@ def build_config(values: Mapping[str, Any]) -> Config:
     Missing values come from the preset, if `model.preset` is set, or else are defaults.
     """
     preset = PRESETS.get(values.get("model.preset", ""))
-    sections: dict[str, dict[str, Any]] = {"model": _preset_values(preset) if preset else {}}
+    given = defaultdict[Any, dict[str, Any]](dict)
+    given[ModelConfig] = _preset_values(preset) if preset else {}
     for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, {})[name] = value
-    top = sections.pop("", {})
-    types: dict[str, Any] = {f.name: f.type for f in fields(Config)}
-    return Config(**top, **{name: types[name](**given) for name, given in sections.items()})
+        given[FIELDS[key].section][key.rpartition(".")[2]] = value
+    core = {prefix: section(**given[section]) for prefix, section in _CORE.items()}
+    added = tuple(section(**given[section]) for section in SECTIONS.values())
+    return Config(**given[Config], **core, sections=added)
 
 
 def _preset_values(preset: ModelConfig) -> dict[str, Any]:
@@ -251,12 +262,12 @@ def _preset_values(preset: ModelConfig) -> dict[str, Any]:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return the value of every setting by dotted key, in order of declaration."""
-    return {key: attrgetter(key)(config) for key in FIELDS}
-
-
-def split_sinks(names: str) -> list[str]:
-    """Split the comma-separated names in log.sinks."""
-    return [name.strip() for name in names.split(",") if name.strip()]
+    sections = {
+        type(section): section for section in (config, *vars(config).values(), *config.sections)
+    }
+    return {
+        key: getattr(sections[spec.section], key.rpartition(".")[2]) for key, spec in FIELDS.items()
+    }
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:

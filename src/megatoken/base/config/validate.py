@@ -4,34 +4,35 @@ import re
 from collections.abc import Iterator
 
 from megatoken.base.config.fields import Duration, parse_time
-from megatoken.base.config.model_config import ADDED, ModelConfig, validate_model
+from megatoken.base.config.model_config import validate_model
 from megatoken.base.config.presets import PRESETS, suggest_preset
-from megatoken.base.config.schema import DEVICE_WORDS, END_DECAYS, SINKS, Config, split_sinks
+from megatoken.base.config.schema import DEVICE_WORDS, END_DECAYS, Config
+from megatoken.base.rooms import list_entries, load_entry
 
 Conflicts = Iterator[tuple[str, str, str]]
 
 
 def validate(config: Config) -> Conflicts:
-    """Yield each conflict between settings as (setting, problem, how to fix it)."""
+    """Yield each conflict between settings as (setting, problem, how to fix it).
+
+    A room's entries of the kind "check" do the same for its settings.
+    """
     model = config.model
     if model.preset and model.preset not in PRESETS:
         near = suggest_preset(model.preset)
         fix = f"did you mean {near}?" if near else f"choose one of {', '.join(PRESETS)}"
         yield "model.preset", f"unknown preset {model.preset!r}", fix
     yield from validate_model(model)
-    default = ModelConfig(**{name: getattr(model, name) for name in ADDED}).architecture()
-    if not model.init or model.architecture() != default:  # else its sizes are not yet read
+    if not model.is_unread:
         yield from _validate_batch(config)
     yield from _validate_length(config)
     yield from _validate_machine(config)
-    yield from _validate_objective(config)
-    for name in split_sinks(config.log.sinks):
-        if name not in SINKS:
-            yield "log.sinks", f"unknown sink {name!r}", f"choose from {', '.join(SINKS)}"
     try:
         parse_time(config.save.time_limit)
     except ValueError as error:
         yield "save.time_limit", str(error), ""
+    for name in list_entries("check"):
+        yield from load_entry("check", name)(config)
 
 
 def _validate_batch(config: Config) -> Conflicts:
@@ -45,11 +46,6 @@ def _validate_batch(config: Config) -> Conflicts:
     if micro_batch != "auto" and config.batch_seqs % micro_batch:
         problem = f"{micro_batch} does not divide the batch of {config.batch_seqs} sequences"
         yield "machine.micro_batch", problem, "use auto"
-    if config.objective.samples and config.batch_seqs % config.objective.group:
-        problem = (
-            f"{config.objective.group} does not divide the batch of {config.batch_seqs} answers"
-        )
-        yield "objective.group", problem, "change it or budget.batch_tokens"
     if bool(budget.batch_start) != bool(budget.batch_ramp):
         name = "batch_start" if budget.batch_start else "batch_ramp"
         yield f"budget.{name}", "batch_start and batch_ramp require each other", "set both"
@@ -96,25 +92,6 @@ def _validate_machine(config: Config) -> Conflicts:
             yield "machine.activation_checkpointing", problem, "use none or block"
         if machine.fp8 != "off":
             yield "machine.fp8", problem, "use off"
-        if mask or config.objective.name != "pretrain" or config.model.lora_rank:
-            problem = "not supported for conversations, data.document_mask or model.lora_rank"
+        if mask or config.model.lora_rank:
+            problem = "not supported for data.document_mask or model.lora_rank"
             yield "machine.tensor_parallel", problem, "use machine.sharding"
-
-
-def _validate_objective(config: Config) -> Conflicts:
-    objective, save, has_head = config.objective, config.save, config.model.value_head
-    if objective.name != "pretrain" and config.data.order == "sequential":
-        yield "data.order", "conversations are always shuffled", "set data.order=shuffled"
-    if objective.name == "grpo" and objective.group < 2:
-        yield "objective.group", "grpo compares the answers of a group", "use at least 2, or ppo"
-    if has_head != (objective.name in ("reward", "ppo")):
-        problem = f"objective {objective.name} {'has no' if has_head else 'needs a'} value head"
-        yield "model.value_head", problem, f"set model.value_head={str(not has_head).lower()}"
-    intervals = {"save.every": save.every}
-    if save.keep_best:
-        intervals["evaluate.every"] = config.evaluate.every
-    updates = objective.rollout_steps
-    for key, every in intervals.items():  # because a resume samples again from the saved weights
-        if every.value and updates > 1 and (every.unit != "steps" or every.value % updates):
-            problem = f"{every} would save between the {updates} updates on the same answers"
-            yield key, problem, f"use a multiple of objective.updates, such as {updates}steps"

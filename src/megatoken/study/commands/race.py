@@ -227,7 +227,7 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
     first = contenders[0]
     if len({contender.folder for contender in contenders}) < max(2, len(contenders)):
         raise ConfigError("a race takes two or more different recipes", "megatoken race")
-    tokenizers = {contender.data.tokenizer.fingerprint for contender in contenders}
+    tokenizers = {contender.data.vocabulary.fingerprint for contender in contenders}
     for contender in contenders:
         is_same = len(tokenizers) > 1 or contender.data.fingerprint == first.data.fingerprint
         if not is_same or contender.texts != first.texts:

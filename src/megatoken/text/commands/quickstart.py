@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.base.config.load import prepare_words, resolve
+from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import local_path
@@ -63,6 +64,7 @@ def run(options: Namespace, console: Console) -> Result | Data:
     if source is not None:
         overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
     config = resolve(RECIPE, overrides).config
+    settings = flatten(config)
     data = config.data.path
     # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
@@ -72,8 +74,8 @@ def run(options: Namespace, console: Console) -> Result | Data:
     prompt = options.prompt
     if prompt is None:
         is_set = source is None or any(word.startswith("sample.prompt=") for word in overrides)
-        prompt = config.sample.prompt if is_set else find_prompt(dataset)
-    if config.sample.every.value and prompt != config.sample.prompt:
+        prompt = settings["sample.prompt"] if is_set else find_prompt(dataset)
+    if settings["sample.every"].value and prompt != settings["sample.prompt"]:
         overrides.insert(0, f"sample.prompt={prompt}")
     code = run_step(["train", RECIPE, "--out", out, *overrides], options, console, answers)
     if code:
@@ -108,9 +110,12 @@ def find_prompt(dataset: "Dataset") -> str:
     The first word contains a letter. No space follows the last word, because tokens begin with the
     space before a word.
     """
+    from megatoken.text.tokenizer import open_tokenizer
+
     tokens = dataset.val if len(dataset.val) else dataset.train
     ids = tokens.read(0, min(32, len(tokens))).tolist()
-    document = dataset.tokenizer.decode([*takewhile(lambda id: id != dataset.tokenizer.eot, ids)])
+    tokenizer = open_tokenizer(dataset.vocabulary)
+    document = tokenizer.decode([*takewhile(lambda id: id != tokenizer.eot, ids)])
     words = re.search(r"\S*\w\S*(?:[ \t]+\S+){0,2}", document)
     return words[0] if words else document.strip()
 
@@ -122,6 +127,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     training text. Returns {} if Python has no lzma.
     """
     from megatoken.data.dataloader import evaluation_windows
+    from megatoken.text.tokenizer import open_tokenizer
 
     try:
         import lzma
@@ -133,7 +139,7 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     if len(dataset.val) > EVAL_TOKENS:
         windows = evaluation_windows(dataset.val, seq_len=seq_len, limit_tokens=EVAL_TOKENS)
         val_ids = windows.rows(0, len(windows))[:, 1:].reshape(-1)
-    tokenizer = dataset.tokenizer
+    tokenizer = open_tokenizer(dataset.vocabulary)
     train, val = (
         tokenizer.decode(ids[ids != tokenizer.eot]).encode() for ids in (train_ids, val_ids)
     )

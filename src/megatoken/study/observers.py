@@ -1,0 +1,88 @@
+"""What a run does with its rows beyond its folder: draw its curves, and send them to sinks.
+
+Each metrics sink (W&B, TensorBoard, trackio) has a process that runs cli/sync.py, so a failing sink
+cannot stop the run.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatoken.base.console import Console
+from megatoken.base.errors import ConfigError
+from megatoken.base.system.metrics_log import Row
+from megatoken.base.system.process import Child
+from megatoken.distributed.local_launch import COMMAND
+from megatoken.study.plots import draw_run
+from megatoken.study.settings import ReportConfig, split_sinks
+from megatoken.train.run import Observer, RunLog
+
+LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
+
+
+def open_plots(log: RunLog) -> Observer | None:
+    """Return an observer that draws the run's curves when it is done; None if they are off."""
+    plan = log.plan
+    settings = plan.config.section(ReportConfig)
+
+    def draw(row: Row) -> None:
+        if row["kind"] == "end" and row["exit_code"] == 0:
+            plan.console.print(draw_run(plan.out, pictures=settings.pictures))
+
+    return draw if settings.plots and plan.is_main else None
+
+
+def open_sinks(log: RunLog) -> "SinkProcesses | None":
+    """Return the observer of `log.sinks`, if any. Raises ConfigError as `check_sinks` does."""
+    plan = log.plan
+    names = plan.config.section(ReportConfig).sinks
+    check_sinks(names)
+    return SinkProcesses(names, plan.out, plan.console) if names and plan.is_main else None
+
+
+def check_sinks(names: str) -> None:
+    """Raise ConfigError if the package of a sink is not installed. names: separated by commas."""
+    for name in split_sinks(names):
+        if find_spec(name) is None:
+            raise ConfigError(f"log.sinks: {name} is not installed", fix=f"pip install {name}")
+
+
+class SinkProcesses:
+    """Observer that has one background process per sink, from the start of the run.
+
+    They outlive the run, even if it is killed, until they have sent its last rows.
+    """
+
+    def __init__(self, names: str, run: Path, console: Console) -> None:
+        self._console = console
+        self._run = run
+        self._names = names
+        self._processes: dict[str, Child] = {}
+
+    def __call__(self, row: Row) -> None:
+        if row["kind"] == "start":
+            self.start()
+        elif row["kind"] == "end" and row["exit_code"] == 0:  # a stopped run has no time to wait
+            self.finish()
+
+    def start(self) -> None:
+        for name in split_sinks(self._names):
+            command = [*COMMAND, "sync", str(self._run), "--to", name, "--follow"]
+            try:
+                log = self._run / f"sync-{name}.log"
+                self._processes[name] = Child(
+                    command, stdout=log, stderr=log, death_signal=None, detached=True
+                )
+            except OSError as error:
+                self._console.warn(f"{name} gets no rows: {error.strerror}")
+
+    def finish(self) -> None:
+        """Wait up to LAST_ROWS_SECONDS for each sink to get the last rows; report failures."""
+        for name, process in self._processes.items():
+            exit_code = process.wait(LAST_ROWS_SECONDS)
+            if exit_code:
+                fix = f"megatoken sync {self._run} --to {name} sends the rest"
+                self._console.warn(
+                    f"{name} failed, see sync-{name}.log; the run has lost nothing: {fix}"
+                )
+            elif exit_code is None:
+                self._console.print(f"{name} is still receiving rows, in the background")
