@@ -20,6 +20,7 @@ from torch import Tensor
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import OptimConfig
+from megatoken.convert.consolidate import consolidate
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import fill_buckets
@@ -31,7 +32,7 @@ from megatoken.optim.muon import Muon, list_hidden_matrices
 from megatoken.store.load import load_checkpoint_model, restore_state
 from megatoken.store.manifest import verify
 from megatoken.store.save import AsyncSave
-from megatoken.store.tensor_files import MODEL, OPTIMIZER, TensorReader, consolidate
+from megatoken.store.tensor_files import MODEL, OPTIMIZER, TensorReader
 from megatoken.train.state import TrainState, gather_model
 from megatoken.train.step import forward_backward
 from megatoken.train.val_loss import validation_loss

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, StorageError
+from megatoken.convert.consolidate import consolidate
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_slice import TensorSlice, chunk
@@ -25,7 +26,6 @@ from megatoken.store.commit import prune
 from megatoken.store.load import describe_optimizer, load_checkpoint_model, restore_state
 from megatoken.store.manifest import CheckpointManifest, verify
 from megatoken.store.save import AsyncSave
-from megatoken.store.tensor_files import consolidate
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.convert.models import begin_save

@@ -6,12 +6,9 @@ checkpoint can be read by any number of processes. Nothing is unpickled.
 """
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatoken.base.errors import CheckpointError, StorageError, Warn
+from megatoken.base.errors import CheckpointError
 from megatoken.base.system.atomic_write import MALFORMED
 from megatoken.distributed.tensor_slice import TensorSlice
-from megatoken.store.commit import FileWriter, commit, find_checkpoint, step_folder
 from megatoken.store.manifest import CheckpointManifest, FileEntry, VerifiedFile
 
 MODEL = "model"
@@ -106,7 +102,7 @@ class TensorReader:
                     tuple((int(start), int(end)) for start, end in rows),
                     (int(columns[0]), int(columns[1])) if columns else None,
                 )
-            if shape_in_file != (stored.shape if shape else ()) and len(shape) < 3:
+            if shape_in_file != (stored.shape if shape else ()):
                 raise ValueError(f"{tensor} has shape {shape_in_file}, its slice {stored.shape}")
             self._parts.setdefault(tensor, {})[file] = stored
 
@@ -115,12 +111,8 @@ class TensorReader:
 
         Raises CheckpointError if the stored slices do not cover it.
         """
-        full = TensorSlice.full(self.shapes[name])
-        file, stored = next(iter(self._parts[name].items()))
-        if not self.shapes[name] or stored == full:
-            tensor: Tensor = self._files[file].get_tensor(name)
-            return tensor
-        result = torch.empty(full.shape, dtype=self.dtype(name))
+        shape = self.shapes[name]
+        result = torch.empty(shape, dtype=self.dtype(name))
         self.fill({name: result}, {}, share=slice(0))
         return result
 
@@ -215,28 +207,3 @@ def malformed(where: Path) -> Iterator[None]:
     except (*MALFORMED, RuntimeError, SafetensorError) as error:
         what = f"checkpoint is malformed: {type(error).__name__}: {error!s:.200}"
         raise CheckpointError(what, str(where), FIX) from error
-
-
-def consolidate(source: Path, out: Path, warn: Warn) -> Path:
-    """Merge the slices of a run's newest valid checkpoint into full tensors, for other programs.
-
-    The result is a checkpoint `out/step-N`, whose folder is returned. Raises CheckpointError if
-    there is no valid checkpoint, and StorageError if the target exists or is not writable.
-    """
-    folder, manifest = find_checkpoint(source, warn)
-    target = step_folder(out, manifest.step)
-    if os.path.lexists(target) or out.resolve() == source.resolve():
-        raise StorageError("the target exists", str(target), "choose another --out")
-
-    def write_full(name: str, path: Path) -> None:
-        reader = TensorReader(folder, manifest, name)
-        write_tensors(path, {tensor: reader.read(tensor) for tensor in reader.shapes})
-
-    files: dict[str, FileWriter] = {
-        tensor_file_name(name): partial(write_full, name) for name in (MODEL, OPTIMIZER)
-    }
-    for name in manifest.files:
-        if not name.endswith(".safetensors"):
-            files[name] = partial(shutil.copyfile, folder / name)
-    needed_bytes = sum(entry.bytes for entry in manifest.files.values())
-    return commit(out, manifest.step, files, meta=manifest.meta, needed_bytes=needed_bytes)

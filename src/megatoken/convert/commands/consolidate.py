@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Data:
-    from megatoken.store.tensor_files import consolidate
+    from megatoken.convert.consolidate import consolidate
 
     folder = consolidate(options.source, options.out, console.warn)
     console.print(f"written: {folder}")
