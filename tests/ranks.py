@@ -37,7 +37,7 @@ SHORT_MEASUREMENTS = {
     "megatoken.train.kernel_autotune.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
     "megatoken.store.commit.RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.checkpoint_saver.LAST_SAVE_RETRY_SECONDS": (0.0, 0.0),
-    "megatoken.train.live_mirror.RETRY_SECONDS": (0.0,),
+    "megatoken.store.live_mirror.RETRY_SECONDS": (0.0,),
     "megatoken.store.objects.RETRY_SECONDS": (0.0,),
 }
 

@@ -14,10 +14,12 @@ from typing import Any
 import fsspec
 import pytest
 
+from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError, StorageError
 from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.store import objects
 from megatoken.store.commit import IDENTITY, list_steps, prune
+from megatoken.store.live_mirror import Mirror
 from megatoken.store.manifest import DamagedError, verify
 from megatoken.store.mirror import (
     allow_rewind,
@@ -28,7 +30,6 @@ from megatoken.store.mirror import (
     update_mirror,
     verify_mirror,
 )
-from megatoken.store.mirror_uploads import MirrorUploads
 from megatoken.store.objects import ObjectStore
 from tests.store.test_commit import commit_small
 
@@ -59,6 +60,15 @@ def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[
         save(run, step)
         answer = update_mirror(run, address, **(KEEP | rules))
     return answer
+
+
+def open_mirror(run: Path, address: str, in_use: set[int], events: list[Any]) -> Mirror:
+    """events: gets the values of each event."""
+
+    def log(what: str, **values: Any) -> None:
+        events.append(values)
+
+    return Mirror(run, address, lambda: KEEP, in_use, Console(quiet=True), log)
 
 
 def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path):
@@ -207,26 +217,28 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
 def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
     save(run, 20)
-    uploads = MirrorUploads(run, address, **KEEP)
-    uploads.start(None)
-    assert uploads.step == 20
-    uploads.start(None)  # another is wanted
-    answers = [uploads.poll(wait=True), uploads.poll(wait=True)]
-    assert [answer["uploaded"] for answer in answers if answer] == [["step-00000020"], []]
-    assert uploads.step is None
+    in_use, events = set[int](), list[Any]()
+    mirror = open_mirror(run, address, in_use, events)
+    mirror({"kind": "start"})
+    assert in_use == {20}
+    mirror({"kind": "save"})  # another is wanted
+    assert [mirror.report(wait=True), mirror.report(wait=True)] == [True, True]
+    assert [event["uploaded"] for event in events] == [["step-00000020"]]
+    assert in_use == set()
+    assert not mirror.report()
     assert list_mirrored(ObjectStore(address)) == [20]
 
 
 def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str):
-    uploads = MirrorUploads(tmp_path, "s3://no-such-bucket/run", **KEEP)
-    uploads.start(None)
-    assert uploads.poll(wait=True) is None  # there is nothing to upload
+    events = list[Any]()
+    mirror = open_mirror(tmp_path, "s3://no-such-bucket/run", set(), events)
+    mirror({"kind": "finish"})
+    assert events == []  # there is nothing to upload
     folder = save(tmp_path, 10)
-    uploads.start(None)
-    answer = uploads.poll(wait=True)
-    assert answer is not None
-    assert "s3://no-such-bucket/run" in answer["error"]
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
+    mirror.start()
+    assert not mirror.report(wait=True)
+    assert "s3://no-such-bucket/run" in events[0]["message"]
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(events)
     (folder / "weights.bin").write_bytes(b"x")
     with pytest.raises(DamagedError):
         update_mirror(tmp_path, f"{s3}/run", **KEEP)

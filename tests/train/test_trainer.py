@@ -68,8 +68,8 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
     trained = [("train", step) for step in range(1, 13)]
     seen = [at for at in statuses if at[0] not in ("event", "save")]
     val = [("val", step) for step in (0, 6, 12)]
-    ends = ("start", 0), ("end", 12)
-    assert seen == [ends[0], val[0], *trained[:6], val[1], *trained[6:], val[2], ends[1]]
+    start, ends = ("start", 0), [("finish", 12), ("end", 12)]
+    assert seen == [start, val[0], *trained[:6], val[1], *trained[6:], val[2], *ends]
     shown = {at: (row["state"], row["phase"], row["step"]) for at, row in statuses.items()}
     assert shown["val", 0] == ("running", "validate", 0)
     assert shown["train", 3] == ("running", "step", 2)  # the row is written before its status

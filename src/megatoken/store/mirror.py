@@ -107,7 +107,7 @@ def update_mirror(
     """Upload what is missing in a run's mirror, prune the mirror, and return a report for the log.
 
     It uploads small files, the newest checkpoint, the `best` one and multiples of `keep_every`. Old
-    checkpoints are removed by the same rules as in `checkpoint.commit.prune`. If it raises
+    checkpoints are removed by the same rules as in `prune`. If it raises
     MegatokenError, the next call continues from what was already uploaded.
     """
     start = time.monotonic()

@@ -1,4 +1,8 @@
-"""What this room adds to the core, loaded when it is used (base/rooms.py)."""
+"""What this room adds to the rest of the core, loaded when it is used (base/rooms.py)."""
 
 NEEDS: tuple[str, ...] = ()
-ENTRIES = {"address": {"dataset": "megatoken.store.datasets:fetch_dataset"}}
+ENTRIES = {
+    "address": {"dataset": "megatoken.store.datasets:fetch_dataset"},
+    "fetch": {"mirror": "megatoken.store.live_mirror:fetch_from_mirror"},
+    "observer": {"mirror": "megatoken.store.live_mirror:open_mirror"},
+}

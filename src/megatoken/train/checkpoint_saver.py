@@ -10,7 +10,6 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.store.commit import list_steps, prune, step_folder
 from megatoken.store.save import AsyncSave
-from megatoken.train.live_mirror import Mirror
 from megatoken.train.run import Run
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
 
@@ -27,8 +26,6 @@ class CheckpointSaver:
         self._root = run.out / CHECKPOINTS
         self._keep_every = run.step_config.steps(run.config.save.keep_every)
         self._pending: AsyncSave | None = None
-        self.mirror = Mirror(run.log)
-        self.mirror.start()  # a killed run may have left its newest checkpoint uncopied
         self._prune()  # a run killed after a commit may have left one too many
 
     def save(self) -> None:
@@ -85,16 +82,13 @@ class CheckpointSaver:
         )
         run.progress.verified[folder] = pending.files
         self._link_best()
-        self.mirror.start()
         with run.log.during("prune", pending.step):  # may hash old checkpoints, each once
             self._prune()
 
-    def finish_mirror(self) -> None:
-        """Wait until the newest checkpoint is in `save.mirror`, or the last retry has failed."""
-        if self._run.config.save.mirror:
-            if self.mirror.finish():
-                self._prune_here()
-            self._comm.barrier()
+    def finish(self) -> None:
+        """Let observers finish reading checkpoints, and prune those that they kept."""
+        self._run.log.write("finish", to_file=False)
+        self._prune()
 
     def _prune(self) -> None:
         self._prune_here()
@@ -109,7 +103,7 @@ class CheckpointSaver:
                 self._root,
                 keep_last=run.config.save.keep_last,
                 keep_every=self._keep_every,
-                keep=[self.find_best(), self.mirror.step],
+                keep=[self.find_best(), *run.progress.in_use],
                 verified=run.progress.verified,
             )
         except MegatokenError as error:
@@ -176,11 +170,7 @@ class CheckpointSaver:
             self.try_commit()
 
     def commit_if_written(self) -> None:
-        """Commit the pending checkpoint if all ranks have written it, without waiting for them.
-
-        Also logs an upload to `save.mirror` that has ended.
-        """
-        self.mirror.report()
+        """Commit the pending checkpoint if all ranks have written it, without waiting for them."""
         if self._pending is not None and self._pending.is_written():
             self.try_commit()
 

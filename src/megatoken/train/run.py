@@ -52,11 +52,13 @@ class Progress:
         task's name stands in place of the kind.
     val_losses: validation loss in nats by step.
     verified: checkpoint files that this process has hashed, by checkpoint folder.
+    in_use: steps of checkpoints that observers are reading, which are not pruned.
     """
 
     logged: set[tuple[str, int]] = field(default_factory=set)
     val_losses: dict[int, float] = field(default_factory=dict)
     verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
+    in_use: set[int] = field(default_factory=set)
 
     def best_step(self, steps: Iterable[int]) -> int | None:
         """Return which of `steps` has the lowest validation loss, or None if none was validated.
@@ -117,8 +119,8 @@ class RunLog:
 
     plan: its step_config.micro_batch is only a placeholder. observers: called with a dict for every
     row (kind, step, tokens, elapsed_seconds and values); one that returns True stops the run. Only
-    they get the rows of kind `start` (micro_batch, compiled), before the first step, and `end`
-    (exit_code, message), when the final status is written.
+    they get the rows of kind `start` (micro_batch, compiled), before the first step, `finish`,
+    after the last save, and `end` (exit_code, message), when the final status is written.
     """
 
     plan: RunPlan

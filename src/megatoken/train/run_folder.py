@@ -9,13 +9,13 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER
 from megatoken.base.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
-from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.commit import IDENTITY, list_steps, step_folder
 from megatoken.store.manifest import MANIFEST, DamagedError, verify
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
 BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # changed by `train --extend`
-LEFTOVERS = (LOCK, OWNER, f".{PROVENANCE}")  # files of a failed start
+LEFTOVERS = (LOCK, OWNER, IDENTITY, f".{PROVENANCE}")  # files of a failed start
 
 
 def find_changes(

@@ -22,6 +22,7 @@ from megatoken.base.config.schema import Config
 from megatoken.base.console import format_quantity
 from megatoken.base.errors import ConfigError, DataError, StorageError
 from megatoken.base.redact import redact
+from megatoken.base.rooms import call_entries
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.device import with_peak
 from megatoken.base.system.machine import find_commit
@@ -46,7 +47,6 @@ from megatoken.text.chat_dataset import (
     open_rows,
     require_data_for,
 )
-from megatoken.train.live_mirror import check_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
@@ -59,17 +59,18 @@ MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may en
 def check_folder(
     context: RunContext, config: Config, *, allow_changes: bool, extends: bool
 ) -> list[Change]:
-    """Check that the run folder can be used, and fetch a checkpoint if only the mirror has one.
+    """Check that the run folder can be used, and fetch a checkpoint from elsewhere if it has none.
 
-    Returns the settings that changed since the last start. Raises what `find_changes` and
-    `fetch_from_mirror` raise.
+    Returns the settings that changed since the last start. Raises what `find_changes` and entries
+    of the kind "fetch" raise: functions of the config and the context that say whether they fetched
+    a checkpoint.
 
     allow_changes, extends: as in `find_changes`.
     """
     out = context.out
     find = partial(find_changes, out, config, allow_changes=allow_changes, extends=extends)
     changes = find()
-    return find() if fetch_from_mirror(config.save.mirror, context) else changes
+    return find() if any(call_entries("fetch", config, context)) else changes
 
 
 def open_log(out: Path, comm: Comm) -> MetricsLogger:
@@ -237,10 +238,9 @@ def choose_layout(
 
 
 def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
-    """Check the free space, write provenance, config, tokenizer and status, and check the mirror.
+    """Check the free space, and write provenance, config, tokenizer and status.
 
-    Call it on rank 0 only. Raises StorageError if the disk is too full or failing, and what
-    `check_mirror` raises.
+    Call it on rank 0 only. Raises StorageError if the disk is too full or failing.
     """
     out = plan.out
     check_space(plan.config, plan.data.model_config, plan.step_config, step, out)
@@ -266,7 +266,6 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
         plan.data.vocabulary.save(out / TOKENIZER)  # replaces one from a failed start
     total_steps = plan.step_config.total_steps
     plan.log_file.status(state="running", step=step, total_steps=total_steps, message="")
-    check_mirror(plan.config.save.mirror, step, plan)
 
 
 def check_space(

@@ -45,7 +45,6 @@ from megatoken.train.batches import open_batches
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
 from megatoken.train.initial_state import build_train_state, take_architecture
-from megatoken.train.live_mirror import Mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore
@@ -214,7 +213,7 @@ class Trainer:
             observers += call_entries("observer", log)
             is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
             if comm.broadcast_from_rank0(is_done):
-                Mirror(log).finish()
+                log.write("finish", to_file=False)
                 console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
                 tokens = state.tokens_trained(plan.step_config, state.step)
                 return ExitCode.DONE, state.step, tokens, ""
@@ -344,7 +343,7 @@ def run_loop(
         recovery.check_replicas()
     run.log.begin("finish")
     saver.save_last()  # commits what try_save wrote; after a stop it saves
-    saver.finish_mirror()
+    saver.finish()
     return code
 
 
@@ -368,7 +367,7 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     # All ranks raise NumericsError together; of other errors, this may be the only rank.
     if run.comm.is_single_process or isinstance(error, NumericsError):
         saver.try_commit()
-        saver.finish_mirror()
+        saver.finish()
     else:
         saver.try_commit_alone()
     run.log.write("end", to_file=False, exit_code=code, message=str(error))
