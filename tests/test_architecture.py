@@ -77,8 +77,6 @@ cli/sync.py imports megatoken.study.settings
 cli/train.py imports megatoken.posttrain.rewards
 data/dataloader.py imports megatoken.text.chat_dataset
 data/mixture.py imports megatoken.text.chat_dataset
-model/gpt.py imports megatoken.inference.kv_cache
-model/gpt.py imports megatoken.posttrain.lora
 study/report_page.py imports megatoken.cli.runs
 train/actions.py imports megatoken.text.chat_dataset
 train/batches.py imports megatoken.posttrain.answer_scores

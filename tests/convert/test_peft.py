@@ -16,7 +16,7 @@ from megatoken.convert.export import export
 from megatoken.convert.hf.peft import CONFIG, WEIGHTS, write_peft
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.lora import LoRA, merge_adapters, without_adapters
+from megatoken.posttrain.lora import LoRA, merge, without_adapters
 from tests.convert.models import BYTES, FAMILIES, byte_tokenizer, draw_model, relative
 
 peft = pytest.importorskip("peft")
@@ -67,7 +67,7 @@ def test_merged_adapters_compute_the_same(models: tuple[GPT, GPT, Any], tmp_path
         assert torch.equal(model.logits(IDS), base.logits(IDS))
     assert torch.equal(model.logits(IDS), applied)
     assert relative(load_pretrained(tmp_path).model.eval().logits(IDS), applied) < 2e-6
-    merge_adapters(model)
+    merge(model)
     assert relative(model.logits(IDS), applied) < 2e-6
     assert model.config == base.config
     assert model.state_dict().keys() == base.state_dict().keys()

@@ -96,7 +96,7 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     assert [row["prompts"] for row in read_rows(scored, "val")] == [1, 1]
     assert min(read_column(scored, "reward_std").values()) > 0
     assert main(["export", str(two), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
-    assert load_pretrained(tmp_path / "hf").model.value_head is None
+    assert not load_pretrained(tmp_path / "hf").model.config.value_head
 
 
 @pytest.mark.long

@@ -98,9 +98,9 @@ def _prepare(loaded: LoadedModel, warn: Warn) -> int:
     n_unused = model.config.vocab_size - vocab_size
     if n_unused:
         warn(f"{n_unused:,} ids without a token are dropped; losses decrease slightly")
-    if model.value_head is not None:
+    if model.config.value_head:
         warn("the value head (reward model, PPO) is dropped")
-        model.value_head = None
+        del model.value_head
     model.config = replace(model.config, vocab_size=vocab_size, value_head=False)
     for module in (model.tokens, model.head):
         if module is not None:

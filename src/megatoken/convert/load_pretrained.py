@@ -16,8 +16,8 @@ from megatoken.convert.hf.peft import CONFIG as ADAPTER
 from megatoken.convert.nanochat import FILES
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES
 from megatoken.data.vocabulary import read_vocabulary
+from megatoken.model.extensions import load_extensions
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.lora import merge_adapters
 from megatoken.store.commit import find_checkpoint, list_steps
 from megatoken.store.load import load_checkpoint_model
 from megatoken.store.manifest import decode_model_config
@@ -68,7 +68,8 @@ def load_pretrained(
         if folder != path and not is_address(name):
             source = f"{path} at step {int(folder.name.removeprefix('step-'))}"
         if merge:
-            merge_adapters(model)
+            for extension in load_extensions(model.config):
+                extension.merge(model)
         else:
             init = load_config(folder / RUN_CONFIG).model.init
             model.config = replace(model.config, init=init)

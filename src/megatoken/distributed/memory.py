@@ -10,6 +10,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
+from megatoken.model.extensions import count_additions
 from megatoken.model.flops import (
     count_block_parameters,
     count_padded_parameters,
@@ -94,7 +95,7 @@ def estimate_memory(
         if dims.sharding == "zero1" and accumulates:
             gathered += FP32 * n_trained
             gradients = 0
-            if precision == "fp32" and not model.lora_rank:  # reduced without a copy
+            if precision == "fp32" and not count_additions(model).freezes:  # reduced without a copy
                 end -= FP32 * (n_params - block_params)
     activations, low_precision, loss = work.blocks, work.low_precision, work.loss
     # A single micro-batch's gradients exist only after its activations are freed.

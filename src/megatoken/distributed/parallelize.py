@@ -50,7 +50,7 @@ class ShardedParams:
 
     @property
     def updated(self) -> dict[str, Tensor]:
-        """Those of local_params that train: all, or with LoRA the adapters."""
+        """Those of local_params that train: all but frozen ones."""
         params = self.local_params.items()
         return {name: param for name, param in params if self.trained[name].requires_grad}
 

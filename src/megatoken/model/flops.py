@@ -12,6 +12,7 @@ and causal attention counts w (2T - w) / 2T on average.
 import math
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.model.extensions import count_additions
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -20,7 +21,7 @@ def count_parameters(config: ModelConfig) -> int:
     others = config.seq_len * d if config.pos_emb == "learned" else 0
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
     others += 2 * config.n_layer if config.residual_scales else 0
-    others += (d + 1) * (config.value_head + config.smear) + config.backout
+    others += (d + 1) * config.smear + config.backout + count_additions(config).parameters
     return (
         _count_embeddings(config, config.vocab_size)
         + config.n_layer * count_block_parameters(config)
@@ -33,26 +34,27 @@ def count_decayed_parameters(config: ModelConfig) -> int:
 
     The vocabulary's padding rows are included.
     """
-    if config.lora_rank:
-        return config.n_layer * _block_adapters(config) + config.value_head * config.d_model
-    rows = config.value_head + config.seq_len * (config.pos_emb == "learned")
-    tables = _count_embeddings(config, config.padded_vocab_size)
-    return config.n_layer * _block_matrices(config) + tables + rows * config.d_model
+    added = count_additions(config)
+    own = 0
+    if not added.freezes:
+        own = config.n_layer * _block_matrices(config)
+        own += _count_embeddings(config, config.padded_vocab_size)
+        own += config.seq_len * config.d_model * (config.pos_emb == "learned")
+    return own + config.n_layer * added.block_parameters + added.decayed
 
 
 def count_trained_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that train, including the vocabulary's padding rows.
-
-    With LoRA, they are those of the adapters and of the value head.
-    """
-    if not config.lora_rank:
+    """Return the number of parameters that train, including the vocabulary's padding rows."""
+    added = count_additions(config)
+    if not added.freezes:
         return count_padded_parameters(config)
-    return config.n_layer * _block_adapters(config) + config.value_head * (config.d_model + 1)
+    return config.n_layer * added.block_parameters + added.parameters
 
 
 def describe_parameters(config: ModelConfig) -> str:
-    """Describe the number of parameters, and with LoRA how many of them train."""
-    trained = f", {count_trained_parameters(config):,} trained" if config.lora_rank else ""
+    """Describe the number of parameters, and how many of them train if others are frozen."""
+    is_frozen = count_additions(config).freezes
+    trained = f", {count_trained_parameters(config):,} trained" if is_frozen else ""
     return f"{count_parameters(config):,} parameters{trained}"
 
 
@@ -67,7 +69,7 @@ def count_block_parameters(config: ModelConfig) -> int:
         q, k, _ = config.qkv_rows
         width = 2 * config.d_head if config.qk_norm_over == "head" else q + k
         norms += _count_norm_parameters(config, width)
-    return _block_matrices(config) + biases + norms + _block_adapters(config)
+    return _block_matrices(config) + biases + norms + count_additions(config).block_parameters
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -101,17 +103,10 @@ def _block_matrices(config: ModelConfig) -> int:
     return d * attention + (2 + config.is_gated) * d * config.d_ff
 
 
-def _block_adapters(config: ModelConfig) -> int:
-    """Return the number of parameters in the LoRA adapters of one block."""
-    d = config.d_model
-    attention = (3 * d + sum(config.qkv_rows)) + (config.attention_width + d)
-    return config.lora_rank * (attention + (2 + config.is_gated) * (d + config.d_ff))
-
-
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     """Return the FLOPs per token of forward and backward at full context.
 
-    With LoRA, frozen weights have no gradient, so each takes 4 FLOPs instead of 6.
+    Frozen weights have no gradient, so each takes 4 FLOPs instead of 6.
 
     causal: whether to count only the unmasked half of attention.
     """
@@ -121,9 +116,9 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
         attention = sum(6 * config.attention_width * w * (2 * T - w) // T for w in keys)
     else:
         attention = sum(12 * config.attention_width * w for w in keys)
-    per_weight = 4 if config.lora_rank else 6
-    adapters = 6 * config.n_layer * _block_adapters(config)
-    return per_weight * count_matmul_parameters(config) + adapters + attention
+    added = count_additions(config)
+    own = (4 if added.freezes else 6) * count_matmul_parameters(config)
+    return own + 6 * config.n_layer * added.block_parameters + attention
 
 
 def describe_mfu(rate: float, config: ModelConfig, peak_flops: float) -> dict[str, float | None]:

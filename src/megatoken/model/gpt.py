@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +51,8 @@ from torch.utils.checkpoint import checkpoint
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.torch_compat import mark_dynamic
-from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.dropout import Dropout, Module, fold_in
+from megatoken.model.extensions import load_extensions
 from megatoken.model.kernels.attention import (
     WITHOUT_WINDOW,
     attend_documents,
@@ -62,9 +63,35 @@ from megatoken.model.kernels.attention import (
 from megatoken.model.kernels.block import KERNELS, BlockKernels
 from megatoken.model.loss import cap_logits, cross_entropy
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
-from megatoken.posttrain.lora import LoRA, add_adapters
 
 INIT_STD = 0.02
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens in rows, one sequence each (inference/kv_cache.py).
+
+    length: number of tokens in the longest row.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    def place(self, T: int) -> Tensor:
+        """Return the positions of the next T tokens: (T,), or (B, 1) if rows differ in length."""
+
+    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, and return all of them, (B, K, S, D) each."""
+
+    def advance(self, T: int) -> None:
+        """Add T to every row's length, when all layers have appended."""
+
+
+class AddedModule(Module):
+    """A module that an extension adds to the model (model/extensions.py)."""
+
+    def draw_initial(self, name: str, generator: torch.Generator) -> Tensor:
+        """Return the initial values of a parameter, unsharded, on the CPU: zeros by default."""
+        return torch.zeros(self.get_parameter(name).shape, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -109,21 +136,16 @@ def find_bounds(starts_BT: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without random initialization, with an optional LoRA adapter."""
+    """nn.Linear without random initialization."""
 
     kernels = KERNELS
     __call__: Callable[..., Tensor]
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.lora: LoRA | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: `init_weights` sets all weights, without torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.kernels.linear(x, self.weight, self.bias)
-        return y if self.lora is None else self.lora(x, y)
+        return self.kernels.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -187,7 +209,7 @@ class Attention(Module):
         self,
         x_BTC: Tensor,
         ids_BT: Tensor,
-        cache: KeyValueCache | None,
+        cache: Cache | None,
         cos_sin: CosSin | None,
         mask: Tensor | None,
         dropout_keys_B: Tensor | None,
@@ -248,7 +270,7 @@ class MLP(Module):
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        linear_gelu = None if self.up.lora else self.kernels.linear_gelu
+        linear_gelu = self.kernels.linear_gelu if type(self.up) is Linear else None
         if linear_gelu and torch.is_grad_enabled() and not self.recompute_activation:
             gelu_NF, _ = linear_gelu(x_BTC.flatten(0, 1), self.up.weight, self.up.bias)
             return self.down(gelu_NF).view_as(x_BTC)
@@ -293,7 +315,7 @@ class Block(Module):
         self,
         x_BTC: Tensor,
         ids_BT: Tensor,
-        cache: KeyValueCache | None,
+        cache: Cache | None,
         cos_sin: CosSin | None,
         mask: Tensor | None,
         dropout_keys_B: Tensor | None = None,
@@ -358,9 +380,8 @@ class GPT(Module):
         self.head = None
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.padded_vocab_size, bias=False)
-        if config.lora_rank:
-            add_adapters(self, config)
-        self.value_head = Linear(config.d_model, 1) if config.value_head else None
+        for extension in load_extensions(config):
+            extension.apply(self)
         if seed is not None and not self.tokens.weight.is_meta:
             for name, values in init_weights(self, seed):
                 self.get_parameter(name).data.copy_(values)
@@ -368,7 +389,7 @@ class GPT(Module):
     def forward(
         self,
         ids_BT: Tensor,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         tree_mask: TreeMask | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
@@ -424,7 +445,7 @@ class GPT(Module):
         return self.norm(x_BTC)
 
     def _smear(
-        self, x_BTC: Tensor, positions: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+        self, x_BTC: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None
     ) -> Tensor:
         """Return the gated share of each preceding embedding; 0 for the first token.
 
@@ -446,7 +467,7 @@ class GPT(Module):
         return gate_BT1 * x_BTC
 
     def _place(
-        self, ids_BT: Tensor, cache: KeyValueCache | None, tree_mask: TreeMask | None
+        self, ids_BT: Tensor, cache: Cache | None, tree_mask: TreeMask | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
@@ -488,12 +509,6 @@ class GPT(Module):
         """
         logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)
         return cap_logits(logits[..., : self.config.vocab_size], self.config.logit_softcap)
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Apply the value head to hidden states (..., C); return values (...) in fp32."""
-        assert self.value_head is not None
-        weight = self.value_head.weight[0].float()
-        return (hidden.float() * weight).sum(-1) + self.value_head.bias.float()
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Return logits (B, T, vocab_size) for the token that follows each token of `ids_BT`."""
@@ -548,33 +563,36 @@ def set_activation_checkpointing(model: GPT, mode: str) -> None:
             part.recompute_activation = mode == "gelu"
 
 
-def init_weights(model: GPT, seed: int, part: str = "") -> Iterator[tuple[str, Tensor]]:
+def init_weights(
+    model: GPT, seed: int, *, added_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, initial values) of every parameter, unsharded, on the CPU.
 
     Only the names and shapes of `model`'s parameters are read. All architectures use GPT-2's rule,
     since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
     sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
-    padding rows 0; norms 1. Gates of value embeddings, smear, backout and the value head are 0. With `zero_init`,
-    the two projections and an untied output layer are also 0. Adapters start as in PEFT (lora.py).
+    padding rows 0; norms 1. Gates of value embeddings, smear and backout are 0. With `zero_init`,
+    the two projections and an untied output layer are also 0. Extensions draw their own values.
 
-    part: yield only the parameters whose name contains it.
+    added_only: whether to yield only the parameters of extensions.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
     into_stream = ("attention.out.weight", "mlp.down.weight")
-    zeros: tuple[str, ...] = ("value_gate.weight", "value_head.weight", "lora.b")
+    zeros: tuple[str, ...] = ("value_gate.weight",)
     if model.config.zero_init:
         zeros += (*into_stream, "head.weight")
     for name, parameter in model.named_parameters():
-        if part not in name:
+        place, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(place)
+        if isinstance(owner, AddedModule):
+            yield name, owner.draw_initial(own_name, generator)
+        if added_only or isinstance(owner, AddedModule):
             continue
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
             is_one = ("norm" in name and name.endswith("weight")) or name == "residual_scales"
             values.fill_(1.0 if is_one else 0.0)
-        elif name.endswith("lora.a"):
-            bound = parameter.shape[1] ** -0.5
-            values.uniform_(-bound, bound, generator=generator)
         elif not name.endswith(zeros):
             std = residual_std if name.endswith(into_stream) else INIT_STD
             values.normal_(0.0, std, generator=generator)

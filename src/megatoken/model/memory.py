@@ -6,6 +6,7 @@ The estimate is for an uncompiled model; a compiled one saves less for the backw
 from dataclasses import dataclass
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.model.extensions import count_additions
 from megatoken.model.flops import (
     count_block_parameters,
     count_padded_parameters,
@@ -56,7 +57,8 @@ def count_activation_bytes(
     tp_size: tensor-parallel ranks, which gather the inputs of matmuls from each other's `tokens`.
     """
     d = config.d_model
-    head = 0 if config.lora_rank else config.padded_vocab_size * d  # with a gradient
+    has_gradient = not count_additions(config).freezes
+    head = has_gradient * config.padded_vocab_size * d
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
     is_low = masters or sharded_blocks > 0  # weights in the dtype of matmuls
     residual = item if is_low else FP32
@@ -103,7 +105,7 @@ def _loss_bytes(
         weight is in the dtype of matmuls.
     """
     weight = config.padded_vocab_size * config.d_model
-    head = 0 if config.lora_rank else weight
+    head = 0 if count_additions(config).freezes else weight
     logits = rows * config.padded_vocab_size
     tanh = FP32 * logits if config.logit_softcap and not masters else 0
     if precision == "fp32":
@@ -142,5 +144,5 @@ def _block_bytes_per_token(
     size += item * (q + kv) * ((config.pos_emb == "rotary") + config.qk_norm)
     size += item * q + FP32 * config.n_head  # attention's output; a sum of exponents per head
     inputs = 1 + config.is_gated
-    size += item * config.lora_rank * (5 + inputs)  # outputs of the adapters' A
+    size += item * count_additions(config).block_outputs
     return size + item * config.d_ff * (inputs if recompute_gelu else 2 * inputs)

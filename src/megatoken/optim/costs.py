@@ -1,6 +1,7 @@
 """Compute the memory and FLOPs of optimizers from the model's config, without torch."""
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.model.extensions import count_additions
 from megatoken.model.flops import (
     count_matmul_parameters,
     count_padded_parameters,
@@ -16,7 +17,7 @@ STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
 def count_optimizer_bytes(name: str, model: ModelConfig) -> int:
     """Return the bytes of an unsharded model's optimizer state, including vocabulary padding."""
     per_hidden, per_other = STATE_BYTES[name]
-    if model.lora_rank:
+    if count_additions(model).freezes:
         return per_other * count_trained_parameters(model)
     hidden = count_matmul_parameters(model) - model.vocab_size * model.d_model
     return per_hidden * hidden + per_other * (count_padded_parameters(model) - hidden)
@@ -32,7 +33,7 @@ def count_optimizer_flops(name: str, model: ModelConfig) -> int:
 
     Only Muon has any, in its Newton-Schulz iteration.
     """
-    if name != "muon" or model.lora_rank:
+    if name != "muon" or count_additions(model).freezes:
         return 0
     d, f = model.d_model, model.d_ff
     shapes = [

@@ -86,7 +86,7 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
     """
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name not in ("head", "value_head"):
+        if isinstance(module, nn.Linear) and name != "head":
             rows[f"{name}.weight"] = [module.out_features]
             if isinstance(model, GPT) and name.endswith("attention.qkv"):
                 rows[f"{name}.weight"] = model.config.qkv_rows

@@ -14,6 +14,7 @@ from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import token_log_probs
+from megatoken.posttrain.value_head import predict_values
 from megatoken.train.step import fit_rows
 
 MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward recomputes them
@@ -71,7 +72,7 @@ class AnswerScorer:
 
     def values(self, model: GPT, batch: Batch) -> Tensor:
         """Return the value head's output (B, T) for every input token."""
-        return self._measure(model, batch, lambda _, hidden_BTC: model.values(hidden_BTC))
+        return self._measure(model, batch, lambda _, hidden_BTC: predict_values(model, hidden_BTC))
 
     @torch.no_grad()
     def _measure(

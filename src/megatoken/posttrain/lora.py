@@ -10,18 +10,18 @@ Shapes: R rank, P layers packed into one, I inputs, O outputs of all of them.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.model.gpt import GPT, AddedModule, Linear
 
 LAYERS = ("attention.qkv", "attention.out", "mlp.gate", "mlp.up", "mlp.down")  # with adapters
 
 
-class LoRA(nn.Module):
+class LoRA(AddedModule):
     """The adapter of a linear layer, uninitialized.
 
     outputs: number of outputs of each of the layers that are packed into the linear layer.
@@ -47,39 +47,52 @@ class LoRA(nn.Module):
         """Return the layer's output with the adapter. y: without it."""
         return y + F.linear(F.linear(x, self.a) * self.scale, self.up) if self.enabled else y
 
+    def draw_initial(self, name: str, generator: torch.Generator) -> Tensor:
+        values = super().draw_initial(name, generator)
+        bound = values.shape[1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator) if name == "a" else values
 
-def add_adapters(model: nn.Module, config: ModelConfig) -> None:
+
+class AdaptedLinear(Linear):
+    """A linear layer with an adapter."""
+
+    lora: LoRA
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x, super().forward(x))
+
+
+def apply(model: GPT) -> None:
     """Freeze all parameters, and add an adapter to every linear layer of the blocks."""
     model.requires_grad_(False)
     for name, part in list(model.named_modules()):
-        if name.endswith(LAYERS) and isinstance(part, nn.Linear):
-            outputs = config.qkv_rows if name.endswith("qkv") else [part.out_features]
-            part.lora = LoRA(config, part.in_features, outputs)
-
-
-def list_adapted(model: nn.Module) -> list[Any]:
-    """Return the linear layers with an adapter."""
-    return [part for part in model.modules() if getattr(part, "lora", None)]
+        if name.endswith(LAYERS) and isinstance(part, Linear):
+            outputs = model.config.qkv_rows if name.endswith("qkv") else [part.out_features]
+            part.__class__ = AdaptedLinear  # as FSDP changes the class of what it shards
+            part.lora = LoRA(model.config, part.in_features, outputs)
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters, so that the model computes what its base computes."""
-    layers = list_adapted(model)
+    adapters = [part for part in model.modules() if isinstance(part, LoRA)]
     try:
-        for layer in layers:
-            layer.lora.enabled = False
+        for adapter in adapters:
+            adapter.enabled = False
         yield
     finally:
-        for layer in layers:
-            layer.lora.enabled = True
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 @torch.no_grad()
-def merge_adapters(model: Any) -> None:
+def merge(model: GPT) -> None:
     """Add the adapters to the weights of their layers and remove them; all parameters train."""
-    for layer in list_adapted(model):
+    for layer in list(model.modules()):
+        if not isinstance(layer, AdaptedLinear):
+            continue
         layer.weight += layer.lora.scale * (layer.lora.up @ layer.lora.a)
-        layer.lora = None
+        del layer.lora
+        layer.__class__ = Linear  # type: ignore[assignment]
     model.config = replace(model.config, lora_rank=0, lora_alpha=0.0)
     model.requires_grad_()

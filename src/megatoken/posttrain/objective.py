@@ -13,6 +13,7 @@ from megatoken.posttrain.batches import PreferenceBatch, RolloutBatch
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, kl_k3
 from megatoken.posttrain.preference_loss import dpo_loss, kto_loss, pairwise_loss
 from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
+from megatoken.posttrain.value_head import predict_values
 from megatoken.train.state import CrossEntropy, Loss, TrainState
 
 
@@ -79,7 +80,10 @@ class PolicyLoss:
             assert batch.values_BT is not None
             assert batch.returns_BT is not None
             errors = clipped_value_loss(
-                model.values(hidden_BTC), batch.values_BT, batch.returns_BT, clip=config.value_clip
+                predict_values(model, hidden_BTC),
+                batch.values_BT,
+                batch.returns_BT,
+                clip=config.value_clip,
             )
             sums["value_loss"] = (errors * mask).sum().detach()
             losses = losses + config.value_weight * errors
@@ -118,7 +122,7 @@ class PreferenceLoss:
         """
         assert isinstance(batch, PreferenceBatch)
         if self.name == "reward":
-            scores = take_last(model.values(hidden_BTC), rows.targets_BT)
+            scores = take_last(predict_values(model, hidden_BTC), rows.targets_BT)
             chosen, rejected = scores.view(-1, 2).unbind(1)
             losses = pairwise_loss(chosen, rejected)
         else:

@@ -9,4 +9,12 @@ ENTRIES = {
         name: f"posttrain/recipes/{name}.yaml"
         for name in ("sft", "dpo", "kto", "reward", "grpo", "ppo")
     },
+    "extension": {
+        "lora_rank": "megatoken.posttrain.lora",
+        "value_head": "megatoken.posttrain.value_head",
+    },
+    "extension_size": {
+        "lora_rank": "megatoken.posttrain.extension_sizes:count_lora",
+        "value_head": "megatoken.posttrain.extension_sizes:count_value_head",
+    },
 }

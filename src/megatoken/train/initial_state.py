@@ -47,10 +47,10 @@ def build_train_state(
     state = build_state(model, config, plan.device, plan.dims, comm=plan.comm)
     if plan.comm.run_on_rank0(lambda: list_steps(plan.out / CHECKPOINTS)):
         return state
-    if config.model.init:
+    has_init = bool(config.model.init)
+    state.sharded.copy_from_full(init_weights(model, config.seed, added_only=has_init))
+    if has_init:
         state.sharded.copy_from_full(_read_pretrained(plan))
-    part = ".lora." if config.model.init else ""
-    state.sharded.copy_from_full(init_weights(model, config.seed, part))
     return state
 
 
@@ -172,9 +172,6 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
     if differences:
         fix = f"set {' '.join(differences)}"
         raise ConfigError("model.init has a different architecture", name, fix)
-    if model_config.value_head and not source.value_head:
-        yield "value_head.weight", torch.zeros(1, model_config.d_model)
-        yield "value_head.bias", torch.zeros(1)
     n_old = loaded.tokenizer.vocab_size
     for weight, values in loaded.model.state_dict().items():
         if adds_tokens and weight.endswith(VOCABULARY_TABLES):

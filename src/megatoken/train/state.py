@@ -25,6 +25,7 @@ from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
+from megatoken.model.extensions import count_additions
 from megatoken.model.gpt import GPT, copy_kernels, separate_conversations
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
@@ -288,7 +289,7 @@ def build_state(
     if optimizer is None:
         uses_matrices = find_optimizer(config.optim.name).hidden_group
         optim = config.optim
-        if uses_matrices and model.config.lora_rank:  # no hidden matrix trains
+        if uses_matrices and count_additions(model.config).freezes:  # no hidden matrix trains
             optim, uses_matrices = replace(optim, name="adamw"), False
         optimizer = build_optimizer(
             sharded.updated,

@@ -25,6 +25,7 @@ SWITCHES = (
     "nope_interval",
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
+EXTENSIONS = ("lora_rank", "value_head")  # fields that ask for a part of another room
 ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
@@ -127,6 +128,11 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """The number of key/value heads; n_head / kv_heads query heads share each of them."""
         return self.n_kv_head or self.n_head
+
+    @property
+    def extensions(self) -> list[str]:
+        """The fields in EXTENSIONS that are set."""
+        return [name for name in EXTENSIONS if getattr(self, name)]
 
     @property
     def switched_on(self) -> list[str]:

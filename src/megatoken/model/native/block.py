@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.model.gpt import Block
+from megatoken.model.gpt import Block, Linear
 from megatoken.model.native import ops
 from megatoken.model.native.attention import native_attention
 from megatoken.model.native.library import DTYPES, BlockArguments, BlockParameters, addresses
@@ -90,8 +90,9 @@ def fuse(block: Block) -> Callable[..., Tensor] | None:
         and block.post_norm1 is None
         and attention.heads[0] * attention.d_head == len(norm.weight)
         and not (attention.q_norm or attention.value_tokens or attention.window)
-        and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation or mlp.up.lora)
+        and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation)
         and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))
+        and {type(layer) for layer in linears} == {Linear}
         and len({layer.bias is None for layer in linears}) == 1
     )
     if norm is None or not is_plain:
