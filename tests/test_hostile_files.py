@@ -29,7 +29,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from megatoken.base.config.load import load_config, resolve
+from megatoken.base.config.load import resolve
 from megatoken.base.errors import MegatokenError
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.machine import peak_resident_bytes
@@ -264,7 +264,7 @@ def read_eval(path: Path) -> object:
 
 
 def read_provenance(path: Path) -> object:
-    return find_changes(path.parent, load_config("quickstart"))
+    return find_changes(path.parent, resolve("quickstart"))
 
 
 def read_tokenizer(path: Path) -> object:

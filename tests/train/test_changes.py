@@ -64,7 +64,7 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path):
         resume = "free" if key in ("data.path", "model.preset") else resume_class(key)
         for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
             with pytest.raises(ConfigError) if refused else nullcontext() as error:
-                check_changes([change], tmp_path, allow_changes=allow, extends=False)
+                check_changes([change], tmp_path, allow_changes=allow)
             if refused:
                 assert str(change) in str(error.value)
                 assert ("--allow-changes" in str(error.value)) == (resume == "guarded")

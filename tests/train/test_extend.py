@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.base.config.fields import Duration
+from megatoken.base.config.load import resolve_run
 from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
 from megatoken.cli.runs import read_config
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.store.commit import list_steps
+from megatoken.train.train import Trainer
 from tests import tiny_run
 from tests.tiny_run import TINY, newest_step, read_column, read_events
 
@@ -67,7 +68,8 @@ def test_an_extended_cosine_rises_to_its_new_place(
         with pytest.raises(ZeroDivisionError):
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, newest_step(run)) == (20, 12)
-    stopped = tiny_run.train(run, recipe=run, stop=14, extend=Duration(8))
+    extended = resolve_run(run, run / "config.yaml")
+    stopped = Trainer(extended, run, callbacks=[tiny_run.stop_at(14)]).fit()
     assert (stopped.code, newest_step(run)) == (ExitCode.STOPPED, 14)
     assert train(run, "--extend", "8steps") == 0
     assert newest_step(run) == 20

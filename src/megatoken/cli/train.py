@@ -72,8 +72,7 @@ def run(options: Namespace, console: Console) -> Result:
         check_init(options.recipe, resolved.config, out)
         dist_env = read_dist_env()
         if dist_env.world_size == 1:  # before torch is loaded and ranks are started
-            extends = options.extend is not None
-            find_changes(out, resolved.config, allow_changes=options.allow_changes, extends=extends)
+            find_changes(out, resolved, allow_changes=options.allow_changes)
         code = launch_ranks(options, options.restarts, resolved.config)
         if code is not None:
             return Result(convert_stop(code, options.ending), None)
@@ -82,6 +81,12 @@ def run(options: Namespace, console: Console) -> Result:
                 console.print(f"note: {note}")
         elif dist_env.is_main_process:
             console.print(render_with_notes(resolved, given_only=True))
+        if options.extend:
+            from megatoken.cli.extend import extend_on_rank0
+
+            resolved = extend_on_rank0(
+                resolved, out, options.extend, console, allow_changes=options.allow_changes
+            )
         from megatoken.train.train import Trainer
 
         summary = Trainer(
@@ -90,7 +95,6 @@ def run(options: Namespace, console: Console) -> Result:
             console=console,
             explain=options.explain,
             allow_changes=options.allow_changes,
-            extend=options.extend,
             reward=options.reward,
         ).fit()
         data = asdict(summary) if dist_env.is_main_process else None

@@ -1,10 +1,10 @@
 """Name the files in a run folder, and check whether a run may use a folder. No torch."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatoken.base.config.load import Change, list_changes, resolve
-from megatoken.base.config.schema import Config
+from megatoken.base.config.load import Change, ResolvedConfig, list_changes, resolve
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER
@@ -14,20 +14,21 @@ from megatoken.store.manifest import MANIFEST, DamagedError, verify
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
-BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")  # changed by `train --extend`
+BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")
+EXTEND = "--extend "  # begins the origin of a budget that may be another one than before
 LEFTOVERS = (LOCK, OWNER, IDENTITY, f".{PROVENANCE}")  # files of a failed start
 
 
 def find_changes(
-    out: Path, config: Config, *, allow_changes: bool = False, extends: bool = False
+    out: Path, resolved: ResolvedConfig, *, allow_changes: bool = False
 ) -> list[Change]:
-    """Return the settings in which `config` differs from the newest valid checkpoint in `out`.
+    """Return the settings in which `resolved` differs from the newest valid checkpoint in `out`.
 
     Returns an empty list if the folder is new or has no valid checkpoint. Raises ConfigError if the
     folder holds something that is not a run, or if a setting differs that a resume must not change.
     Raises StorageError if the folder cannot be read.
 
-    allow_changes: whether guarded settings may change. extends: whether the budget may change.
+    allow_changes: whether guarded settings may change. The budget of an extended run may.
     """
     with storage_errors(out, what=UNUSABLE, fix=OTHER_FOLDER):
         root = out / CHECKPOINTS
@@ -45,16 +46,21 @@ def find_changes(
     for folder in reversed(checkpoints):
         with suppress(DamagedError):
             verify(folder, hashes=lambda name: name == CONFIG)  # RUN's may be edited or lost
-            changes = list_changes(resolve(str(folder / CONFIG)).config, config)
-            check_changes(changes, out, allow_changes=allow_changes, extends=extends)
+            changes = list_changes(resolve(str(folder / CONFIG)).config, resolved.config)
+            extended = [key for key in BUDGET_KEYS if resolved.origins[key].startswith(EXTEND)]
+            check_changes(changes, out, allow_changes=allow_changes, allowed=extended)
             return changes
     return []
 
 
-def check_changes(changes: list[Change], out: Path, *, allow_changes: bool, extends: bool) -> None:
-    """Raise ConfigError if a change is of the class `fatal`, or is `guarded` and not allowed."""
+def check_changes(
+    changes: list[Change], out: Path, *, allow_changes: bool, allowed: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError if a change is of the class `fatal`, or is `guarded` and not allowed.
+
+    allowed: keys that may change.
+    """
     refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
-    allowed = BUDGET_KEYS if extends else ()
     differences = [str(c) for c in changes if c.resume in refused and c.key not in allowed]
     if not differences:
         return

@@ -57,7 +57,7 @@ MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may en
 
 
 def check_folder(
-    context: RunContext, config: Config, *, allow_changes: bool, extends: bool
+    context: RunContext, resolved: ResolvedConfig, *, allow_changes: bool
 ) -> list[Change]:
     """Check that the run folder can be used, and fetch a checkpoint from elsewhere if it has none.
 
@@ -65,12 +65,11 @@ def check_folder(
     of the kind "fetch" raise: functions of the config and the context that say whether they fetched
     a checkpoint.
 
-    allow_changes, extends: as in `find_changes`.
+    allow_changes: as in `find_changes`.
     """
-    out = context.out
-    find = partial(find_changes, out, config, allow_changes=allow_changes, extends=extends)
+    find = partial(find_changes, context.out, resolved, allow_changes=allow_changes)
     changes = find()
-    return find() if any(call_entries("fetch", config, context)) else changes
+    return find() if any(call_entries("fetch", resolved.config, context)) else changes
 
 
 def open_log(out: Path, comm: Comm) -> MetricsLogger:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from megatoken.base.config.fields import Duration, parse_time
-from megatoken.base.config.load import ResolvedConfig, from_python, list_changes, render
+from megatoken.base.config.fields import parse_time
+from megatoken.base.config.load import ResolvedConfig, from_python, render
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
 from megatoken.base.errors import (
@@ -42,8 +42,8 @@ from megatoken.store.manifest import CheckpointManifest
 from megatoken.train import setup
 from megatoken.train.actions import Action, is_due, list_actions
 from megatoken.train.batches import open_batches
+from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
 from megatoken.train.initial_state import build_train_state, take_architecture
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
@@ -92,7 +92,6 @@ class Trainer:
         console: Console | None = None,
         explain: bool = False,
         allow_changes: bool = False,
-        extend: Duration | None = None,
         reward: str | Reward | None = None,
     ) -> None:
         """Check the arguments. Raises ConfigError if they cannot be combined.
@@ -104,7 +103,6 @@ class Trainer:
         nproc: number of processes to start on this machine.
         explain: whether to print the measurements behind every automatic choice.
         allow_changes: whether a resume may change guarded settings or the dataset.
-        extend: how much training to add to a run that has reached its end.
         reward: for the objectives grpo and ppo, a function of (prompt, answer, right answer), or
             its name as `module:function`.
         """
@@ -127,7 +125,6 @@ class Trainer:
         self.console = console or Console()
         self.explain = explain
         self.allow_changes = allow_changes
-        self.extend = extend
         # A built-in reward is found by its name in the config, so it need not be passed on.
         self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
@@ -177,20 +174,11 @@ class Trainer:
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
         resolved = take_architecture(self.resolved, self.out)
         changes = comm.run_on_rank0(
-            lambda: setup.check_folder(
-                context,
-                resolved.config,
-                allow_changes=self.allow_changes,
-                extends=self.extend is not None,
-            )
+            lambda: setup.check_folder(context, resolved, allow_changes=self.allow_changes)
         )
         check_reward(resolved.config, self.reward)
         data = setup.open_data(resolved.config, context)
         actions = call_entries("action", resolved.config, data, context)
-        if self.extend:
-            extended = extend_budget(resolved, data, self.extend, context)
-            changes += list_changes(resolved.config, extended.config)
-            resolved = extended
         config = resolved.config
         time_limit = parse_time(config.save.time_limit) or None
         with (
@@ -200,8 +188,6 @@ class Trainer:
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
             state = build_train_state(plan, self.model, self.optimizer)
-            if self.extend:  # moves checkpoints that must not be restored
-                comm.run_on_rank0(lambda: set_aside_decay(plan, changes))
             progress = Progress()
             restore_newest = partial(
                 restore, state, progress, plan, allow_changes=self.allow_changes
@@ -260,8 +246,6 @@ class Trainer:
                 command.append("--explain")
             if self.allow_changes:
                 command.append("--allow-changes")
-            if self.extend:
-                command += ["--extend", str(self.extend)]
             code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
             what = f"training in {self.nproc} processes failed, see their output — {self.out}"
