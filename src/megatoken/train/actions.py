@@ -5,6 +5,7 @@ of a run, which check the settings of the action before the model is built, and 
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,6 @@ def list_actions(run: Run, saver: CheckpointSaver, added: Sequence[Action]) -> l
     Saving comes first: its files are then written in the background during the other actions.
     """
 
-    def save(run: Run, poll: Poll) -> None:
-        saver.try_save()
-
     def validate_and_save(run: Run, poll: Poll) -> None:
         validate(run, poll)
         is_best = run.progress.best_step(run.progress.val_losses) == run.state.step
@@ -65,7 +63,7 @@ def list_actions(run: Run, saver: CheckpointSaver, added: Sequence[Action]) -> l
             saver.try_save()
 
     return [
-        Action(run.config.save.every, save, at_start=False, at_end=False),
+        Action(run.config.save.every, lambda *_: saver.try_save(), at_start=False, at_end=False),
         Action(run.config.evaluate.every, validate_and_save),
         *added,
     ]
@@ -166,3 +164,13 @@ def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
             output_layer=state.output_layer,
         )
     return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
+
+
+def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:
+    """Call actions in order. Raises StopRequested before one that may exceed the time limit."""
+    for action in actions:
+        run.check_stop(action.seconds)
+        start = time.monotonic()
+        action.call(run, poll)
+        run.comm.barrier()  # rank 0 may have worked for longer than collectives wait
+        action.seconds = max(action.seconds, time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""Recover from bad steps: skip the batch; after several in a row, rewind to a checkpoint.
+"""Decide how to go on after bad steps: skip the batch; after several in a row, rewind the run.
 
 With batches of one size, a skipped batch leaves no trace: the run is bit-identical to one without
 that batch in its data. In a batch ramp, sizes go by batch and learning rates by step.
@@ -10,6 +10,8 @@ numbers and so make the same decisions.
 """
 
 from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatoken.base.errors import NumericsError
 from megatoken.data.dataloader import batch_of_step
@@ -17,123 +19,163 @@ from megatoken.distributed.replica_check import compare_replicas
 from megatoken.store.load import list_optimizer_tensors
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
+from megatoken.train.spikes import RecentSteps
 from megatoken.train.step import StepMetrics, bad_step_error
+from megatoken.train.step_log import StepLog
 
 MAX_REWINDS = 2  # without getting past the furthest step
 REPLICA_CHECK_STEPS = 100
 REPLICA_FIX = "test the memory and device of that rank; the same command resumes"
 
 
-class Recovery:
-    """Skips bad batches and rewinds to the newest checkpoint.
+class Accept(NamedTuple):
+    """The step updated the weights. spike: what is wrong if a spike begins with it, else ""."""
 
-    All ranks must make the same calls.
+    spike: str
+
+
+class Skip(NamedTuple):
+    """Take the bad step again, with the next batch."""
+
+
+class Rewind(NamedTuple):
+    """Load the newest checkpoint, and skip the batches from there to `last_bad_batch`.
+
+    By default no batches are skipped. error: to raise if there is no checkpoint.
     """
 
-    def __init__(self, run: Run, saver: CheckpointSaver) -> None:
-        self.run = run
-        self.state = run.state
-        self.saver = saver
-        self.bad_batches: list[int] = []  # since the last good step
-        self.furthest_step = run.state.step
-        self.n_rewinds = 0  # since the furthest step
-        self.in_spike = False
+    error: NumericsError
+    last_bad_batch: int = -1
 
-    def accept(self, step: StepMetrics) -> None:
-        """Record a step that updated the weights; report the first step of a spike."""
+
+@dataclass
+class Guard:
+    """Judges steps by their numbers.
+
+    furthest_step: the last good step so far. bad_batches: since the last good step. n_rewinds:
+    since the furthest step.
+    """
+
+    max_skips: int
+    finds_spikes: bool
+    furthest_step: int
+    bad_batches: list[int] = field(default_factory=list)
+    n_rewinds: int = 0
+    in_spike: bool = False
+
+    def judge(self, step: StepMetrics, batch: int, recent: RecentSteps) -> Accept | Skip | Rewind:
+        """Decide about a step, and record it in `recent` if it is good.
+
+        Raises NumericsError if the gradient is 0, and what `rewind` raises.
+
+        batch: the number of the step's batch.
+        """
+        if not step.bad:
+            return Accept(self._accept(step, recent))
+        if step.grad_norm == 0:
+            raise bad_step_error(step)
+        self.bad_batches.append(batch)
+        if len(self.bad_batches) < self.max_skips:
+            return Skip()
+        return self.rewind(bad_step_error(step, self.bad_batches), batch)
+
+    def rewind(self, error: NumericsError, last_bad_batch: int = -1) -> Rewind:
+        """Raise `error` if MAX_REWINDS rewinds did not get training past its furthest step."""
+        if self.n_rewinds >= MAX_REWINDS:
+            raise error
+        self.n_rewinds += 1
+        self.bad_batches.clear()
+        return Rewind(error, last_bad_batch)
+
+    def _accept(self, step: StepMetrics, recent: RecentSteps) -> str:
         self.bad_batches.clear()
         if step.step > self.furthest_step:
             self.furthest_step = step.step
             self.n_rewinds = 0
-        if step.overflowed or self.run.config.optim.spike == "off":
-            return
-        max_loss, max_grad_norm = self.state.recent.limits()
-        is_spike = step.loss > max_loss or step.grad_norm > max_grad_norm
-        if is_spike and not self.in_spike:
-            limits = f"expected at most {max_loss:.4g} and {max_grad_norm:.4g}"
-            self.report(step, "spike", limits)
-        self.in_spike = is_spike
-        self.state.recent.values.append((step.loss, step.grad_norm))
+        if step.overflowed or not self.finds_spikes:
+            return ""
+        max_loss, max_grad_norm = recent.limits()
+        was_in_spike = self.in_spike
+        self.in_spike = step.loss > max_loss or step.grad_norm > max_grad_norm
+        recent.values.append((step.loss, step.grad_norm))
+        begins = self.in_spike and not was_in_spike
+        return f"expected at most {max_loss:.4g} and {max_grad_norm:.4g}" if begins else ""
 
-    def skip(self, bad: StepMetrics) -> None:
-        """Remove a bad step's batch from the data order.
 
-        `state.step` must already be back at its value before the bad step. After `optim.max_skips`
-        bad steps in a row, rewinds to a checkpoint. Raises NumericsError if the gradient is 0, or
-        if rewinding does not help.
-        """
-        if bad.grad_norm == 0:
-            raise bad_step_error(bad.step, bad.loss, bad.grad_norm)
-        if self.check_replicas():  # the weights of one rank are at fault, not the batch
-            return
-        batch = self.state.batch
-        self.run.heartbeat.beat("skip", self.state.step)  # the next step has the same number
-        self.report(bad, "batch skipped", "weights unchanged")
-        insort(self.state.skipped_batches, batch)
-        self.bad_batches.append(batch)
-        if len(self.bad_batches) >= self.run.config.optim.max_skips:
-            where = f"step {bad.step}, batches {', '.join(map(str, self.bad_batches))}"
-            error = bad_step_error(bad.step, bad.loss, bad.grad_norm, where)
-            self.rewind(error, last_bad_batch=batch)
+def settle_steps(
+    run: Run, saver: CheckpointSaver, guard: Guard, log: StepLog, *, compares: bool
+) -> None:
+    """Read and log the pending steps; recover if one is bad or replicas differ.
 
-    def report(self, step: StepMetrics, what: str, message: str) -> None:
-        """Log an event and print a warning about a step and its batch."""
-        batch = batch_of_step(step.step - 1, self.state.skipped_batches)
-        self.run.log.event(
-            what,
-            step=step.step,
-            batch=batch,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            message=message,
-        )
-        values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
-        self.run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
+    `state.step` then falls: by the steps from the bad one on, or to that of a checkpoint.
 
-    def check_replicas(self) -> bool:
-        """Compare weights and optimizer state of all replicas; if they differ, rewind.
+    compares: whether to compare replicas even if no step is bad.
+    """
+    state = run.state
+    for step, values in log.read():
+        error = find_difference(run) if step.bad else None
+        decision = guard.rewind(error) if error else guard.judge(step, state.batch, state.recent)
+        match decision:
+            case Accept(spike):
+                if spike:
+                    report(run, step, "spike", spike)
+                log.write(step, values)
+            case Skip():
+                skip_batch(run, step)
+            case Rewind():
+                rewind(run, saver, decision)
+    if compares and (error := find_difference(run)):
+        rewind(run, saver, guard.rewind(error))
 
-        Returns whether they differ. Replicas are compared only with others on the same kind of
-        device, because rounding may depend on it.
-        """
-        run = self.run
-        state = self.state
-        dims = state.dims
-        if dims.dp_replicate == 1:
-            return False
-        group = dims.shard_rank, dims.tp_rank, run.device.name
-        tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
-        divergence = compare_replicas(tensors, group, state.comm)
-        if divergence is None:
-            return False
-        run.log.event(
-            "replicas differ",
-            ranks=divergence.ranks,
-            tensors=divergence.tensors,
-            message=divergence.message,
-        )
-        run.console.warn(f"step {state.step}: {divergence.message}")
-        self.rewind(NumericsError(divergence.message, f"step {state.step}", REPLICA_FIX))
-        return True
 
-    def rewind(self, error: NumericsError, last_bad_batch: int = -1) -> None:
-        """Load the newest checkpoint and skip the batches from there to `last_bad_batch`.
+def report(run: Run, step: StepMetrics, what: str, message: str) -> None:
+    """Log an event and print a warning about a step and its batch."""
+    batch = batch_of_step(step.step - 1, run.state.skipped_batches)
+    numbers = {"step": step.step, "batch": batch, "loss": step.loss, "grad_norm": step.grad_norm}
+    run.log.event(what, **numbers, message=message)
+    values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
+    run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
 
-        By default no batches are skipped. Raises `error` if there is no checkpoint, or if
-        MAX_REWINDS rewinds did not get training past its furthest step.
-        """
-        run = self.run
-        state = self.state
-        left_step = state.step
-        self.saver.try_commit()
-        if self.n_rewinds >= MAX_REWINDS or run.restore() is None:
-            raise error
-        self.n_rewinds += 1
-        self.bad_batches.clear()
-        skipped = range(state.batch, last_bad_batch + 1)
-        state.skipped_batches = sorted({*state.skipped_batches, *skipped})
-        message = f"rewound from step {left_step} to {state.step}"
-        if skipped:
-            message += f", skipping batches {skipped[0]} to {skipped[-1]}"
-        run.log.event("rewind", message=f"{message}: {error}")
-        run.console.warn(message)
+
+def skip_batch(run: Run, bad: StepMetrics) -> None:
+    """Remove the batch of a bad step, the next one, from the data order."""
+    run.heartbeat.beat("skip", run.state.step)  # the next step has the same number
+    report(run, bad, "batch skipped", "weights unchanged")
+    insort(run.state.skipped_batches, run.state.batch)
+
+
+def find_difference(run: Run) -> NumericsError | None:
+    """Compare weights and optimizer state of all replicas; log and return how they differ.
+
+    Replicas are compared only with others on the same kind of device, because rounding may depend
+    on it.
+    """
+    state = run.state
+    dims = state.dims
+    if dims.dp_replicate == 1:
+        return None
+    group = dims.shard_rank, dims.tp_rank, run.device.name
+    tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
+    found = compare_replicas(tensors, group, state.comm)
+    if found is None:
+        return None
+    message = found.message
+    run.log.event("replicas differ", ranks=found.ranks, tensors=found.tensors, message=message)
+    run.console.warn(f"step {state.step}: {message}")
+    return NumericsError(message, f"step {state.step}", REPLICA_FIX)
+
+
+def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
+    """Carry out a decision to rewind. Raises its error if there is no checkpoint."""
+    state = run.state
+    left_step = state.step
+    saver.try_commit()
+    if run.restore() is None:
+        raise decision.error
+    skipped = range(state.batch, decision.last_bad_batch + 1)
+    state.skipped_batches = sorted({*state.skipped_batches, *skipped})
+    message = f"rewound from step {left_step} to {state.step}"
+    if skipped:
+        message += f", skipping batches {skipped[0]} to {skipped[-1]}"
+    run.log.event("rewind", message=f"{message}: {decision.error}")
+    run.console.warn(message)

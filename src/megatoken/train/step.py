@@ -77,7 +77,7 @@ def train_step(
     """
     (metrics,) = wait_for_steps(state, [train_step_async(state, step_config, device, batch)])
     if metrics.bad:
-        raise bad_step_error(metrics.step, metrics.loss, metrics.grad_norm)
+        raise bad_step_error(metrics)
     return metrics
 
 
@@ -305,13 +305,13 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
     return metrics
 
 
-def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
-    """Return the error to raise for a bad step.
-
-    where: place to name in the error, such as a range of batches; "" for `step {step}`.
-    """
-    where = where or f"step {step}"
-    if grad_norm == 0:
+def bad_step_error(step: StepMetrics, batches: Sequence[int] = ()) -> NumericsError:
+    """Return the error to raise for a bad step, which names `batches`."""
+    where = f"step {step.step}"
+    if step.grad_norm == 0:
         fix = "check for frozen or all-zero weights; machine.compile=off rules out the compiler"
-        return NumericsError(f"loss {loss:g}, but the gradient is 0", where, fix)
-    return NumericsError(f"loss {loss:g}, gradient norm {grad_norm:g}", where, FINITE_FIX)
+        return NumericsError(f"loss {step.loss:g}, but the gradient is 0", where, fix)
+    if batches:
+        where += f", batches {', '.join(map(str, batches))}"
+    what = f"loss {step.loss:g}, gradient norm {step.grad_norm:g}"
+    return NumericsError(what, where, FINITE_FIX)

@@ -1,8 +1,6 @@
-"""Read losses and gradient norms from the device, log and show them, and recover from bad steps."""
+"""Read losses and gradient norms from the device, log and show them."""
 
 import shlex
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from megatoken.base.config.schema import Config
@@ -10,9 +8,8 @@ from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.text.chat_dataset import ROW_OBJECTIVES
-from megatoken.train.actions import Action, Poll, is_due
+from megatoken.train.actions import is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
-from megatoken.train.recovery import Recovery
 from megatoken.train.run import Run
 from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps
 from megatoken.train.throughput import ThroughputMeter
@@ -26,9 +23,8 @@ class StepLog:
     All ranks must make the same calls.
     """
 
-    def __init__(self, run: Run, recovery: Recovery) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._recovery = recovery
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # step, batch_values
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
@@ -58,13 +54,13 @@ class StepLog:
         """Add a pending step. batch_values: values about its batch to log with it, by name."""
         self._pending.append((step, batch_values))
 
-    def read(self) -> None:
-        """Wait for the pending steps, and log and show them.
+    def read(self) -> list[tuple[StepMetrics, dict[str, Any]]]:
+        """Wait for the pending steps; return each with what `write` needs, up to the first bad one.
 
-        If one of them is bad, `state.step` goes back to before it, and its batch is skipped.
+        If there is a bad one, `state.step` goes back to before it.
         """
         if not self._pending:
-            return
+            return []
         run = self._run
         steps = [step for step, _ in self._pending]
         values = [batch_values for _, batch_values in self._pending]
@@ -73,23 +69,18 @@ class StepLog:
         tokens_before = run.step_config.tokens_before
         tokens = tokens_before(steps[-1].step) - tokens_before(steps[0].step - 1)
         speed = self.meter.read(tokens, len(steps))
-        now = run.log_file.elapsed_seconds
         seconds = speed["seconds"] or 0.0
         run.stop.observe(seconds * len(steps))
         for slow in self.stragglers.find():
             run.log.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
             run.console.warn(str(slow))
-        for number, (step, batch_values) in enumerate(zip(metrics, values, strict=False), start=1):
-            if step.bad:
-                self._recovery.skip(step)
-                continue
-            self._recovery.accept(step)
-            ended = now - (len(steps) - number) * seconds
-            self._log(step, {**batch_values, **speed}, elapsed_seconds=ended)
+        start = run.log_file.elapsed_seconds - len(steps) * seconds
+        times = [{"elapsed_seconds": start + n * seconds} for n in range(1, len(steps) + 1)]
+        rows = [{**value, **speed, **at} for value, at in zip(values, times, strict=True)]
+        return list(zip(metrics, rows, strict=False))
 
-    def _log(
-        self, step: StepMetrics, values: dict[str, float | None], elapsed_seconds: float
-    ) -> None:
+    def write(self, step: StepMetrics, values: dict[str, Any]) -> None:
+        """Log and show a good step. values: as returned by `read`."""
         run = self._run
         row = {
             "loss": step.loss,
@@ -101,11 +92,7 @@ class StepLog:
         total_steps = run.step_config.total_steps
         is_last = step.step == total_steps
         run.log.write(
-            "train",
-            step=step.step,
-            to_file=is_last or is_due(self._every, step.step),
-            elapsed_seconds=elapsed_seconds,
-            **row,
+            "train", step=step.step, to_file=is_last or is_due(self._every, step.step), **row
         )
         if step.overflowed:
             message = "fp16 gradients overflowed; loss scale lowered"
@@ -163,13 +150,3 @@ def _next_command(config: Config, out: str) -> str:
         start = shlex.quote(config.model.init or "RUN")
         return f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
     return f"chat {out}"
-
-
-def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:
-    """Call actions in order. Raises StopRequested before one that may exceed the time limit."""
-    for action in actions:
-        run.check_stop(action.seconds)
-        start = time.monotonic()
-        action.call(run, poll)
-        run.comm.barrier()  # rank 0 may have worked for longer than collectives wait
-        action.seconds = max(action.seconds, time.monotonic() - start)

@@ -40,17 +40,17 @@ from megatoken.posttrain.objective import build_loss, rollout_steps
 from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.train import setup
-from megatoken.train.actions import Action, is_due, list_actions
+from megatoken.train.actions import Action, call_actions, is_due, list_actions
 from megatoken.train.batches import open_batches
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.initial_state import build_train_state, take_architecture
 from megatoken.train.preemption import PreemptionHandler, StopRequested
-from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
+from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, RunPlan
 from megatoken.train.step import train_step_async
-from megatoken.train.step_log import StepLog, call_actions, report_early_stop, report_end
+from megatoken.train.step_log import StepLog, report_early_stop, report_end
 from megatoken.train.summary import print_summary
 from megatoken.train.tuning import tune
 
@@ -262,8 +262,7 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
     start = {"micro_batch": run.step_config.micro_batch, "compiled": run.is_compiled}
     run.log.write("start", to_file=False, **start)
     saver = CheckpointSaver(run)
-    recovery = Recovery(run, saver)
-    step_log = StepLog(run, recovery)
+    log = StepLog(run)
     run.log_file.start_clock()
     try:
         # fit() converts the errors of set-up; here they are converted before they are logged.
@@ -271,23 +270,17 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
         ):
-            code = run_loop(run, saver, recovery, step_log, actions)
+            code = run_loop(run, saver, log, actions)
     except Exception as error:
         record_failure(run, saver, error)
         raise
     finally:
         run.console.close()
-    report_end(run, code, step_log, saver)
+    report_end(run, code, log, saver)
     return code
 
 
-def run_loop(
-    run: Run,
-    saver: CheckpointSaver,
-    recovery: Recovery,
-    step_log: StepLog,
-    actions: Sequence[Action],
-) -> ExitCode:
+def run_loop(run: Run, saver: CheckpointSaver, log: StepLog, actions: Sequence[Action]) -> ExitCode:
     """Train to the end of the budget or until a stop is requested, and save before returning."""
 
     def poll() -> None:
@@ -296,51 +289,41 @@ def run_loop(
 
     state = run.state
     actions = list_actions(run, saver, actions)
+    guard = Guard(run.config.optim.max_skips, run.config.optim.spike != "off", state.step)
     code = ExitCode.DONE
     try:
         with closing(run.batches):
             while state.step < run.step_config.total_steps:
                 # If a stop is requested, this raises StopRequested on all ranks. If any rank wants
                 # to read its losses, all ranks read theirs, because they rewind together.
-                must_read = run.check_stop(flag=step_log.wants_read)
+                must_read = run.check_stop(flag=log.wants_read)
                 call_actions(run, [action for action in actions if action.is_due(run)], poll)
                 if run.progress.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
                     break
                 saver.commit_if_written()
-                step_log.begin_step()
-                with step_log.stragglers.data:  # state.batch: the step plus skipped batches
+                log.begin_step()
+                with log.stragglers.data:  # state.batch: the step plus skipped batches
                     batch = run.batches.get(state.batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
-                step_log.add(pending, run.batches.metrics)
+                log.add(pending, run.batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.
-                must_check = must_check_after(run, actions)
-                if must_read or must_check or step_log.reads_each_step:
-                    step_log.read()  # undoes a bad step, so that state.step falls again
-                if must_check:
-                    recovery.check_replicas()  # may rewind to a checkpoint
+                must_check = (
+                    state.step == run.step_config.total_steps
+                    or is_due(REPLICA_CHECK_STEPS, state.step)
+                    or any(action.is_due(run) for action in actions)
+                )
+                if must_read or must_check or log.reads_each_step:
+                    settle_steps(run, saver, guard, log, compares=must_check)
         saver.try_save()  # in the background, while the last actions compute
         call_actions(run, [action for action in actions if action.at_end], poll)
     except StopRequested:
         code = ExitCode.STOPPED
-        step_log.read()
-        recovery.check_replicas()
+        settle_steps(run, saver, guard, log, compares=True)
     run.log.begin("finish")
     saver.save_last()  # commits what try_save wrote; after a stop it saves
     saver.finish()
     return code
-
-
-def must_check_after(run: Run, actions: Sequence[Action]) -> bool:
-    """Return whether to read losses and compare replicas after this step.
-
-    True at every multiple of REPLICA_CHECK_STEPS, at the last step, and if an action such as a save
-    is due.
-    """
-    step = run.state.step
-    is_last = step == run.step_config.total_steps
-    is_action_due = any(action.is_due(run) for action in actions)
-    return is_last or is_due(REPLICA_CHECK_STEPS, step) or is_action_due
 
 
 def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
