@@ -34,7 +34,7 @@ FORKS.set_forkserver_preload(
 # tries again at once what has failed.
 SHORT_MEASUREMENTS = {
     "megatoken.base.system.device.PEAK_SIZES": {"cpu": (64, 128)},
-    "megatoken.train.kernel_autotune.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
+    "megatoken.plan.tuning.kernels.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
     "megatoken.store.commit.RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.checkpoint_saver.LAST_SAVE_RETRY_SECONDS": (0.0, 0.0),
     "megatoken.store.live_mirror.RETRY_SECONDS": (0.0,),

@@ -12,9 +12,9 @@ from megatoken.base.system.device import memory_errors
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
-from megatoken.train import micro_batch
-from megatoken.train.compilation import compile_forward
-from megatoken.train.micro_batch import tune_micro_batch
+from megatoken.plan.tuning import micro_batch
+from megatoken.plan.tuning.compilation import compile_forward
+from megatoken.plan.tuning.micro_batch import tune_micro_batch
 from megatoken.train.state import StepConfig, TrainState
 from tests.distributed.sharded_run import build_sharded, collect_ranks, train
 from tests.tiny_model import CPU, TINY_GPT, tiny_step_config

@@ -19,7 +19,7 @@ from megatoken.model.gpt import GPT, MLP, set_block_kernels
 from megatoken.model.kernels import fp8
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
-from megatoken.train.kernel_autotune import apply_choice, autotune
+from megatoken.plan.tuning.kernels import apply_choice, autotune
 from tests.tiny_model import CPU, TINY_GPT, differentiate, draw, relative_error, tiny_state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatoken.train.compilation import compile_forward
+from megatoken.plan.tuning.compilation import compile_forward
 from tests.nullgpu import counters
 from tests.nullgpu.models import shrink
 from tests.nullgpu.test_step import build, take_step

@@ -25,7 +25,7 @@ from megatoken.plan.commands import plan
 from megatoken.plan.expectation import find_calibration
 from megatoken.plan.memory_tracker import MemoryTracker
 from megatoken.plan.speed import Layout, estimate_step
-from megatoken.train import micro_batch
+from megatoken.plan.tuning import micro_batch
 from megatoken.train.step import train_step
 from megatoken.train.train import Trainer
 from tests.conftest import Ask

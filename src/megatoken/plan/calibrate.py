@@ -24,10 +24,10 @@ from megatoken.model.gpt import GPT
 from megatoken.plan.calibration import Calibration
 from megatoken.plan.expectation import CALIBRATIONS
 from megatoken.plan.memory_tracker import MemoryTracker
-from megatoken.train.kernel_autotune import step_key
+from megatoken.plan.tuning.kernels import step_key
+from megatoken.plan.tuning.prepare import Tuning, prepare_step
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import forward_backward, train_step
-from megatoken.train.tuning import Tuning, prepare_step
 
 MOST_LAYERS = 4
 TIMED_TOKENS = 1024  # of a timed micro-batch on a CPU, where a larger one is hardly faster

@@ -12,7 +12,7 @@ from megatoken.base.system.metrics_log import Row
 from megatoken.plan.calibration import Calibration, count_run_bytes
 from megatoken.plan.estimate import build_layout
 from megatoken.plan.speed import estimate_step
-from megatoken.train.kernel_autotune import step_key
+from megatoken.plan.tuning.kernels import step_key
 from megatoken.train.run import RunLog
 from megatoken.train.state import StepConfig
 

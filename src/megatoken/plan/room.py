@@ -2,6 +2,7 @@
 
 NEEDS = ("study",)
 ENTRIES = {
+    "tuner": {"measured": "megatoken.plan.tuning.prepare:tune"},
     "observer": {"expectation": "megatoken.plan.expectation:open_comparison"},
     "command": {
         "plan": "megatoken.plan.commands.plan",

@@ -1,7 +1,6 @@
 """Set up a run before its first step: data, layout, checks, and the files that describe it.
 
-train.py calls these functions once each, in order. initial_state.py builds the model, and tuning.py
-chooses kernels and micro-batch.
+train.py calls these functions once each, in order. initial_state.py builds the model.
 """
 
 import json
@@ -27,6 +26,7 @@ from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.device import with_peak
 from megatoken.base.system.machine import find_commit
 from megatoken.base.system.metrics_log import MetricsLogger
+from megatoken.base.system.threads import set_thread_count, thread_count
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture, count_rows, load_mixture
 from megatoken.distributed.comm import Comm
@@ -37,6 +37,7 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     disable_unsupported,
 )
+from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.posttrain.objective import row_answers
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
@@ -50,7 +51,7 @@ from megatoken.text.chat_dataset import (
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
-from megatoken.train.state import StepConfig, build_step_config
+from megatoken.train.state import StepConfig, TrainState, build_step_config
 
 SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
 MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may end or be swapped out
@@ -234,6 +235,33 @@ def choose_layout(
             f"{what} the ranks; machine.sharding=none and tensor_parallel=1 do not"
         )
     return replace(config, machine=disable_unsupported(config.machine, dims)), dims
+
+
+def tune(
+    state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
+) -> tuple[StepConfig, bool]:
+    """Choose kernels, micro-batch and compilation: by a room that measures them, if there is one.
+
+    Otherwise torch's operations run uncompiled, with the micro-batch of the config, or one sequence.
+    Returns the step config with the micro-batch, and whether the model is compiled. Raises
+    ConfigError for settings that cannot be applied.
+
+    is_at_end: whether no step is left, so that the micro-batch need not be measured.
+    explain: whether to print the measurements.
+    """
+    tuned: list[tuple[StepConfig, bool]] = call_entries("tuner", state, plan, is_at_end, explain)
+    if tuned:
+        return tuned[0]
+    machine = plan.config.machine
+    for key in ("compile", "gemm_backend", "fp8", "fused", "master_weights"):
+        if getattr(machine, key) not in ("auto", "off", "torch"):
+            what = "this installation has no room that tunes steps"
+            raise ConfigError(what, f"machine.{key}", "leave it out")
+    if machine.attention != "auto":
+        set_attention(state.model, machine.attention)
+    set_thread_count(min(plan.comm.gather(thread_count())))  # rounding depends on it
+    size = 1 if machine.micro_batch == "auto" else machine.micro_batch
+    return replace(plan.step_config, micro_batch=size), False
 
 
 def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:

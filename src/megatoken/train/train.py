@@ -52,7 +52,6 @@ from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, Run
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, report_early_stop, report_end
 from megatoken.train.summary import print_summary
-from megatoken.train.tuning import tune
 
 MEMORY_FIX = (
     "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
@@ -216,7 +215,9 @@ class Trainer:
     ) -> Run:
         """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
         state = log.state
-        step_config, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
+        step_config, is_compiled = setup.tune(
+            state, plan, is_at_end=log.is_at_end, explain=self.explain
+        )
         # Not before tuning, which measures steps with the cross-entropy, the default loss.
         step_config = replace(step_config, loss=build_loss(plan.config))
         plan = replace(plan, step_config=step_config)

@@ -21,7 +21,7 @@ from megatoken.base.system.device import (
 )
 from megatoken.base.system.machine import find_compiler
 from megatoken.model.gpt import set_activation_checkpointing
-from megatoken.train.compilation import compile_forward
+from megatoken.plan.tuning.compilation import compile_forward
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 

@@ -23,7 +23,7 @@ from megatoken.model.native.selection import find_library
 
 # The same source, tiles in plain C++.
 EMULATED_AMX = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX", "-O1"
-FOLDER = Path(__file__).parents[2] / "build" / "native"
+FOLDER = Path(__file__).parents[3] / "build" / "native"
 
 
 def compile_once(

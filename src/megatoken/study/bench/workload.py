@@ -21,10 +21,10 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
+from megatoken.plan.tuning.prepare import Tuning, prepare_step
 from megatoken.study.bench.report import Row
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import StepMetrics, train_step
-from megatoken.train.tuning import Tuning, prepare_step
 
 SPEED = {
     "tokens_per_second": "tokens/s",

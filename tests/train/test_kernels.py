@@ -13,17 +13,17 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
-from megatoken.base.rooms import load_entry
+from megatoken.base.rooms import find_rooms, load_entry
 from megatoken.base.system import device
 from megatoken.model.gpt import set_block_kernels
-from megatoken.model.kernels import Kernels
 from megatoken.model.kernels.attention import ATTENTION, find_attention
 from megatoken.model.native.selection import find_library
-from megatoken.train import kernel_autotune as autotune_module
-from megatoken.train import tuning
-from megatoken.train.kernel_autotune import (
+from megatoken.plan.tuning import kernels as autotune_module
+from megatoken.plan.tuning import prepare as tuning
+from megatoken.plan.tuning.kernels import (
     CACHE_FILE,
     KernelChoice,
+    Kernels,
     apply_choice,
     autotune,
     list_options,
@@ -31,7 +31,7 @@ from megatoken.train.kernel_autotune import (
 )
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
-from tests.tiny_run import train
+from tests.tiny_run import read_losses, train
 
 BF16 = replace(CPU, precision="bf16")
 
@@ -226,3 +226,19 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
     assert in_steps == expected == {forms["threads"]}
     if threads:
         assert in_trials == expected == {threads}
+
+
+def test_without_a_room_that_tunes_torchs_operations_train(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(find_rooms()["plan"].ENTRIES, "tuner")
+    words = f"{data} machine.attention=explicit machine.micro_batch=2"
+    for stop in (2, 4):
+        train(tmp_path / "stopped", words, stop=stop)
+    train(tmp_path / "through", words, stop=4)
+    losses = [read_losses(tmp_path / name) for name in ("stopped", "through")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert not (tmp_path / "through" / "machine.json").exists()
+    with pytest.raises(ConfigError, match=r"machine\.compile"):
+        train(tmp_path / "compiled", f"{words} machine.compile=on")

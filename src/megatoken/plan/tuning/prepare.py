@@ -16,12 +16,11 @@ from megatoken.base.console import format_duration
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.device import Device, wants_compile
 from megatoken.base.system.threads import set_thread_count, thread_count
-from megatoken.model.kernels import Kernels
 from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
-from megatoken.train.compilation import compile_forward
-from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, step_key
-from megatoken.train.micro_batch import find_rates, pick_micro_batch
+from megatoken.plan.tuning.compilation import compile_forward
+from megatoken.plan.tuning.kernels import KernelChoice, Kernels, apply_choice, autotune, step_key
+from megatoken.plan.tuning.micro_batch import find_rates, pick_micro_batch
 from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import MACHINE
 from megatoken.train.state import StepConfig, TrainState
@@ -110,14 +109,11 @@ def prepare_step(
 
 
 def tune(
-    state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
+    state: TrainState, plan: RunPlan, is_at_end: bool, explain: bool
 ) -> tuple[StepConfig, bool]:
     """Prepare the step with the choices in machine.json or with new ones, save and print them.
 
-    Returns the step config with the micro-batch, and whether the model is compiled.
-
-    is_at_end: whether no step is left, so that the micro-batch need not be measured.
-    explain: whether to print the measurements.
+    Arguments and results are those of train/setup.py's `tune`.
     """
     config, console = plan.config, plan.console
     start = time.monotonic()

@@ -26,7 +26,6 @@ from megatoken.base.system.threads import thread_count, use_torch_threads
 from megatoken.base.system.timing import time_calls
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
-from megatoken.model.kernels import Kernels
 from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.memory import LOSS_CHUNK
@@ -47,6 +46,35 @@ ONE_PROCESS = ParallelDims()
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
 Errors = dict[str, str]  # "operation implementation" -> why it does not run here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which implementation to use for each operation, by name."""
+
+    attention: str = "flash"
+    loss: str = "torch"
+    block: str = "torch"
+    adamw: str = "torch"
+    fp8: str = "off"
+    mixed: str = "autocast"  # masters: weights held in low precision, with fp32 master weights
+
+    def __str__(self) -> str:
+        parts = [f"attention {self.attention}"]
+        if self.loss == "triton":
+            parts.append("fused loss")
+        if self.block == "cublaslt":
+            parts.append("GELU in matmuls")
+        if self.block == "torch+native":
+            parts.append("native norms and activations")
+        if self.fp8 != "off":
+            parts.append(f"fp8 {self.fp8}")
+        native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
+        if native:
+            parts.append(f"native {' + '.join(native)}")
+        if self.mixed == "masters":
+            parts.append("weights held in low precision")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megatoken.base.system.measurement_cache import read_measurements, save_meas
 from megatoken.base.system.timing import time_once
 from megatoken.base.system.torch_compat import is_compiler_error
 from megatoken.data.dataloader import Batch
-from megatoken.train.compilation import compile_forward, free_gradients, without_replicas
+from megatoken.plan.tuning.compilation import compile_forward, free_gradients, without_replicas
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 

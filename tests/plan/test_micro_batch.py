@@ -14,10 +14,10 @@ from megatoken.base.errors import ConfigError
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
-from megatoken.train import compilation, micro_batch
-from megatoken.train.compilation import compile_forward
-from megatoken.train.kernel_autotune import step_key
-from megatoken.train.micro_batch import (
+from megatoken.plan.tuning import compilation, micro_batch
+from megatoken.plan.tuning.compilation import compile_forward
+from megatoken.plan.tuning.kernels import step_key
+from megatoken.plan.tuning.micro_batch import (
     candidate_sizes,
     find_rates,
     pick_micro_batch,

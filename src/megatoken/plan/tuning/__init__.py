@@ -1,0 +1,1 @@
+"""Choose kernels, micro-batch and compilation by measurement, before the first step."""
