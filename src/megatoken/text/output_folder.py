@@ -8,13 +8,13 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from megatoken.base.errors import DataError
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import MALFORMED, read_json, replace_file, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER, lock_folder
 from megatoken.data.dataset import load_dataset
@@ -28,8 +28,12 @@ from megatoken.data.shard_format import (
     write_manifest,
 )
 from megatoken.text.corpus_reader import ReadPosition
+from megatoken.text.documents import Invalid, token_dtype
+from megatoken.text.shard_writer import ShardWriter
 from megatoken.text.sources import Source
+from megatoken.text.tokenizer import Tokenizer
 
+MAX_SHARD_TOKENS = 2**31 - 1  # llm.c stores the count as an int32
 _ANOTHER_OUT = "choose another --out or delete the folder"
 
 
@@ -62,18 +66,101 @@ class ResumeState:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
 
-def describe_source(source: Source) -> dict[str, Any]:
-    """Return the entries of `ResumeState.recipe` that identify the input files."""
-    return {
+@dataclass
+class DatasetWriter:
+    """Writes the tokenizer and the splits of a dataset, starting where `state` ends."""
+
+    out: Path
+    state: ResumeState
+    tokenizer: Tokenizer
+    shard_tokens: int
+
+    def __post_init__(self) -> None:
+        self.tokenizer.vocabulary.save(self.out / "tokenizer")
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+        shape = self.dtype, self.shard_tokens, self.tokenizer.fingerprint
+        self.splits = {
+            split: ShardWriter(self.out, split, *shape, self.state.tokens[split])
+            for split in SPLITS
+        }
+
+    def save(self) -> None:
+        """Write all tokens and the state durably. Raises OSError."""
+        for split, writer in self.splits.items():
+            writer.sync()
+            self.state.tokens[split] = writer.tokens
+        _save_state(self.out, self.state)
+
+    def finish(self, documents: dict[str, int], source: dict[str, Any], **sizes: Any) -> Manifest:
+        """Close the last shards and return the manifest. source: added to the recipe."""
+        return Manifest(
+            tokenizer=self.tokenizer.vocabulary.describe(),
+            dtype=self.dtype,
+            documents=documents,
+            shards=tuple(shard for writer in self.splits.values() for shard in writer.finish()),
+            source=self.state.recipe | source,
+            **sizes,
+        )
+
+    def close(self) -> None:
+        """Close the shard files."""
+        for writer in self.splits.values():
+            writer.close()
+
+
+def make_dataset(
+    out: Path, source: Source, recipe: dict[str, Any], write: Callable[[ResumeState], Manifest]
+) -> PrepareResult:
+    """Return the dataset in `out`; if it is not finished, `write` it, starting from a state.
+
+    recipe: what decides the bytes of the result, besides the source. Raises ConfigError for a bad
+    setting, DataError if `out` holds something else, and StorageError if the disk fails.
+    """
+    started = time.monotonic()
+    for name, is_valid in {
+        "val_fraction": 0 <= recipe["val_fraction"] < 1,
+        "shard_tokens": 1 <= recipe["shard_tokens"] <= MAX_SHARD_TOKENS,
+        "invalid": recipe["invalid"] in get_args(Invalid),
+    }.items():
+        if not is_valid:
+            raise ConfigError(f"{name} is out of range", name, "see megatoken prepare --help")
+    recipe = {
         "source": source.name,
         "files": len(source.files),
         "bytes": source.size_bytes,
         "inputs": source.digest(times=False),
-    }
+    } | recipe
+    is_resumed = False
+    finished = _find_finished(out, recipe, source)  # before the lock: it may be read-only
+    if finished:
+        manifest = finished
+    else:
+        with _hold_lock(out), storage_errors(out):
+            new = ResumeState(recipe, source.digest(times=True))
+            state, is_resumed = _start_or_resume(out, new)
+            manifest = write(state)
+            replace_file(out / INPUTS_NAME, state.listing + "\n", durable=True)
+            write_manifest(out, manifest)
+            (out / PROGRESS_NAME).unlink()
+    train, val = (manifest.tokens(split) for split in SPLITS)
+    return PrepareResult(
+        tokens=train + val,
+        documents=sum(manifest.documents.values()),
+        shards=len(manifest.shards),
+        seconds=time.monotonic() - started,
+        train_tokens=train,
+        val_tokens=val,
+        tokenizer=manifest.tokenizer,
+        counts=manifest.source["counts"],
+        bytes=manifest.bytes,
+        skipped_files=dict(source.skipped),
+        resumed=is_resumed,
+        unchanged=bool(finished),
+    )
 
 
 @contextmanager
-def hold_lock(out: Path) -> Iterator[None]:
+def _hold_lock(out: Path) -> Iterator[None]:
     """Create the folder, lock it, and remove temporary files of a killed preparation.
 
     Raises StorageError if another process holds the lock.
@@ -89,7 +176,7 @@ def hold_lock(out: Path) -> Iterator[None]:
                 (out / LOCK).unlink()
 
 
-def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
+def _find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest | None:
     """Return the manifest if the folder holds a finished dataset, else None.
 
     Raises DataError if the dataset was made with other settings, or if its inputs have changed.
@@ -109,7 +196,7 @@ def find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifest
     return manifest
 
 
-def start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
+def _start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
     """Return the state to start from, and whether it resumes an interrupted preparation.
 
     Raises DataError if `out` holds unrelated data, or tokens made with other settings or from
@@ -128,47 +215,13 @@ def start_or_resume(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
             path.unlink()
     elif any([*out.glob("*.bin"), *out.glob("*.npy"), *out.glob("tokenizer")]):
         raise DataError("the output folder holds other data", out, _ANOTHER_OUT)
-    with storage_errors(out):
-        save_state(out, new)
+    _save_state(out, new)
     return new, False
 
 
-def save_state(out: Path, state: ResumeState) -> None:
+def _save_state(out: Path, state: ResumeState) -> None:
     """Write `progress.json` durably. Raises OSError."""
     replace_file(out / PROGRESS_NAME, json.dumps(vars(state)), durable=True)
-
-
-def finish_dataset(out: Path, manifest: Manifest, state: ResumeState) -> None:
-    """Write the manifest and remove `progress.json`. Raises OSError."""
-    replace_file(out / INPUTS_NAME, state.listing + "\n", durable=True)
-    write_manifest(out, manifest)
-    (out / PROGRESS_NAME).unlink()
-
-
-def summarize(
-    manifest: Manifest,
-    started: float,
-    source: Source,
-    *,
-    resumed: bool = False,
-    unchanged: bool = False,
-) -> PrepareResult:
-    """Return the result of a preparation that began at `started` (time.monotonic)."""
-    train, val = (manifest.tokens(split) for split in SPLITS)
-    return PrepareResult(
-        tokens=train + val,
-        documents=sum(manifest.documents.values()),
-        shards=len(manifest.shards),
-        seconds=time.monotonic() - started,
-        train_tokens=train,
-        val_tokens=val,
-        tokenizer=manifest.tokenizer,
-        counts=manifest.source["counts"],
-        bytes=manifest.bytes,
-        skipped_files=dict(source.skipped),
-        resumed=resumed,
-        unchanged=unchanged,
-    )
 
 
 def _check_recipe(out: Path, saved: dict[str, Any], recipe: dict[str, Any]) -> None:

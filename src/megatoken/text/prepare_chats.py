@@ -1,35 +1,26 @@
 """Prepare a dataset folder (chat_dataset.py) from conversations, preferences or prompts."""
 
 import json
-import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.base.system.atomic_write import replace_file, storage_errors
-from megatoken.data.shard_format import Manifest, Shard
+from megatoken.base.system.atomic_write import replace_file
+from megatoken.data.shard_format import Manifest
 from megatoken.text.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
 from megatoken.text.chat_formats import HARMLESS, Example, Format, Kind, parse_row
 from megatoken.text.chat_template import THOUGHTS, ChatTemplate, add_control_tokens, find_template
-from megatoken.text.documents import Invalid, token_dtype
-from megatoken.text.output_folder import (
-    PrepareResult,
-    ResumeState,
-    describe_source,
-    find_finished,
-    finish_dataset,
-    hold_lock,
-    start_or_resume,
-    summarize,
-)
+from megatoken.text.documents import Invalid
+from megatoken.text.output_folder import DatasetWriter, PrepareResult, ResumeState, make_dataset
 from megatoken.text.shard_writer import ShardWriter
 from megatoken.text.sources import Source
 from megatoken.text.text_files import read_rows
@@ -70,13 +61,12 @@ def prepare_chats(
     Raises ConfigError for an unusable template or a bad setting, DataError for unusable rows or an
     `out` that holds something else, and StorageError if the disk fails.
     """
-    started = time.monotonic()
-    if seq_len < 1 or not 0 <= val_fraction < 1:
-        raise ConfigError("--context or --val-fraction is out of range", "prepare", "see --help")
+    if seq_len < 1:
+        raise ConfigError("--context is out of range", "prepare", "see --help")
     val_fraction *= not source.has_val
     tokenizer = add_control_tokens(tokenizer)
     template = find_template(tokenizer)
-    recipe = describe_source(source) | {
+    recipe = {
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint[:16]}",
         "val_fraction": float(val_fraction),
         "shard_tokens": shard_tokens,
@@ -85,52 +75,25 @@ def prepare_chats(
         "seq_len": seq_len,
         "template": template.name,
     }
-    finished = find_finished(out, recipe, source)
-    if finished:
-        return summarize(finished, started, source, unchanged=True)
-    with hold_lock(out):
-        state, _ = start_or_resume(out, ResumeState(recipe, source.digest(times=True)))
+
+    def write(state: ResumeState) -> Manifest:
         rows, row_format, counts = _encode_rows(source, template, invalid)
         fitting = _drop_long(rows, seq_len, long)
         splits = _split_rows(fitting, val_fraction)
         counts["skipped"] += len(rows) - len(fitting)
-        described = recipe | {"kind": row_format.kind, "format": row_format.name, "counts": counts}
-        with storage_errors(out):
-            manifest = _write_splits(out, splits, tokenizer, seq_len + 1, shard_tokens, described)
-            finish_dataset(out, manifest, state)
-    return summarize(manifest, started, source)
+        files: dict[str, str] = {}
+        with closing(DatasetWriter(out, state, tokenizer, shard_tokens)) as writer:
+            for split, chosen in splits.items():
+                shards = writer.splits[split]
+                contents = _write_split(shards, chosen, seq_len + 1, tokenizer.eot, row_format.kind)
+                for name, data in contents.items():
+                    replace_file(out / name, data, durable=True)
+                    files[name] = xxhash.xxh3_128_hexdigest(data)
+            described = {"kind": row_format.kind, "format": row_format.name, "counts": counts}
+            documents = {split: len(chosen) for split, chosen in splits.items()}
+            return writer.finish(documents, described | {"files_beside": files})
 
-
-def _write_splits(
-    out: Path,
-    splits: dict[str, list[Row]],
-    tokenizer: Tokenizer,
-    row_len: int,
-    shard_tokens: int,
-    source: dict[str, Any],
-) -> Manifest:
-    """Write a dataset's tokenizer, shards, marks and answers.
-
-    Return the manifest, which the caller must write last.
-    """
-    tokenizer.vocabulary.save(out / "tokenizer")
-    dtype = token_dtype(tokenizer.vocab_size)
-    shards: list[Shard] = []
-    files: dict[str, str] = {}
-    for split, rows in splits.items():
-        writer = ShardWriter(out, split, dtype, shard_tokens, tokenizer.fingerprint, 0)
-        contents = _write_split(writer, rows, row_len, tokenizer.eot, source["kind"])
-        shards += writer.finish()
-        for name, data in contents.items():
-            replace_file(out / name, data, durable=True)
-            files[name] = xxhash.xxh3_128_hexdigest(data)
-    return Manifest(
-        tokenizer=tokenizer.vocabulary.describe(),
-        dtype=writer.dtype,
-        documents={split: len(rows) for split, rows in splits.items()},
-        shards=tuple(shards),
-        source=source | {"files_beside": files},
-    )
+    return make_dataset(out, source, recipe, write)
 
 
 def _encode_rows(
