@@ -7,7 +7,7 @@ A C A C. The benchmarks against other programs also use `open_step` and `describ
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from benchmarks.arguments import SIZES
 from benchmarks.rounds import measure_workers
@@ -91,7 +91,7 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
     """Return a setting's name, and {text: value} of the values to compare.
 
     name: the setting, with or without "machine.". text: values separated by commas; if empty, all
-    choices of a setting whose type is a Literal. Raises ConfigError for an unknown setting or
+    choices of the setting. Raises ConfigError for an unknown setting or
     value.
     """
     key = f"machine.{name.removeprefix('machine.')}"
@@ -101,9 +101,7 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
         fix = f"choose from {', '.join(k for k in settings if k not in NOT_TIMED)}"
         raise ConfigError(f"no machine setting '{name}' to compare", "knob", fix)
     field = FIELDS[key]
-    words = [word.strip() for word in text.split(",") if word]
-    if not words and get_origin(field.type) is Literal:
-        words = [str(word) for word in get_args(field.type)]
+    words = [word.strip() for word in text.split(",") if word] or [*field.choices]
     if not words:
         raise ConfigError(f"{key} has no named values", "--values", "list some, as in 1,2,4")
     try:

@@ -13,6 +13,7 @@ from megatoken.base.config.load import (
     list_changes,
     list_recipes,
     load_config,
+    read_recipe,
     render,
     resolve,
 )
@@ -58,6 +59,7 @@ def test_values_keep_their_origins(tmp_path: Path):
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_a_preset_override_replaces_sizes_and_switches(recipe: str):
     batch = ["budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=2621440"]
+    assert {each.key for each in read_recipe(list_recipes()[recipe])} <= FIELDS.keys()
     vocab_size = resolve(recipe).config.model.vocab_size
     for name in random.Random(recipe).sample([*PRESETS], 9):
         preset, resolved = PRESETS[name], resolve(recipe, [f"model.preset={name}", *batch])

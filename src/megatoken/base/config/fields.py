@@ -95,10 +95,12 @@ class ConfigField:
     def choices(self) -> tuple[str, ...]:
         """The names that the setting accepts; empty for a setting that is not a choice of names."""
         if self.entries:
-            return (self.default, *list_entries(self.entries))
-        if get_origin(self.type) is not Literal:
+            names = (self.default, *list_entries(self.entries))
+        elif get_origin(self.type) is Literal:
+            names = get_args(self.type)
+        else:
             return ()
-        return (*get_args(self.type), *_REGISTERED.get(self.key, ()))
+        return (*names, *_REGISTERED.get(self.key, ()))
 
     def is_registered(self, value: Any) -> bool:
         """Return whether `value` is a name added by `register_choice`."""

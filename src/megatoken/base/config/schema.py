@@ -109,7 +109,7 @@ class MachineConfig:
     loss_chunk: int | Literal["auto"] = "auto"
     master_weights: Literal["auto", "off", "on"] = "auto"
     gemm_backend: Literal["auto", "torch", "torch+native", "native", "cublaslt"] = "auto"
-    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = "auto"
+    attention: str = "auto"
     fp8: Literal["off", "head", "all"] = "off"
     fused: Literal["auto", "off", "on"] = "auto"
     activation_checkpointing: Literal["none", "gelu", "block"] = "none"
