@@ -64,7 +64,7 @@ HEAVY = "torch numpy tokenizers rich yaml safetensors xxhash filelock"
 WITHOUT_TORCH = """
 megatoken megatoken.__main__ megatoken.cli.main megatoken.base.config.load megatoken.base.system.environment
 megatoken.text.prepare megatoken.data.dataset megatoken.data.permutation
-megatoken.store.commit megatoken.base.system.metrics_log megatoken.train.preemption
+megatoken.store.commit megatoken.base.system.metrics_log megatoken.distributed.preemption
 megatoken.distributed.local_launch megatoken.study.bench.arguments megatoken.study.bench.worker megatoken.plan.estimate
 megatoken.study.plots
 """

@@ -31,7 +31,7 @@ with stop_at_once(*map(Path, sys.argv[1:])):
 RANK = """
 import os, sys, time
 from pathlib import Path
-from megatoken.train.preemption import PreemptionHandler
+from megatoken.distributed.preemption import PreemptionHandler
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 with PreemptionHandler() as handler:
     (folder / f"ready-{rank}").touch()

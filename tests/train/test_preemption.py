@@ -11,12 +11,12 @@ import pytest
 
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.local_launch import FORWARDED, not_ignored, stop_at_once
-from megatoken.train.preemption import PreemptionHandler
+from megatoken.distributed.preemption import PreemptionHandler
 from tests.processes import HANG_SECONDS
 
 LOOP = """
 import time
-from megatoken.train.preemption import PreemptionHandler
+from megatoken.distributed.preemption import PreemptionHandler
 with PreemptionHandler() as handler:
     print("ready", flush=True)
     while not handler.stop_requested:

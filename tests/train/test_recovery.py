@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.replica_check import checksum, find_divergence
 from megatoken.distributed.stragglers import find_stragglers
-from megatoken.train.spikes import DEVIATIONS, MAD_TO_STD, MIN_STEPS, RecentSteps, upper_limit
+from megatoken.optim.spikes import DEVIATIONS, MAD_TO_STD, MIN_STEPS, RecentSteps, upper_limit
 from tests.ranks import run_ranks
 from tests.tiny_run import read_events
 from tests.train.faulty_run import Job, final_bits, run_jobs

@@ -1,1 +1,1 @@
-"""Training: its state, one step, autotuning, the metrics log and the handling of preemption."""
+"""Training: its state, one step, the loop, logs and recovery."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from megatoken.base.errors import NumericsError
 from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.replica_check import compare_replicas
+from megatoken.optim.spikes import RecentSteps
 from megatoken.store.load import list_optimizer_tensors
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
-from megatoken.train.spikes import RecentSteps
 from megatoken.train.step import StepMetrics, bad_step_error
 from megatoken.train.step_log import StepLog
 

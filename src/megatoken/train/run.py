@@ -18,9 +18,9 @@ from megatoken.data.vocabulary import Vocabulary
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.preemption import PreemptionHandler, StopRequested
 from megatoken.posttrain.batches import BatchSource, Poll
 from megatoken.store.manifest import CheckpointManifest, FileEntry
-from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 
 Observer = Callable[[dict[str, Any]], bool | None]

@@ -37,6 +37,7 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     disable_unsupported,
 )
+from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.posttrain.objective import row_answers
@@ -48,7 +49,6 @@ from megatoken.text.chat_dataset import (
     open_rows,
     require_data_for,
 )
-from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.state import StepConfig, TrainState, build_step_config

@@ -33,7 +33,7 @@ from megatoken.model.memory import LOSS_CHUNK
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
 from megatoken.optim.optimizer import Update, adopt_optimizer, build_optimizer, find_optimizer
-from megatoken.train.spikes import RecentSteps
+from megatoken.optim.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
 

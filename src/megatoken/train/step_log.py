@@ -1,18 +1,19 @@
 """Read losses and gradient norms from the device, log and show them."""
 
 import shlex
+import time
 from typing import Any
 
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.stragglers import StragglerDetector
+from megatoken.model.flops import describe_mfu
 from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.actions import is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps
-from megatoken.train.throughput import ThroughputMeter
 
 SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
 
@@ -29,26 +30,21 @@ class StepLog:
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
         self.reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
-        self.meter = ThroughputMeter(
-            run.device,
-            run.data.model_config,
-            run.step_config,
-            run.comm.dist_env.world_size,
-            is_dense=run.config.objective.name not in ROW_OBJECTIVES,
-        )
+        self._start = time.perf_counter()  # of the steps that were not read
+        self._full_seconds = 0.0  # of a full batch
         self.stragglers = StragglerDetector(run.comm, run.device.type)
         run.state.compute_timer = self.stragglers.compute
 
     @property
     def wants_read(self) -> bool:
         """Whether losses are pending and the last read was more than SYNC_SECONDS ago."""
-        return bool(self._pending) and self.meter.elapsed_seconds > SYNC_SECONDS
+        return bool(self._pending) and time.perf_counter() - self._start > SYNC_SECONDS
 
     def begin_step(self) -> None:
         """Start timing a step, unless steps are pending: their timing still runs."""
         if not self._pending:
             self._run.log.begin("step")
-            self.meter.start()  # leaves actions out of the step's time
+            self._start = time.perf_counter()  # leaves actions out of the step's time
 
     def add(self, step: PendingStep, batch_values: dict[str, float]) -> None:
         """Add a pending step. batch_values: values about its batch to log with it, by name."""
@@ -66,9 +62,8 @@ class StepLog:
         values = [batch_values for _, batch_values in self._pending]
         self._pending.clear()
         metrics = wait_for_steps(run.state, steps)
-        tokens_before = run.step_config.tokens_before
-        tokens = tokens_before(steps[-1].step) - tokens_before(steps[0].step - 1)
-        speed = self.meter.read(tokens, len(steps))
+        before = run.step_config.tokens_before
+        speed = self._measure(before(steps[-1].step) - before(steps[0].step - 1), len(steps))
         seconds = speed["seconds"] or 0.0
         run.stop.observe(seconds * len(steps))
         for slow in self.stragglers.find():
@@ -78,6 +73,32 @@ class StepLog:
         times = [{"elapsed_seconds": start + n * seconds} for n in range(1, len(steps) + 1)]
         rows = [{**value, **speed, **at} for value, at in zip(values, times, strict=True)]
         return list(zip(metrics, rows, strict=False))
+
+    def _measure(self, tokens: int, steps: int) -> dict[str, float | None]:
+        """Return the speed since the start of these steps, and start timing the next ones.
+
+        MFU is None if the devices' peak is unknown, or if rows are shorter than the context, which
+        FLOPs are counted for.
+        """
+        run = self._run
+        run.device.synchronize()
+        now = time.perf_counter()
+        elapsed = now - self._start
+        self._start = now
+        rate = tokens / elapsed
+        # An exponential moving average, so that one slow step does not make the estimate jump.
+        full = run.step_config.batch_tokens / rate
+        self._full_seconds = 0.9 * (self._full_seconds or full) + 0.1 * full
+        is_dense = run.config.objective.name not in ROW_OBJECTIVES
+        peak = run.device.peak_flops * run.comm.dist_env.world_size * is_dense
+        mfu = describe_mfu(rate, run.data.model_config, peak)
+        return {"seconds": elapsed / steps, "tokens_per_second": rate, **mfu}
+
+    def estimate_left(self, step: int) -> float:
+        """Return the estimated seconds from `step` to the end of the run at the recent speed."""
+        steps = self._run.step_config
+        tokens = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
+        return tokens / steps.batch_tokens * self._full_seconds
 
     def write(self, step: StepMetrics, values: dict[str, Any]) -> None:
         """Log and show a good step. values: as returned by `read`."""
@@ -97,7 +118,7 @@ class StepLog:
         if step.overflowed:
             message = "fp16 gradients overflowed; loss scale lowered"
             run.log.event("step skipped", message=message)
-        left = self.meter.remaining_seconds(step.step)
+        left = self.estimate_left(step.step)
         run.log_file.progress(
             step=step.step,
             loss=step.loss,
@@ -131,7 +152,7 @@ def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver)
     run.log_file.status(state=state, phase="", step=step, **end)
     run.log.write("end", to_file=False, **end)
     if code != ExitCode.DONE:
-        left = format_duration(steps.meter.remaining_seconds(step))
+        left = format_duration(steps.estimate_left(step))
         resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"
         console.print(f"stopped by {reason} at step {step}, all saved ({left} left); {resume}")
         return

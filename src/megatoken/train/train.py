@@ -34,6 +34,7 @@ from megatoken.base.system.metrics_log import STATUS, find_last_rows
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
+from megatoken.distributed.preemption import PreemptionHandler, StopRequested
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.batch_source import check_reward, record_reward
 from megatoken.posttrain.objective import build_loss, rollout_steps
@@ -45,7 +46,6 @@ from megatoken.train.batches import open_batches
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.initial_state import build_train_state, take_architecture
-from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, RunPlan
