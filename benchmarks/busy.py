@@ -21,12 +21,13 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.peers import find_file, list_specs
+from benchmarks.rounds import probe_flops
 from megatoken.base.config.load import resolve
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config, MachineConfig, OptimConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import PeerError
-from megatoken.base.system.device import open_device, probe_flops
+from megatoken.base.system.device import open_device
 from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.timing import Timing
 from megatoken.study.bench import workload

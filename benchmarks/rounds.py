@@ -12,14 +12,26 @@ from typing import ClassVar
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
-from megatoken.base.system.device import Device, open_device, probe_flops
-from megatoken.base.system.timing import Timing
+from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.timing import Timing, time_once
 from megatoken.model.flops import describe_mfu
+from megatoken.plan.tuning.peak import product_calls, random_square
 from megatoken.study.bench.report import Row
 from megatoken.study.bench.runner import Worker, count_steps
 from megatoken.study.bench.worker import WorkerSpec
 
 DISTURBED = 0.85  # a round is disturbed if its slowest probe is below this share of the fastest
+PROBE_SIZE = 1024
+PROBE_CALLS = 6
+
+
+def probe_flops(device: Device) -> float:
+    """Return the FLOP/s that the device reaches now, measured for a few milliseconds."""
+    square = random_square(device, PROBE_SIZE)
+    call = product_calls(square, square)["torch"]
+    call()
+    seconds = sum(time_once(call, device.synchronize) for _ in range(PROBE_CALLS))
+    return PROBE_CALLS * 2.0 * PROBE_SIZE**3 / seconds
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ FORKS.set_forkserver_preload(
 # A run in a test measures the machine's peak and its kernels for milliseconds, not for seconds, and
 # tries again at once what has failed.
 SHORT_MEASUREMENTS = {
-    "megatoken.base.system.device.PEAK_SIZES": {"cpu": (64, 128)},
+    "megatoken.plan.tuning.peak.PEAK_SIZES": {"cpu": (64, 128)},
     "megatoken.plan.tuning.kernels.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
     "megatoken.store.commit.RETRY_SECONDS": (0.0, 0.0),
     "megatoken.train.checkpoint_saver.LAST_SAVE_RETRY_SECONDS": (0.0, 0.0),

@@ -14,8 +14,8 @@ from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import find_rooms, load_entry
-from megatoken.base.system import device
 from megatoken.model.gpt import set_block_kernels
+from megatoken.model.kernels import fused_loss
 from megatoken.model.kernels.attention import ATTENTION, find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.plan.tuning import kernels as autotune_module
@@ -91,8 +91,7 @@ def test_options_follow_device_model_and_settings(line: str, monkeypatch: pytest
     monkeypatch.setattr(autotune_module, "find_library", lambda: library)
     age = (7, 0) if "old" in traits else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: age)
-    spec = None if "no-triton" in traits else object()
-    monkeypatch.setattr(device, "find_spec", lambda name: spec)
+    monkeypatch.setattr(fused_loss, "HAS_TRITON", "no-triton" not in traits)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", "6.0" if "hip" in traits else None)
     place = replace(CPU, torch_device=torch.device(kind), precision=precision)

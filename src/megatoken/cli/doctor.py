@@ -111,7 +111,8 @@ def check_device(_: Path) -> Finding:
 
 
 def check_compiler(_: Path) -> Finding:
-    from megatoken.base.system.device import choose_device, misses_triton
+    from megatoken.base.system.device import choose_device
+    from megatoken.model.kernels.fused_loss import misses_triton
 
     device = choose_device(MachineConfig())
     reason = misses_triton(device) if device.type == "cuda" else ""

@@ -15,7 +15,7 @@ import torch
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
-from megatoken.base.system.device import Device, open_device, restored_settings, with_peak
+from megatoken.base.system.device import Device, open_device, restored_settings
 from megatoken.base.system.machine import peak_resident_bytes
 from megatoken.base.system.measurement_cache import save_measurement
 from megatoken.base.system.timing import time_once
@@ -25,8 +25,9 @@ from megatoken.plan.calibration import Calibration
 from megatoken.plan.expectation import CALIBRATIONS
 from megatoken.plan.memory_tracker import MemoryTracker
 from megatoken.plan.tuning.kernels import step_key
-from megatoken.plan.tuning.prepare import Tuning, prepare_step
-from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+from megatoken.plan.tuning.peak import with_peak
+from megatoken.plan.tuning.prepare import Tuning, build_step
+from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward, train_step
 
 MOST_LAYERS = 4
@@ -126,14 +127,8 @@ def build_run(
     """
     if seqs is not None:
         config = replace(config, machine=replace(config.machine, micro_batch=seqs))
-    state = build_state(GPT(model), config, device)
-    step_config = build_step_config(
-        config, epoch_tokens=config.budget.batch_tokens, device_type=device.type
-    )
     is_measured = device.type == "cpu"
-    return state, *prepare_step(
-        state, step_config, config, device, saved, measures_sizes=is_measured
-    )
+    return build_step(GPT(model), config, device, saved=saved, measures_sizes=is_measured)
 
 
 def draw_batch(state: TrainState, device: Device, seqs: int) -> Batch:

@@ -23,7 +23,6 @@ from megatoken.base.errors import ConfigError, DataError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.rooms import call_entries
 from megatoken.base.system.atomic_write import replace_file, storage_errors
-from megatoken.base.system.device import with_peak
 from megatoken.base.system.machine import find_commit
 from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.base.system.threads import set_thread_count, thread_count
@@ -192,10 +191,12 @@ def plan_run(
     """
     config, dims = choose_layout(config, data.model_config, context)
     device = context.device
+    if context.is_main and not device.peak_flops:
+        device = next(iter(call_entries("peak", device)), device)
     return RunPlan(
         out=context.out,
         console=context.console,
-        device=with_peak(device) if context.is_main else device,
+        device=device,
         comm=context.comm,
         heartbeat=context.heartbeat,
         config=config,

@@ -10,18 +10,11 @@ import torch
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.device import (
-    Device,
-    cache_peak,
-    fast_precision,
-    memory_errors,
-    open_device,
-    wants_compile,
-    with_peak,
-)
+from megatoken.base.system.device import Device, fast_precision, memory_errors, open_device
 from megatoken.base.system.machine import find_compiler
 from megatoken.model.gpt import set_activation_checkpointing
-from megatoken.plan.tuning.compilation import compile_forward
+from megatoken.plan.tuning.compilation import compile_forward, wants_compile
+from megatoken.plan.tuning.peak import cache_peak, with_peak
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 

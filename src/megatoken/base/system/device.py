@@ -1,15 +1,11 @@
-"""Choose the device and precision of a run, and find its peak FLOP/s, the denominator of MFU."""
+"""Choose the device and precision of a run, and look up its peak FLOP/s, the denominator of MFU."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatoken.base.config.schema import DEVICE_WORDS, MachineConfig
@@ -18,29 +14,14 @@ from megatoken.base.system.environment import preferred_precision
 from megatoken.base.system.machine import (
     allowed_features,
     cpu_count,
-    find_compiler,
     find_processor_name,
     free_memory_bytes,
     peak_resident_bytes,
 )
-from megatoken.base.system.measurement_cache import read_measurements, save_measurement
 from megatoken.base.system.peak_flops import PEAK_FLOPS
 from megatoken.base.system.threads import set_thread_count, thread_count, use_torch_threads
-from megatoken.base.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MIN_COMPILED_STEPS = 500  # a shorter run would spend most of its time compiling
-PEAKS = "peaks.json"  # in the measurement cache
-MEASURED = "matrix products measured here"
-PEAK_SIZES = {
-    "cpu": (512, 1024, 2048, 4096),
-    "mps": (1024, 2048, 4096, 8192),
-    "cuda": (2048, 4096, 8192, 16384),
-}
-PROBE_SIZE = 1024
-PROBE_CALLS = 6
-PEAK_SECONDS = 3.0  # time to measure a peak on a machine without a cached one
-AGAIN_SECONDS = 1.0  # time to measure it again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,89 +175,6 @@ def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
     )
 
 
-def with_peak(device: Device) -> Device:
-    """Return the device with its peak FLOP/s, from the data sheet or else measured.
-
-    A measurement that ran on a busy machine is too low. So even if a measured peak is cached, it is
-    briefly measured again, and the higher value is used.
-    """
-    if device.peak_flops:
-        return device
-    seconds = AGAIN_SECONDS if _peak_key(device) in read_measurements(PEAKS) else PEAK_SECONDS
-    return replace(
-        device, peak_flops=cache_peak(device, measure_peak(device, seconds)), peak_source=MEASURED
-    )
-
-
-def cache_peak(device: Device, flops: float) -> float:
-    """Return the higher of `flops` and the cached peak of the device, and cache it."""
-    key = _peak_key(device)
-    best: float = max(flops, read_measurements(PEAKS).get(key, 0.0))
-    save_measurement(PEAKS, key, best)
-    return best
-
-
-def _peak_key(device: Device) -> str:
-    """Return the cache key of a peak: everything that its measurement depends on."""
-    tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    threads = f", {thread_count()} threads" if device.type == "cpu" else ""
-    precision = "tf32" if tf32 else device.precision
-    return f"{device.name} ({device.type}{threads}), {precision}, torch {torch.__version__}"
-
-
-def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return a function per library that computes `left @ right` into a preallocated result.
-
-    The libraries are torch, and for fp32 on a CPU also numpy, whose BLAS may be faster. numpy is
-    left out if torch uses fewer threads than there are cores, because numpy always uses all.
-    """
-    out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
-    calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
-    if left.device.type == "cpu" and left.dtype == torch.float32 and thread_count() >= cpu_count():
-        arrays = (left.numpy(), right.numpy())
-        calls["numpy"] = partial(np.matmul, *arrays, out=out.numpy())
-    return calls
-
-
-def measure_peak(device: Device, seconds: float) -> float:
-    """Return the highest FLOP/s of square matmuls, over several sizes and all libraries.
-
-    It stops at a size that does not fit in memory. It also stops before a matmul after which it
-    would have run for more than `seconds`.
-    """
-    best = 0.0
-    deadline = time.perf_counter() + seconds
-    with suppress(torch.OutOfMemoryError):
-        for size in PEAK_SIZES[device.type]:
-            flops = 2.0 * size**3
-            square = _random_square(device, size)
-            for call in [*product_calls(square, square).values()] * 5:
-                if best and time.perf_counter() + flops / best > deadline:
-                    return best
-                best = max(best, flops / time_once(call, device.synchronize))
-    return best
-
-
-def probe_flops(device: Device) -> float:
-    """Return the FLOP/s that the device reaches now, measured for a few milliseconds."""
-    square = _random_square(device, PROBE_SIZE)
-    call = product_calls(square, square)["torch"]
-    call()
-    seconds = sum(time_once(call, device.synchronize) for _ in range(PROBE_CALLS))
-    return PROBE_CALLS * 2.0 * PROBE_SIZE**3 / seconds
-
-
-def _random_square(device: Device, size: int) -> torch.Tensor:
-    """Return a square matrix of random values, because chips clock higher on constant values.
-
-    torch's global generator is not used.
-    """
-    generator = torch.Generator(device.torch_device).manual_seed(0)
-    return torch.randn(
-        size, size, dtype=device.dtype, device=device.torch_device, generator=generator
-    )
-
-
 @contextmanager
 def memory_errors(where: str, fix: str) -> Iterator[None]:
     """Convert out-of-memory errors to ConfigError; let other errors through."""
@@ -359,36 +257,3 @@ def _choose_precision(device: torch.device, precision: str) -> str:
     )
     available = allowed_features(name for name, has in features.items() if has is True)
     return fast_precision(device.type, capability, available)
-
-
-def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """Return the compile mode to use, and a warning.
-
-    The warning is "" unless the configured mode is impossible on this machine.
-    """
-    if machine.compile == "auto":
-        # Blocks compile faster than a full model, and their gradients arrive during the backward,
-        # to be reduced while it computes.
-        pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
-        return ("blocks" if pays_off else "off"), ""
-    if machine.compile == "graphs" and device.type != "cuda":
-        return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
-    if machine.compile != "off" and device.type == "cpu" and not find_compiler():
-        return (
-            "off",
-            "no C++ compiler found: the model runs uncompiled (install g++ to change that)",
-        )
-    return machine.compile, ""
-
-
-def misses_triton(device: Device) -> str:
-    """Return why our Triton kernels cannot run on this device, or "" if they can."""
-    if device.type != "cuda":
-        return f"there is no GPU to run them ({device.type})"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    if torch.version.hip:
-        return "they are made for NVIDIA GPUs"
-    if not device.is_ampere:
-        return f"{device.name} is older than Ampere"
-    return ""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatoken.base.system.device import Device
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.kernels.fp8 import E5M2, SOFTMAX_FACTOR, FP8Layer
 
@@ -30,6 +31,19 @@ else:
 LOG2_E: Any = tl.constexpr(math.log2(math.e))
 WARPS = 32  # per row
 LOAD_BYTES = 16  # of logits that a thread loads at once
+
+
+def misses_triton(device: Device) -> str:
+    """Return why our Triton kernels cannot run on this device, or "" if they can."""
+    if device.type != "cuda":
+        return f"there is no GPU to run them ({device.type})"
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if torch.version.hip:
+        return "they are made for NVIDIA GPUs"
+    if not device.is_ampere:
+        return f"{device.name} is older than Ampere"
+    return ""
 
 
 def fused_softmax_cross_entropy(

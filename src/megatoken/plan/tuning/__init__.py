@@ -1,1 +1,1 @@
-"""Choose kernels, micro-batch and compilation by measurement, before the first step."""
+"""Choose kernels, micro-batch and compilation by measurement, and measure the device's peak."""

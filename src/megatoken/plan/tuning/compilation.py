@@ -12,8 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError, MegatokenError
 from megatoken.base.system.device import Device, is_out_of_memory
+from megatoken.base.system.machine import find_compiler
 from megatoken.base.system.torch_compat import uncompile
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, peer_errors
@@ -23,7 +25,28 @@ from megatoken.model.gpt import GPT, set_activation_checkpointing, set_attention
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
+MIN_COMPILED_STEPS = 500  # a shorter run would spend most of its time compiling
 GRADIENT_TOLERANCE = 1e-2  # relative difference of gradient norms; some kernels sum in any order
+
+
+def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
+    """Return the compile mode to use, and a warning.
+
+    The warning is "" unless the configured mode is impossible on this machine.
+    """
+    if machine.compile == "auto":
+        # Blocks compile faster than a full model, and their gradients arrive during the backward,
+        # to be reduced while it computes.
+        pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
+        return ("blocks" if pays_off else "off"), ""
+    if machine.compile == "graphs" and device.type != "cuda":
+        return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
+    if machine.compile != "off" and device.type == "cpu" and not find_compiler():
+        return (
+            "off",
+            "no C++ compiler found: the model runs uncompiled (install g++ to change that)",
+        )
+    return machine.compile, ""
 
 
 def compile_forward(state: TrainState, step_config: StepConfig, device: Device, mode: str) -> str:

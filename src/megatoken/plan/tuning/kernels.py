@@ -19,7 +19,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config, MachineConfig
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import load_entry
-from megatoken.base.system.device import Device, is_out_of_memory, misses_triton
+from megatoken.base.system.device import Device, is_out_of_memory
 from megatoken.base.system.malloc import return_freed_memory
 from megatoken.base.system.measurement_cache import read_measurements, save_measurement
 from megatoken.base.system.threads import thread_count, use_torch_threads
@@ -28,6 +28,7 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
 from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.kernels.fp8 import MULTIPLE
+from megatoken.model.kernels.fused_loss import misses_triton
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.native.selection import NO_LIBRARY, find_library, loaded_library
 from megatoken.model.rope import rotary_cos_sin

@@ -14,16 +14,19 @@ from pathlib import Path
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.base.system.device import Device, wants_compile
+from megatoken.base.system.device import Device
 from megatoken.base.system.threads import set_thread_count, thread_count
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
-from megatoken.plan.tuning.compilation import compile_forward
+from megatoken.plan.tuning.compilation import compile_forward, wants_compile
 from megatoken.plan.tuning.kernels import KernelChoice, Kernels, apply_choice, autotune, step_key
 from megatoken.plan.tuning.micro_batch import find_rates, pick_micro_batch
 from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import MACHINE
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 OWN_GPU_KERNELS = {"loss triton"}  # warn if they fail; others just do not support some head sizes
 
@@ -106,6 +109,31 @@ def prepare_step(
         note=note,
     )
     return step_config, tuning
+
+
+def build_step(
+    model: GPT,
+    config: Config,
+    device: Device,
+    dims: ParallelDims | None = None,
+    comm: Comm | None = None,
+    saved: Tuning | None = None,
+    *,
+    measures_sizes: bool = True,
+) -> tuple[TrainState, StepConfig, Tuning]:
+    """Build the state of a model outside of a run, and prepare its step.
+
+    Arguments are those of `build_state` and `prepare_step`.
+    """
+    state = build_state(model, config, device, dims, comm=comm)
+    step_config = build_step_config(
+        config, epoch_tokens=config.budget.batch_tokens, device_type=device.type
+    )
+    prepared = prepare_step(
+        state, step_config, config, device, saved, measures_sizes=measures_sizes
+    )
+    state.start_grad_reduction(state.comm)
+    return state, *prepared
 
 
 def tune(

@@ -28,9 +28,10 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
 from megatoken.base.pictures import Line, Panel, draw, format_tick
 from megatoken.base.system.atomic_write import storage_errors
-from megatoken.base.system.device import Device, open_device, with_peak
+from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.machine import cpu_count, find_compiler
 from megatoken.model.native.selection import NO_LIBRARY, find_library
+from megatoken.plan.tuning.peak import with_peak
 from megatoken.study.bench.report import Row, format_cell, format_rows, save_picture
 from megatoken.study.bench.runner import Worker, count_steps, run_rounds
 from megatoken.study.bench.worker import WorkerSpec

@@ -21,9 +21,9 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
-from megatoken.plan.tuning.prepare import Tuning, prepare_step
+from megatoken.plan.tuning.prepare import Tuning, build_step
 from megatoken.study.bench.report import Row
-from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import StepMetrics, train_step
 
 SPEED = {
@@ -90,12 +90,7 @@ def build_workload(
     env = comm.dist_env
     device = open_device(machine, local_rank=env.local_rank, local_world_size=env.local_world_size)
     dims = ParallelDims(dp_replicate=env.world_size, rank=env.rank)
-    state = build_state(build_model(model_config), config, device, dims, comm=comm)
-    step_config = build_step_config(
-        config, epoch_tokens=budget.batch_tokens * STEPS, device_type=device.type
-    )
-    step_config, tuning = prepare_step(state, step_config, config, device)
-    state.start_grad_reduction(comm)
+    state, step_config, tuning = build_step(build_model(model_config), config, device, dims, comm)
     return Workload(
         state=state,
         step_config=step_config,
