@@ -31,7 +31,6 @@ INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text files, with their
 DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: its manifest entry, and a hash
 FORMAT_VERSION = 1
 LARGEST_MANIFEST = 1 << 28  # bytes, enough for 2e12 tokens
-_ROW_BYTES = 113  # of a shard in the manifest, without the hashes of its blocks
 
 # dtype -> (magic, version) of llm.c, as its data_common.py writes GPT-2 and LLaMA-3 shards.
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -147,16 +146,6 @@ def read_header(raw: bytes, where: str | Path) -> Header:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` atomically and durably. Raises OSError."""
     replace_file(folder / MANIFEST_NAME, seal(_encode_manifest(manifest), bits=64), durable=True)
-
-
-def check_manifest_size(tokens: float, shard_tokens: int, dtype: str, where: str) -> None:
-    """Raise DataError if the manifest of `tokens` in such shards would be too large to be read."""
-    blocks = -(-shard_tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
-    size = tokens / shard_tokens * (_ROW_BYTES + HASH_DIGITS * blocks)
-    if size > LARGEST_MANIFEST:
-        what = f"{tokens:.3g} tokens need a {MANIFEST_NAME} of {size:.3g} bytes, too large to read"
-        fix = "prepare parts of the text, and mix them: data.path=A:0.5,B:0.5"
-        raise DataError(what, where, fix)
 
 
 def read_manifest(folder: Path) -> Manifest:

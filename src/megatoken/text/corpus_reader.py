@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 from megatoken.base.errors import DataError, MegatokenError
 from megatoken.text.documents import (
     CHUNK_BYTES,
-    SEPARATOR,
+    DELIMITERS,
     SPLIT_BYTES,
     PrepareOptions,
     Segment,
@@ -22,7 +22,7 @@ from megatoken.text.documents import (
 )
 from megatoken.text.file_kinds import LARGEST_ROW
 from megatoken.text.sources import File, Source
-from megatoken.text.text_files import TextFormat, fill, open_text
+from megatoken.text.text_files import fill, open_text
 
 CHUNK_SEGMENTS = 4096
 
@@ -117,10 +117,11 @@ def _read_segments(
             buffer = buffer[offset:]
         is_empty = start.offset == 0 and not buffer
         is_done = False
+        delimiter = DELIMITERS.get(format, b"")
         while not is_done:
-            if format in ("lines", "rows"):
+            if delimiter == b"\n":
                 buffer, ended = _read_line(stream, buffer, ended, f"{file.path}:{line}")
-            length, gap, ends, is_exact = _find_end(buffer, ended, format, options)
+            length, gap, ends, is_exact = _find_end(buffer, ended, delimiter, options)
             data = buffer[:length]
             segment = Segment(file.path, line, format, split, val_fraction, ends, data)
             counts["seams"] += not is_exact
@@ -131,7 +132,7 @@ def _read_segments(
                 split = choose_split(beginning, val_fraction)
             used = length + gap
             offset += used
-            line += data.count(b"\n")
+            line += buffer.count(b"\n", 0, used)
             is_done = ended and used == len(buffer)
             position = ReadPosition(start.file, offset, line, split)
             if is_done:
@@ -154,7 +155,7 @@ def _read_line(stream: BinaryIO, buffer: bytes, ended: bool, where: str) -> tupl
 
 
 def _find_end(
-    buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions
+    buffer: bytes, ended: bool, delimiter: bytes, options: PrepareOptions
 ) -> tuple[int, int, bool, bool]:
     """Find where the segment at the start of `buffer` ends.
 
@@ -162,13 +163,11 @@ def _find_end(
     whether cutting the text there is certain to keep the token ids.
     """
     if ended:
-        gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0
+        gap = len(delimiter) * buffer.endswith(delimiter)
         return len(buffer) - gap, gap, True, True
-    if format in ("lines", "rows"):
-        return buffer.rindex(b"\n") + 1, 0, True, True
-    end = buffer.rfind(SEPARATOR) if format == "separated" else -1
+    end = buffer.rfind(delimiter) if delimiter else -1
     if end >= 0:
-        return end, len(SEPARATOR), True, True
+        return end, len(delimiter), True, True
     length, is_exact = find_split_point(buffer, options.split_points)
     return length, 0, False, is_exact
 

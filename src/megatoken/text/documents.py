@@ -20,6 +20,7 @@ from megatoken.text.tokenizer import SplitPoints, Tokenizer
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories
+DELIMITERS = {"separated": SEPARATOR, "lines": b"\n", "rows": b"\n"}  # by TextFormat
 CHUNK_BYTES = 1 << 20  # longest text encoded at once; encoding takes 200 times its size in memory
 SPLIT_BYTES = 4096  # hashed to choose a document's split, so duplicates share a split
 
@@ -121,11 +122,8 @@ def read_documents(
     for a row without text, and for invalid UTF-8 if `options.invalid` is "fail".
     """
     is_lines = segment.format in ("lines", "rows")
-    pieces = [segment.data]
-    if is_lines:
-        pieces = segment.data.split(b"\n")
-    elif segment.format == "separated":
-        pieces = segment.data.split(SEPARATOR)
+    delimiter = DELIMITERS.get(segment.format)
+    pieces = segment.data.split(delimiter) if delimiter else [segment.data]
     next_line = segment.line
     for number, data in enumerate(pieces, start=1):
         line = next_line

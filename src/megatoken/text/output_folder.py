@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+import xxhash
+
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import MALFORMED, read_json, replace_file, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER, lock_folder
@@ -76,6 +78,7 @@ class DatasetWriter:
     shard_tokens: int
 
     def __post_init__(self) -> None:
+        self.files_beside: dict[str, str] = {}  # hash by name
         self.tokenizer.vocabulary.save(self.out / "tokenizer")
         self.dtype = token_dtype(self.tokenizer.vocab_size)
         shape = self.dtype, self.shard_tokens, self.tokenizer.fingerprint
@@ -83,6 +86,11 @@ class DatasetWriter:
             split: ShardWriter(self.out, split, *shape, self.state.tokens[split])
             for split in SPLITS
         }
+
+    def write_beside(self, name: str, data: bytes) -> None:
+        """Durably write a file whose hash the manifest records. Raises OSError."""
+        replace_file(self.out / name, data, durable=True)
+        self.files_beside[name] = xxhash.xxh3_128_hexdigest(data)
 
     def save(self) -> None:
         """Write all tokens and the state durably. Raises OSError."""

@@ -15,7 +15,15 @@ from megatoken.base.console import format_count
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.machine import cpu_count
-from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest, check_manifest_size
+from megatoken.data import shard_format
+from megatoken.data.shard_format import (
+    BLOCK_BYTES,
+    DESCRIPTION_NAME,
+    HASH_DIGITS,
+    MANIFEST_NAME,
+    SPLITS,
+    Manifest,
+)
 from megatoken.text.corpus_reader import read_chunks, sample_texts
 from megatoken.text.documents import Invalid, PrepareOptions
 from megatoken.text.encode_workers import encode_chunks
@@ -27,6 +35,7 @@ from megatoken.text.tokenizer import load_tokenizer, parse_bpe
 SAMPLE_BYTES = 64 << 20  # size of the sample that a BPE is trained on
 WORKER_BYTES = 4 << 20  # of input per worker, at least; with less input, there are fewer workers
 MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
+ROW_BYTES = 113  # of a shard in the manifest, without the hashes of its blocks
 LARGEST_LOSS = 0.1  # share of the text that a tokenizer without an unknown token can drop
 SIZES = ("text", "decoded", "lost")  # of `Tokenizer.measure_text`
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
@@ -61,7 +70,7 @@ def prepare(
     text_key: str = "text",
     val: str | None = None,
     root: Path | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> PrepareResult:
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
 
@@ -109,15 +118,12 @@ def prepare(
     return make_dataset(out, corpus, recipe, write)
 
 
-def _sample(
-    corpus: Source, options: PrepareOptions, on_progress: OnProgress | None
-) -> Iterator[str]:
+def _sample(corpus: Source, options: PrepareOptions, on_progress: OnProgress) -> Iterator[str]:
     """Yield text to train a tokenizer on, and report progress."""
     sampled = 0
     size = min(corpus.size_bytes, SAMPLE_BYTES)
     for text in sample_texts(corpus, options, SAMPLE_BYTES):
-        if on_progress:
-            on_progress(Progress("vocabulary", 0, 0, min(sampled, size), size))
+        on_progress(Progress("vocabulary", 0, 0, min(sampled, size), size))
         yield text
         sampled += len(text)
 
@@ -127,7 +133,7 @@ class _TextWriter(DatasetWriter):
     """Writes the documents of a corpus."""
 
     corpus: Source
-    on_progress: OnProgress | None
+    on_progress: OnProgress
 
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
         """Encode and write the part of the corpus that `state` does not cover yet.
@@ -137,23 +143,26 @@ class _TextWriter(DatasetWriter):
         """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
-        with closing(
-            encode_chunks(chunks, options, self.tokenizer, min(workers or cpu_count(), useful))
-        ) as encoded:
+        n_workers = min(workers or cpu_count(), useful)
+        counts, n_bytes = self.state.counts, self.corpus.size_bytes
+        with closing(encode_chunks(chunks, options, self.tokenizer, n_workers)) as encoded:
             for chunk, ids in encoded:
-                n_full = self._count_full_shards()
+                is_full = False
                 for split, writer in self.splits.items():
                     added = getattr(ids, split)
                     # <|endoftext|> separates documents, so there is none before the first.
-                    writer.append(added if writer.tokens else added[1:])
-                self.state.counts.update(chunk.counts)
-                self.state.counts.update(ids.counts)
+                    is_full |= writer.append(added if writer.tokens else added[1:])
+                counts.update(chunk.counts)
+                counts.update(ids.counts)
                 self._check_loss()
                 self.state.position = chunk.next
-                if n_full != self._count_full_shards():
-                    self._check_size(chunk.done_bytes)
+                n_tokens = sum(writer.tokens for writer in self.splits.values())
+                if is_full:
+                    self._check_size(n_tokens, chunk.done_bytes)
                     self.save()
-                self._report(chunk.done_bytes)
+                n_documents = counts["train"] + counts["val"]
+                row = Progress("tokens", n_tokens, n_documents, chunk.done_bytes, n_bytes)
+                self.on_progress(row)
 
     def balance_splits(self, val_fraction: float) -> None:
         """Move tokens between train and val if either has too few.
@@ -214,25 +223,19 @@ class _TextWriter(DatasetWriter):
             what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
             raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")
 
-    def _check_size(self, done_bytes: int) -> None:
+    def _check_size(self, n_tokens: int, done_bytes: int) -> None:
         """Raise DataError if the manifest is going to be too large to be read.
 
         The rest of the input is expected to have at least half as many tokens as its size implies.
         """
-        tokens = float(self._count_tokens())
+        tokens = float(n_tokens)
         if done_bytes > WORKER_BYTES:
             tokens *= (1 + self.corpus.size_bytes / done_bytes) / 2
-        check_manifest_size(tokens, self.shard_tokens, self.dtype, self.corpus.name)
-
-    def _count_tokens(self) -> int:
-        return sum(writer.tokens for writer in self.splits.values())
-
-    def _count_full_shards(self) -> int:
-        return sum(writer.tokens // self.shard_tokens for writer in self.splits.values())
-
-    def _report(self, done_bytes: int) -> None:
-        if self.on_progress:
-            tokens = self._count_tokens()
-            documents = self.state.counts["train"] + self.state.counts["val"]
-            total = self.corpus.size_bytes
-            self.on_progress(Progress("tokens", tokens, documents, done_bytes, total))
+        blocks = -(-self.shard_tokens * np.dtype(self.dtype).itemsize // BLOCK_BYTES)
+        size = tokens / self.shard_tokens * (ROW_BYTES + HASH_DIGITS * blocks)
+        if size > shard_format.LARGEST_MANIFEST:
+            what = (
+                f"{tokens:.3g} tokens need a {MANIFEST_NAME} of {size:.3g} bytes, too large to read"
+            )
+            fix = "prepare parts of the text, and mix them: data.path=A:0.5,B:0.5"
+            raise DataError(what, self.corpus.name, fix)

@@ -14,14 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.base.system.atomic_write import replace_file
 from megatoken.data.shard_format import Manifest
 from megatoken.text.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
 from megatoken.text.chat_formats import HARMLESS, Example, Format, Kind, parse_row
 from megatoken.text.chat_template import THOUGHTS, ChatTemplate, add_control_tokens, find_template
 from megatoken.text.documents import Invalid
 from megatoken.text.output_folder import DatasetWriter, PrepareResult, ResumeState, make_dataset
-from megatoken.text.shard_writer import ShardWriter
 from megatoken.text.sources import Source
 from megatoken.text.text_files import read_rows
 from megatoken.text.tokenizer import Tokenizer
@@ -81,17 +79,16 @@ def prepare_chats(
         fitting = _drop_long(rows, seq_len, long)
         splits = _split_rows(fitting, val_fraction)
         counts["skipped"] += len(rows) - len(fitting)
-        files: dict[str, str] = {}
         with closing(DatasetWriter(out, state, tokenizer, shard_tokens)) as writer:
             for split, chosen in splits.items():
-                shards = writer.splits[split]
-                contents = _write_split(shards, chosen, seq_len + 1, tokenizer.eot, row_format.kind)
-                for name, data in contents.items():
-                    replace_file(out / name, data, durable=True)
-                    files[name] = xxhash.xxh3_128_hexdigest(data)
-            described = {"kind": row_format.kind, "format": row_format.name, "counts": counts}
-            documents = {split: len(chosen) for split, chosen in splits.items()}
-            return writer.finish(documents, described | {"files_beside": files})
+                _write_split(writer, split, chosen, seq_len + 1, row_format.kind)
+            described = {
+                "kind": row_format.kind,
+                "format": row_format.name,
+                "counts": counts,
+                "files_beside": writer.files_beside,
+            }
+            return writer.finish({name: len(chosen) for name, chosen in splits.items()}, described)
 
     return make_dataset(out, source, recipe, write)
 
@@ -197,26 +194,21 @@ def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
 
 
 def _write_split(
-    writer: ShardWriter, rows: list[Row], length: int, filler: int, kind: Kind
-) -> dict[str, bytes]:
-    """Append a split's rows, padded to `length` tokens with `filler`.
-
-    Return the contents of its marks and answers files, by file name.
-    """
+    writer: DatasetWriter, split: str, rows: list[Row], length: int, kind: Kind
+) -> None:
+    """Write a split's rows, padded to `length` tokens, its marks and its answers."""
     flat = [sequence for row in rows for sequence in row.sequences]
     marks = []
     for packed in _pack(flat, length) if kind == "chat" else [[sequence] for sequence in flat]:
         room = length - sum(len(ids) for ids, _ in packed)
-        padding = np.full(room, filler, np.uint32)
-        writer.append(np.concatenate([*(ids for ids, _ in packed), padding]))
+        padding = np.full(room, writer.tokenizer.eot, np.uint32)
+        writer.splits[split].append(np.concatenate([*(ids for ids, _ in packed), padding]))
         marks += [sequence_marks.tobytes() for _, sequence_marks in packed]
         marks.append(bytes([PADDING]) * room)
     data = b"".join(marks)
-    files = {}
     for index, start in enumerate(range(0, len(data), writer.shard_tokens)):
-        name = marks_name(f"{writer.split}_{index:06d}.bin")
-        files[name] = data[start : start + writer.shard_tokens]
+        name = marks_name(f"{split}_{index:06d}.bin")
+        writer.write_beside(name, data[start : start + writer.shard_tokens])
     if kind == "prompt" and rows:
         lines = "".join(json.dumps(row.example.row) + "\n" for row in rows)
-        files[answers_name(writer.split)] = lines.encode()
-    return files
+        writer.write_beside(answers_name(split), lines.encode())

@@ -58,8 +58,9 @@ class ShardWriter:
             _write_all(self._file, bytes(HEADER_BYTES))  # an unfinished shard has zeros
             self._file.seek(size)
 
-    def append(self, ids: NDArray[Any]) -> None:
-        """Write ids (n,), starting a new shard whenever one is full."""
+    def append(self, ids: NDArray[Any]) -> bool:
+        """Write ids (n,), starting a new shard whenever one is full; return whether one became full."""
+        before = self.tokens
         ids = ids.astype(self._dtype, copy=False)
         while len(ids):
             if self._file is None:
@@ -72,6 +73,7 @@ class ShardWriter:
             ids = ids[len(part) :]
             if self.tokens % self.shard_tokens == 0:
                 self._close_shard()
+        return self.tokens // self.shard_tokens > before // self.shard_tokens
 
     def sync(self) -> None:
         """Force everything written so far to the disk."""
