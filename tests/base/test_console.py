@@ -114,7 +114,7 @@ def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch):
 @LINUX
 def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch):
     with terminal(monkeypatch, 80) as received, closing(Console()) as console:
-        sizes = dict(tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9)
+        sizes = dict(tokens=12_345_678, done_bytes=3 * 10**8, total_bytes=10**9)
         PrepareBar(console).update(Progress("tokens", **sizes))
     line = last_line(received)
     assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line

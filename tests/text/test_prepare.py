@@ -27,7 +27,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from megatoken.base.errors import ExitCode, MegatokenError, PeerError, StorageError
-from megatoken.data import shard_format
 from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import read_manifest
 from megatoken.text import corpus_reader as reader
@@ -107,20 +106,6 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path):
     assert (result.tokens, result.documents, result.shards, result.val_tokens) == (10, 3, 1, 0)
     names = ["inputs.xxh3", "manifest.json", "tokenizer", "train_000000.bin"]
     assert sorted(path.name for path in out.iterdir()) == names
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_manifest_that_nobody_could_read_is_refused_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    source = write(tmp_path / "a.txt", "some text " * 2_000)
-    prepare(source, tmp_path / "out", shard_tokens=100)
-    size = (tmp_path / "out" / "manifest.json").stat().st_size
-    for share, largest in ((0.9, 200), (0.4, 100)):  # of 200 shards
-        monkeypatch.setattr(shard_format, "LARGEST_MANIFEST", int(size * share))
-        out = tmp_path / str(share)
-        assert "too large to read" in refuse(source, out, shard_tokens=100)
-        assert len([*out.glob("*.bin")]) <= largest
 
 
 CHANGES = {  # normalizer, pre-tokenizer, decoder

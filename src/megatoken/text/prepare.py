@@ -15,15 +15,7 @@ from megatoken.base.console import format_count
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.machine import cpu_count
-from megatoken.data import shard_format
-from megatoken.data.shard_format import (
-    BLOCK_BYTES,
-    DESCRIPTION_NAME,
-    HASH_DIGITS,
-    MANIFEST_NAME,
-    SPLITS,
-    Manifest,
-)
+from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest
 from megatoken.text.corpus_reader import read_chunks, sample_texts
 from megatoken.text.documents import Invalid, PrepareOptions
 from megatoken.text.encode_workers import encode_chunks
@@ -35,7 +27,6 @@ from megatoken.text.tokenizer import load_tokenizer, parse_bpe
 SAMPLE_BYTES = 64 << 20  # size of the sample that a BPE is trained on
 WORKER_BYTES = 4 << 20  # of input per worker, at least; with less input, there are fewer workers
 MIN_VAL_TOKENS = 1025  # GPT-2's context and one more target
-ROW_BYTES = 113  # of a shard in the manifest, without the hashes of its blocks
 LARGEST_LOSS = 0.1  # share of the text that a tokenizer without an unknown token can drop
 SIZES = ("text", "decoded", "lost")  # of `Tokenizer.measure_text`
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
@@ -45,12 +36,11 @@ COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tai
 class Progress:
     """Progress of a preparation.
 
-    Bytes are those of the input files on disk; tokens and documents are those of both splits.
+    Bytes are those of the input files on disk, tokens those of both splits.
     """
 
     stage: Literal["vocabulary", "tokens"]
     tokens: int
-    documents: int
     done_bytes: int
     total_bytes: int
 
@@ -123,7 +113,7 @@ def _sample(corpus: Source, options: PrepareOptions, on_progress: OnProgress) ->
     sampled = 0
     size = min(corpus.size_bytes, SAMPLE_BYTES)
     for text in sample_texts(corpus, options, SAMPLE_BYTES):
-        on_progress(Progress("vocabulary", 0, 0, min(sampled, size), size))
+        on_progress(Progress("vocabulary", 0, min(sampled, size), size))
         yield text
         sampled += len(text)
 
@@ -158,11 +148,8 @@ class _TextWriter(DatasetWriter):
                 self.state.position = chunk.next
                 n_tokens = sum(writer.tokens for writer in self.splits.values())
                 if is_full:
-                    self._check_size(n_tokens, chunk.done_bytes)
                     self.save()
-                n_documents = counts["train"] + counts["val"]
-                row = Progress("tokens", n_tokens, n_documents, chunk.done_bytes, n_bytes)
-                self.on_progress(row)
+                self.on_progress(Progress("tokens", n_tokens, chunk.done_bytes, n_bytes))
 
     def balance_splits(self, val_fraction: float) -> None:
         """Move tokens between train and val if either has too few.
@@ -222,20 +209,3 @@ class _TextWriter(DatasetWriter):
         if lost > LARGEST_LOSS * text and self.tokenizer.drops_unknown:
             what = f"tokenizer {self.tokenizer.name} drops {lost / text:.0%} of the text"
             raise DataError(what, self.corpus.name, "use one that has tokens for all bytes")
-
-    def _check_size(self, n_tokens: int, done_bytes: int) -> None:
-        """Raise DataError if the manifest is going to be too large to be read.
-
-        The rest of the input is expected to have at least half as many tokens as its size implies.
-        """
-        tokens = float(n_tokens)
-        if done_bytes > WORKER_BYTES:
-            tokens *= (1 + self.corpus.size_bytes / done_bytes) / 2
-        blocks = -(-self.shard_tokens * np.dtype(self.dtype).itemsize // BLOCK_BYTES)
-        size = tokens / self.shard_tokens * (ROW_BYTES + HASH_DIGITS * blocks)
-        if size > shard_format.LARGEST_MANIFEST:
-            what = (
-                f"{tokens:.3g} tokens need a {MANIFEST_NAME} of {size:.3g} bytes, too large to read"
-            )
-            fix = "prepare parts of the text, and mix them: data.path=A:0.5,B:0.5"
-            raise DataError(what, self.corpus.name, fix)
