@@ -74,26 +74,10 @@ cli/model.py imports megatoken.convert.load_pretrained
 cli/model.py imports megatoken.inference.generate
 cli/recipe.py imports megatoken.convert.recipes
 cli/sync.py imports megatoken.study.settings
-cli/train.py imports megatoken.posttrain.rewards
-data/dataloader.py imports megatoken.text.chat_dataset
-data/mixture.py imports megatoken.text.chat_dataset
+cli/train.py imports megatoken.inference.rewards
 study/report_page.py imports megatoken.cli.runs
-train/actions.py imports megatoken.text.chat_dataset
-train/batches.py imports megatoken.posttrain.answer_scores
-train/batches.py imports megatoken.posttrain.batch_source
-train/batches.py imports megatoken.posttrain.batches
-train/batches.py imports megatoken.posttrain.rewards
 train/initial_state.py imports megatoken.convert.load_pretrained
-train/initial_state.py imports megatoken.text.chat_dataset
 train/initial_state.py imports megatoken.text.tokenizer
-train/run.py imports megatoken.posttrain.batches
-train/setup.py imports megatoken.posttrain.objective
-train/setup.py imports megatoken.text.chat_dataset
-train/step_log.py imports megatoken.text.chat_dataset
-train/summary.py imports megatoken.text.chat_dataset
-train/train.py imports megatoken.posttrain.batch_source
-train/train.py imports megatoken.posttrain.objective
-train/train.py imports megatoken.posttrain.rewards
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.

@@ -29,6 +29,7 @@ from megatoken.distributed.sharded_matrices import assign_owners
 from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.optim.muon import Muon, list_hidden_matrices
+from megatoken.posttrain.batches import full_model
 from megatoken.store.load import load_checkpoint_model, restore_state
 from megatoken.store.manifest import verify
 from megatoken.store.save import AsyncSave
@@ -192,7 +193,7 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
         expected = sharded.slices[key].take(gradients[key])
         torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-7, msg=key)
     found = {"loss": float(loss), "matrices": matrices, **run_steps(state, comm)}
-    model, low = gather_model(state), state.full_model(BF16)
+    model, low = gather_model(state), full_model(state, BF16)
     if not dims.is_unsharded:  # a full copy on every rank
         copied = dict(low.named_parameters())
         for key, param in sharded.local_params.items():

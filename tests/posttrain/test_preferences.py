@@ -10,9 +10,10 @@ from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer, take_last
 from megatoken.posttrain.batches import PreferenceBatch
-from megatoken.posttrain.objective import build_loss
+from megatoken.posttrain.losses import PreferenceLoss
 from megatoken.posttrain.preference_loss import pairwise_loss
 from megatoken.posttrain.preferences import Row, build_pairs, keep_rated, mismatch
+from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.train.state import Loss, TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
@@ -78,8 +79,8 @@ def test_a_mismatched_answer_follows_another_prompt():
 
 def open_state(name: Any, **values: float) -> tuple[TrainState, Loss]:
     state = tiny_state(model_config=replace(TINY_GPT, value_head=name == "reward"))
-    settings = {f"objective__{key}": value for key, value in {"name": name, **values}.items()}
-    return state, build_loss(tiny_config(**settings))
+    settings = tiny_config(**{f"objective__{key}": value for key, value in values.items()})
+    return state, PreferenceLoss(name, settings.section(ObjectiveConfig))
 
 
 def assert_step(

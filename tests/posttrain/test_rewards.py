@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.base.errors import ConfigError
-from megatoken.posttrain.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_answers
 
 # Reward, answer, right answer and score.
 RULES = r"""

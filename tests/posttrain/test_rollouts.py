@@ -14,10 +14,12 @@ from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import AnswerScorer
-from megatoken.posttrain.batches import Learner, RolloutBatch
-from megatoken.posttrain.objective import build_loss
+from megatoken.posttrain.batches import RolloutBatch, open_scorer
+from megatoken.posttrain.losses import PolicyLoss
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
+from megatoken.posttrain.settings import ObjectiveConfig
+from megatoken.train.objective import RunView
 from megatoken.train.state import TrainState
 from megatoken.train.step import StepMetrics, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
@@ -40,16 +42,18 @@ class Job:
     """A state in training, and what its batches read of it."""
 
     state: TrainState
-    learner: Learner
+    view: RunView
+    scorer: AnswerScorer
     events: list[dict[str, object]]
 
     def step(self, batch: RolloutBatch, micro_batch: int = 8, **values: object) -> StepMetrics:
-        loss = build_loss(self.learner.config)
+        config = self.view.config
+        loss = PolicyLoss(config.objective.name, config.section(ObjectiveConfig))
         step_config = replace(tiny_step_config(micro_batch, **values), loss=loss)
         return train_step(self.state, step_config, CPU, batch)
 
     def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> torch.Tensor:
-        return self.learner.scorer.log_probs(self.state.model, batch, temperature)
+        return self.scorer.log_probs(self.state.model, batch, temperature)
 
 
 def open_run(
@@ -61,22 +65,22 @@ def open_run(
     config = tiny_config(budget__batch_tokens=16 * batch, **values)
     state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
     events: list[dict[str, object]] = []
-    scorer = AnswerScorer(device=device, micro_batch=4, loss_chunk=LOSS_CHUNK)
-    learner = Learner(
+    view = RunView(
         config=config,
         out=out,
         dataset=None,
-        policy=state,
+        loader=None,
+        state=state,
+        step_config=tiny_step_config(4, machine__loss_chunk=LOSS_CHUNK),
         device=device,
-        scorer=scorer,
         console=Console(quiet=True),
         log_event=lambda **row: events.append(row),
     )
-    return Job(state, learner, events)
+    return Job(state, view, open_scorer(view), events)
 
 
 def open_batches(run: Job, score: Score = pay_for_low_ids) -> RolloutBatches:
-    return RolloutBatches(run.learner, PROMPTS, PROMPTS[:5], STOPS, score)
+    return RolloutBatches(run.view, PROMPTS, PROMPTS[:5], STOPS, score)
 
 
 def test_rows_train_the_answer_and_its_stop_token():
@@ -121,7 +125,7 @@ def test_clipping_acts_from_the_second_update_on(tmp_path: Path):
     batches = open_batches(run)
     for _ in range(3):
         batch = batches.get(run.state.batch)
-        log_probs, values = run.log_probs(batch), run.learner.scorer.values(run.state.model, batch)
+        log_probs, values = run.log_probs(batch), run.scorer.values(run.state.model, batch)
         _, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
         errors = clipped_value_loss(values, batch.values_BT, batch.returns_BT, clip=0.01)
         metrics = run.step(batch, optim__lr=3e-2, optim__schedule="constant").values

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from megatoken.base.errors import DataError
 from megatoken.data.dataset import Dataset, load_dataset
-from megatoken.text.chat_dataset import find_kind, open_rows, read_answers, require_kind
+from megatoken.text.chat_dataset import open_rows, read_answers
 from megatoken.text.chat_formats import peek_format, read_examples
 from megatoken.text.chat_template import (
     LLAMA_3,
@@ -180,7 +180,7 @@ def test_sequences_of_each_kind(line: str, tmp_path: Path):
         given = [json.loads(row) | {"system": system or None} for row in rows.split(" | ")]
         dataset = prepare(tmp_path, given, f"data{system}", val_fraction=0)
         found = open_rows(dataset, "train")
-        assert find_kind(dataset.manifest) == kind
+        dataset.require_kind(kind, "a test")
         for number, texts in enumerate(contents.split(", ")):
             texts = f"{system} {texts}".split()
             messages = [Message(ROLES.get(text, "user"), text, 0) for text in texts]
@@ -203,7 +203,7 @@ def test_prompts_keep_their_answers(tmp_path: Path):
         found += answers
     assert sorted(found, key=lambda row: row["answer"]) == rows
     with pytest.raises(DataError):
-        require_kind(dataset, "chat", "objective.name=sft")
+        dataset.require_kind("chat", "objective.name=sft")
 
 
 def test_keys_that_change_nothing_are_counted(tmp_path: Path):

@@ -9,8 +9,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.store.commit import list_steps
-from megatoken.train import actions
-from megatoken.train.run import Run
+from megatoken.train.objective import TextBatches
 from tests.tiny_run import fingerprint, read_column, read_events, train
 
 # The run ends at 28, three validations after the best one at 16.
@@ -28,12 +27,13 @@ def settings(data: str) -> str:
 def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The validation losses that a run finds, by step; each can be changed."""
     found = dict(LOSSES)
-    measure = actions._measure_loss
+    validate = TextBatches.validate
 
-    def measured(run: Run, *arguments: Any) -> dict[str, Any]:
-        return measure(run, *arguments) | {"loss": found.get(run.state.step, 9.0)}
+    def measured(batches: TextBatches, *arguments: Any) -> tuple[dict[str, Any], str]:
+        row, text = validate(batches, *arguments)
+        return row | {"loss": found.get(batches.view.state.step, 9.0)}, text
 
-    monkeypatch.setattr(actions, "_measure_loss", measured)
+    monkeypatch.setattr(TextBatches, "validate", measured)
     return found
 
 

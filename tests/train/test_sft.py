@@ -17,9 +17,9 @@ from megatoken.convert.export import export
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.dataloader import make_batch
 from megatoken.data.dataset import load_dataset
 from megatoken.model.gpt import GPT
+from megatoken.posttrain.chat_batches import make_batch
 from megatoken.text.chat_dataset import open_rows
 from megatoken.text.chat_template import find_template
 from megatoken.text.prepare_chats import prepare_chats

@@ -26,6 +26,7 @@ from megatoken.store.mirror import allow_rewind
 from megatoken.train import setup
 from megatoken.train.changes import previous_steps
 from megatoken.train.initial_state import take_architecture
+from megatoken.train.objective import load_objective
 from megatoken.train.run import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, EXTEND, find_changes
 from megatoken.train.state import StepConfig, build_step_config
@@ -56,7 +57,11 @@ def extend_run(
     """
     machine = resolved.config.machine
     context = RunContext(
-        out=out, console=console, device=choose_device(machine), comm=Comm(DistEnv())
+        out=out,
+        console=console,
+        device=choose_device(machine),
+        comm=Comm(DistEnv()),
+        objective=load_objective(resolved.config.objective.name),
     )
     setup.check_folder(context, resolved, allow_changes=allow_changes)
     saved_steps = list_steps(out / CHECKPOINTS)

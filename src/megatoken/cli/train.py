@@ -26,7 +26,7 @@ from megatoken.cli.recipe import (
 )
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import RESTARTS, stop_at_once, write_stop_marker
-from megatoken.posttrain.rewards import REWARDS
+from megatoken.inference.rewards import REWARDS
 from megatoken.train.run_folder import find_changes
 
 HELP = "train a recipe, or resume a run"

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from megatoken.data.window_order import (
     ShuffledOrder,
     WindowOrder,
 )
-from megatoken.text.chat_dataset import START, TRAINED, ChatRows, Marks
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ class DataLoader:
     step over all ranks. ramp: schedule of smaller batches at the start of a run. order: "shuffled";
     "sequential", which cuts each shard into batches and drops the rest, as build-nanogpt and llm.c
     do; or "one-batch", which always repeats the first batch. sources: (number of tokens, weight) of
-    each source in `tokens`; each source is shuffled separately. marks: given for rows of
-    conversations (chat_dataset.py); the stride is then seq_len + 1. document_start: the id that
-    begins a document, if documents must not attend to each other.
+    each source in `tokens`; each source is shuffled separately. document_start: the id that begins a
+    document, if documents must not attend to each other. A subclass may read rows that share no
+    token, or make more of them than inputs and targets.
 
     Raises ConfigError if a batch does not divide evenly among the ranks, and DataError if the split
     has fewer windows than a batch or a source has no window.
@@ -103,8 +102,13 @@ class DataLoader:
     ramp: BatchRamp | None = None
     order: DataOrder = "shuffled"
     sources: Sequence[tuple[int, float]] = ()
-    marks: Marks | None = None
     document_start: int | None = None
+    shared_tokens: ClassVar[int] = 1  # by consecutive windows
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch holds nothing but inputs and targets."""
+        return self.document_start is None
 
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.sources] or [len(self.tokens)]
@@ -112,7 +116,7 @@ class DataLoader:
         if self.order == "sequential":
             lengths = self.tokens.shard_tokens
             unit = self.batch_size
-        shared = 1 if self.marks is None else 0  # tokens that two windows share
+        shared = self.shared_tokens
         self._stride = self.seq_len + 1 - shared
         self._check_ranks("budget.batch_tokens", self.batch_size)
         counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
@@ -146,17 +150,14 @@ class DataLoader:
         Steps may be requested in any order, repeatedly and from any thread. Raises DataError as
         `Tokens.gather` does.
         """
-        return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
+        return self.tokens.gather(self.find_tokens(step), self.seq_len + 1)
 
     def full_batch(self, step: int) -> Batch:
         """Return this rank's batch of a step, on the CPU.
 
-        It has `starts_BT` if rows hold several conversations or documents. Raises DataError as
+        It has `starts_BT` if documents must not attend to each other. Raises DataError as
         `rows` does.
         """
-        if self.marks is not None:
-            marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
-            return make_batch(self.rows(step), marks)
         batch = Batch(*self.batch(step))
         if self.document_start is None:
             return batch
@@ -172,7 +173,7 @@ class DataLoader:
         inputs = rows[:, :-1].astype(np.int64)
         return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
-    def _find_tokens(self, step: int) -> Ints:
+    def find_tokens(self, step: int) -> Ints:
         """Return the token index at which each of this rank's windows of a step starts."""
         first, size = self._entries(step)
         size //= self.dp_size
@@ -192,25 +193,13 @@ class DataLoader:
         return self.ramp.before(step) // self.seq_len, self.ramp.size(step) // self.seq_len
 
 
-def make_batch(rows: Ids, marks: Marks) -> Batch:
-    """Make a batch on the CPU from rows of conversations and their marks, both (n, T + 1)."""
-    ids = rows.astype(np.int64)
-    targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
-    starts = _latest_start(marks[:, :-1] & START > 0)
-    return Batch(
-        torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
-        torch.from_numpy(targets),
-        torch.from_numpy(starts) if starts.any() else None,
-    )
-
-
 def separate_documents(batch: Batch, document_start: int) -> Batch:
     """Return the batch with `starts_BT` set: a document begins at every id `document_start`."""
-    starts = _latest_start(batch.inputs_BT.numpy() == document_start)
+    starts = latest_start(batch.inputs_BT.numpy() == document_start)
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
-def _latest_start(is_start: NDArray[np.bool_]) -> Ints:
+def latest_start(is_start: NDArray[np.bool_]) -> Ints:
     """Return for each position (B, T) the index of the last start at or before it; 0 if none."""
     index = np.where(is_start, np.arange(is_start.shape[1]), 0)
     return np.maximum.accumulate(index, axis=1)
@@ -252,25 +241,10 @@ class EvaluationWindows:
     def starts(self, first: int, count: int) -> Ints:
         """Return the token index at which each of the windows [first, first + count) starts."""
         n_windows = (len(self.tokens) - 1) // self.seq_len
-        return _spread(first, count, self.count, n_windows) * self.seq_len
+        return spread(first, count, self.count, n_windows) * self.seq_len
 
 
-@dataclass(frozen=True)
-class EvaluationRows:
-    """`count` rows of conversations, spread evenly like `EvaluationWindows`."""
-
-    source: ChatRows
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def rows(self, first: int, count: int) -> Batch:
-        """Return rows [first, first + count), or fewer at the end, as a batch."""
-        return make_batch(*self.source.read(_spread(first, count, self.count, len(self.source))))
-
-
-def _spread(first: int, count: int, n_chosen: int, n_items: int) -> Ints:
+def spread(first: int, count: int, n_chosen: int, n_items: int) -> Ints:
     """Choose `n_chosen` of `n_items` items, evenly spaced; return `count` of the choices.
 
     The choices are the middles of `n_chosen` equal intervals. Those from number `first` on are
@@ -278,11 +252,6 @@ def _spread(first: int, count: int, n_chosen: int, n_items: int) -> Ints:
     """
     index = np.arange(first, max(first, min(first + count, n_chosen)), dtype=np.int64)
     return (2 * index + 1) * n_items // max(1, 2 * n_chosen)
-
-
-def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
-    """Choose rows with at most `limit_tokens` tokens in total, but at least one if there is any."""
-    return EvaluationRows(source, min(len(source), max(1, limit_tokens // source.seq_len)))
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
@@ -340,7 +309,7 @@ class Prefetcher:
         loader = self._loader
         if self._device.type != "cuda":
             return loader.full_batch(number)
-        if loader.marks is not None or loader.document_start is not None:
+        if not loader.is_plain:
             return loader.full_batch(number).pin()
         rows = loader.rows(number)
         return torch.from_numpy(

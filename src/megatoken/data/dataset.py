@@ -264,6 +264,16 @@ class Dataset:
             raise DataError(what, saved, RESTORE)
         return vocabulary
 
+    def require_kind(self, kind: str, needed_by: str) -> None:
+        """Raise DataError unless the rows are of this kind: text, or another that was prepared.
+
+        needed_by: what needs this kind, for the error message.
+        """
+        actual = self.manifest.source.get("kind", "text")
+        if actual != kind:
+            what = f"{needed_by} needs {kind} data, this dataset holds {actual}"
+            raise DataError(what, self.path, "prepare another one")
+
     def byte_counter(self, split: str, vocabulary: Vocabulary) -> CountBytes:
         """Return what counts the bytes of text in inputs and targets (B, T) of a split.
 

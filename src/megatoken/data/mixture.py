@@ -10,7 +10,6 @@ from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
 from megatoken.data.remote import Report, no_report
 from megatoken.data.vocabulary import Vocabulary
-from megatoken.text.chat_dataset import OBJECTIVE_DATA
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
 _SMALLEST_SHARE = 1e-9
@@ -128,16 +127,3 @@ def _identify(part: Part) -> tuple[str, str]:
     """
     manifest = part.dataset.manifest
     return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
-
-
-def count_rows(dataset: Mixture, objective: str) -> int:
-    """Count the preference pairs, rated answers or prompts that `objective` trains on.
-
-    Raises ConfigError if there are several datasets.
-    """
-    if len(dataset.parts) > 1:
-        what = f"objective.name={objective} reads one dataset"
-        raise ConfigError(what, "data.path", "prepare the rows together")
-    (part,) = dataset.parts
-    n_rows = len(part.dataset.train) // (int(part.dataset.manifest.source["seq_len"]) + 1)
-    return n_rows // 2 if OBJECTIVE_DATA[objective] == "preference" else n_rows

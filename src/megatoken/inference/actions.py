@@ -22,7 +22,8 @@ from megatoken.inference.settings import SampleConfig, TasksConfig
 from megatoken.model.kernels.attention import WITHOUT_MASK
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.text.tokenizer import open_tokenizer
-from megatoken.train.actions import Action, Poll
+from megatoken.train.actions import Action
+from megatoken.train.objective import Poll
 from megatoken.train.run import Run, RunContext, RunData
 from megatoken.train.state import gather_model
 
@@ -105,8 +106,8 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
 def sample(run: Run, poll: Poll) -> None:
     """Generate text on rank 0, print it, and save it in RUN/samples.
 
-    `sample.prompt` is continued if the objective is `pretrain`. With any other objective, it is
-    answered as a chat message. A sharded model is first gathered on rank 0.
+    `sample.prompt` is continued or, if the objective is to chat, answered as a message. A sharded
+    model is first gathered on rank 0.
     """
     step = run.state.step
     if ("sample", step) in run.progress.logged:
@@ -118,7 +119,7 @@ def sample(run: Run, poll: Poll) -> None:
         return
     config = run.config.section(SampleConfig)
     tokenizer = open_tokenizer(run.data.vocabulary)
-    if run.config.objective.name == "pretrain":
+    if not run.objective.is_chat:
         prompt_ids = tokenizer.encode(config.prompt).tolist()
         ids = tokenizer.start_ids(prompt_ids)
         shown_prompt = config.prompt

@@ -15,9 +15,9 @@ from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Request, generate_batch
 from megatoken.inference.choose import Sampling
 from megatoken.inference.multiple_choice import format_share, standard_error
+from megatoken.inference.rewards import Reward, reward_exact, score_answers
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.rewards import Reward, reward_exact, score_answers
-from megatoken.text.chat_dataset import answers_name, read_answers, require_kind
+from megatoken.text.chat_dataset import answers_name, read_answers
 from megatoken.text.chat_formats import read_examples
 from megatoken.text.chat_template import ChatTemplate, Message
 from megatoken.text.sources import find_source
@@ -49,7 +49,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))
-        require_kind(dataset, "prompt", "--chat")
+        dataset.require_kind("prompt", "--chat")
         split = "val" if len(dataset.val) else "train"
         read_answers(dataset, split)  # checks the hash of its file
         source = str(Path(source) / answers_name(split))

@@ -26,7 +26,6 @@ from megatoken.inference.scorer import BATCH_NODES
 from megatoken.inference.tasks import CORE, SCORES, Example, find_tasks, read_examples
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
-from megatoken.text.chat_dataset import require_kind
 from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import Tokenizer, open_tokenizer
@@ -200,7 +199,7 @@ def open_text(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -
 def open_shards(data: Path, tokenizer: Tokenizer) -> Dataset:
     """Open token shards. Raises DataError as `open_text` does."""
     dataset = load_dataset(data)
-    require_kind(dataset, "text", "the loss on shards")
+    dataset.require_kind("text", "the loss on shards")
     origin = dataset.manifest.tokenizer
     # External shards record only the size of their tokenizer's vocabulary.
     is_same = origin["vocab_size"] == tokenizer.vocab_size

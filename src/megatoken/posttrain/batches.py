@@ -1,23 +1,17 @@
-"""Typed batches of the objectives, and the interfaces between them and the trainer."""
+"""Batches of the objectives, and what they have in common."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatoken.base.config.schema import Config
-from megatoken.base.console import Console
+from megatoken.base.console import SHOWN_FIRST
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
-from megatoken.data.mixture import Mixture
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer
-
-Poll = Callable[[], None]  # called between batches; raises StopRequested on all ranks
+from megatoken.train.objective import Poll, RunView
+from megatoken.train.state import TrainState, gather_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,55 +44,60 @@ class PreferenceBatch(Batch):
     kl_B: Tensor | None = None
 
 
-class BatchSource(Protocol):
-    """Provides this process's share of each batch. metrics: values to log for the latest batch."""
+class RowBatches:
+    """Batches of rows, measured by the objective's own values. metrics: of the latest batch."""
 
-    metrics: dict[str, float]
+    def __init__(self, view: RunView) -> None:
+        self.metrics: dict[str, float] = {}
+        self.view = view
+        self.scorer = open_scorer(view)
 
-    def get(self, number: int) -> Batch:
-        """Return batch `number`, on the device."""
+    def measure(self, poll: Poll) -> dict[str, float]:
+        """Return values of the held-out rows, with `loss`."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Stop background work."""
-
-
-class Policy(Protocol):
-    """The model being trained, for sampling answers and computing log-probabilities."""
-
-    step: int
-    comm: Comm
-
-    @property
-    def dims(self) -> ParallelDims: ...
-
-    def full_model(self, device: Device) -> GPT:
-        """Return the unsharded model on every rank, in the device's precision."""
-
-    def gather_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the unsharded fp32 weights on rank 0; nothing on other ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """What a batch source needs from a training run.
-
-    log_event: adds an event to the metrics log; takes its name, a message and other values to log.
-    """
-
-    config: Config
-    out: Path
-    dataset: Mixture
-    policy: Policy
-    device: Device
-    scorer: AnswerScorer
-    console: Console
-    log_event: Callable[..., Any]
+    def validate(self, poll: Poll) -> tuple[dict[str, float], str]:
+        """Return `measure` and its text."""
+        row = self.measure(poll)
+        values = [
+            f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}"
+            for name, value in row.items()
+        ]
+        return row, f"held out: {', '.join(values)}"
 
     @property
     def comm(self) -> Comm:
-        return self.policy.comm
+        return self.view.state.comm
 
     @property
-    def local_batch_size(self) -> int:
+    def local_size(self) -> int:
         """Number of sequences in this data-parallel rank's share of a global batch."""
-        return self.config.batch_seqs // self.policy.dims.dp_size
+        return self.view.config.batch_seqs // self.view.state.dims.dp_size
+
+    def close(self) -> None:
+        """Do nothing, as there is no background work."""
+
+
+def open_scorer(view: RunView) -> AnswerScorer:
+    """Return what scores rows in the run's micro-batches."""
+    steps = view.step_config
+    return AnswerScorer(
+        device=view.device,
+        micro_batch=steps.micro_batch,
+        loss_chunk=steps.loss_chunk,
+        fits=not steps.deterministic,
+    )
+
+
+def full_model(state: TrainState, device: Device) -> GPT:
+    """Return an unsharded model for sampling and evaluation, in the device's precision.
+
+    All ranks must call it, and all get the model. If the model is sharded, they get a gathered
+    copy, which later updates do not change. Its forward uses no collectives, so ranks may call it
+    different numbers of times.
+    """
+    if state.dims.is_unsharded:
+        return state.compute_model
+    model = gather_model(state, device.dtype, on_all=True)
+    assert model is not None
+    return model

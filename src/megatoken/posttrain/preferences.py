@@ -24,10 +24,11 @@ from megatoken.base.errors import DataError
 from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.batches import Learner, Poll, PreferenceBatch
-from megatoken.posttrain.objective import PreferenceLoss, flatten_pairs
+from megatoken.posttrain.batches import PreferenceBatch, RowBatches, full_model
+from megatoken.posttrain.losses import PreferenceLoss, flatten_pairs
 from megatoken.posttrain.reference import load_reference
 from megatoken.text.chat_dataset import open_rows
+from megatoken.train.objective import Poll, RunView
 
 MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
@@ -46,13 +47,13 @@ class Row(NamedTuple):
 Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismatched answer
 
 
-def read_pairs(learner: Learner, split: str) -> list[Pair]:
+def read_pairs(view: RunView, split: str) -> list[Pair]:
     """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
-    rows = open_rows(learner.dataset.parts[0].dataset, split)
+    rows = open_rows(view.dataset.parts[0].dataset, split)
     read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
-    if learner.config.objective.name != "kto":
+    if view.config.objective.name != "kto":
         return list(zip(read[::2], read[1::2], strict=True))
-    order = ShuffledOrder(len(read), learner.config.seed).windows(0, len(read)).tolist()
+    order = ShuffledOrder(len(read), view.config.seed).windows(0, len(read)).tolist()
     mismatched = dict(zip(order, [*order[1:], *order[:1]], strict=True))
     limit = rows.seq_len + 1
     return [(row, mismatch(row, read[mismatched[n]], limit)) for n, row in enumerate(read)]
@@ -67,49 +68,44 @@ def mismatch(row: Row, other: Row, limit: int) -> Row:
     )
 
 
-class PairBatches:
+class PairBatches(RowBatches):
     """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
-    def __init__(
-        self, learner: Learner, loss: PreferenceLoss, pairs: Mapping[str, Sequence[Pair]]
-    ) -> None:
+    def __init__(self, view: RunView, pairs: Mapping[str, Sequence[Pair]]) -> None:
         """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
 
         Raises DataError if there are fewer training pairs than a batch needs.
         """
-        self.metrics: dict[str, float] = {}
-        self._learner = learner
-        self._loss = loss
+        super().__init__(view)
         self._pairs = pairs
-        batch_seqs = learner.config.batch_seqs
+        batch_seqs = view.config.batch_seqs
         n_pairs = len(pairs["train"])
         if n_pairs < batch_seqs:
             what = f"the training split has {n_pairs:,} pairs, a batch needs {batch_seqs:,}"
             raise DataError(what, "data.path", "lower budget.batch_tokens, or prepare more")
-        self._order = CachedOrder(ShuffledOrder(n_pairs, learner.config.seed), n_pairs)
+        self._order = CachedOrder(ShuffledOrder(n_pairs, view.config.seed), n_pairs)
         self._reference_N2: dict[str, Tensor] = {}  # by split
-        if learner.config.objective.name in ("dpo", "kto"):
-            self._reference_N2 = load_reference(learner, self._measure_reference)
+        if view.config.objective.name in ("dpo", "kto"):
+            self._reference_N2 = load_reference(view, self._measure_reference)
 
     def get(self, number: int) -> PreferenceBatch:
         """Return this process's share of batch `number`."""
-        learner = self._learner
-        batch_seqs = learner.config.batch_seqs
+        view = self.view
+        batch_seqs = view.config.batch_seqs
         rows = self._order.windows(number * batch_seqs, batch_seqs).tolist()
-        first = learner.policy.dims.dp_rank * learner.local_batch_size
+        first = view.state.dims.dp_rank * self.local_size
         # Padded as the global batch, because rounding depends on the shape.
         length = max(len(row.ids) for index in rows for row in self._pairs["train"][index])
-        batch = self._build("train", rows[first : first + learner.local_batch_size], length)
+        batch = self._build("train", rows[first : first + self.local_size], length)
         if batch.is_good_B is None:
             return batch
-        ratios = self._compare_mismatched(learner.policy.full_model(learner.device), batch)
-        return keep_rated(batch, itertools.chain(*learner.comm.gather(ratios)))
+        ratios = self._compare_mismatched(full_model(view.state, view.device), batch)
+        return keep_rated(batch, itertools.chain(*self.comm.gather(ratios)))
 
     @torch.no_grad()
-    def validate(self, poll: Poll) -> dict[str, float]:
+    def measure(self, poll: Poll) -> dict[str, float]:
         """Return the means over the held-out pairs: `loss`, and the objective's other values."""
-        comm = self._learner.comm
-        model = self._learner.policy.full_model(self._learner.device)
+        model = full_model(self.view.state, self.view.device)
         was_training = model.training
         model.eval()
         totals: defaultdict[str, float] = defaultdict(float)
@@ -123,30 +119,28 @@ class PairBatches:
                 for name, value in self._sums(model, batch).items():
                     totals[name] += value.item()
         model.train(was_training)
-        parts = comm.gather(dict(totals))
+        parts = self.comm.gather(dict(totals))
         names = max(parts, key=len)
         return {name: sum(part.get(name, 0.0) for part in parts) / n_pairs for name in names}
 
-    def close(self) -> None:
-        """Do nothing, as there is no background work."""
-
     def _divide(self, count: int) -> Iterator[range]:
         """Yield this rank's share of `count` pairs in parts, as many on each rank; some are empty."""
-        dist_env = self._learner.comm.dist_env
+        dist_env = self.comm.dist_env
         for first in range(0, count, MEASURED_PAIRS * dist_env.world_size):
             start = first + dist_env.rank * MEASURED_PAIRS
             yield range(start, min(start + MEASURED_PAIRS, count))
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
         rows = flatten_pairs(batch)
-        scorer = self._learner.scorer
+        loss, scorer = self.view.step_config.loss, self.scorer
+        assert isinstance(loss, PreferenceLoss)
         with scorer.device.autocast(model.tokens.weight.dtype):
             hidden_BTC = model(rows.inputs_BT)
-            return self._loss.sums_of(model, hidden_BTC, rows, batch, scorer.loss_chunk)
+            return loss.sums_of(model, hidden_BTC, rows, batch, scorer.loss_chunk)
 
     def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
         pairs = [self._pairs[split][row] for row in rows]
-        batch = build_pairs(pairs, self._learner.config.model.seq_len, length)
+        batch = build_pairs(pairs, self.view.config.model.seq_len, length)
         reference_N2 = self._reference_N2.get(split)
         reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
         is_good = torch.tensor([row.is_good for row, _ in pairs])
@@ -154,15 +148,15 @@ class PairBatches:
             batch.inputs_BT,
             batch.targets_BT,
             reference_B2=reference_B2,
-            is_good_B=is_good if self._learner.config.objective.name == "kto" else None,
+            is_good_B=is_good if self.view.config.objective.name == "kto" else None,
         )
-        return pairs_batch.to(self._learner.device.torch_device)
+        return pairs_batch.to(self.view.device.torch_device)
 
     def _compare_mismatched(self, model: GPT, batch: PreferenceBatch) -> list[float]:
         """Return log p / p_reference of each mismatched answer."""
         assert batch.reference_B2 is not None
         rows = Batch(batch.inputs_BT[:, 1], batch.targets_BT[:, 1])
-        log_probs_B = self._learner.scorer.log_probs(model, rows).sum(1)
+        log_probs_B = self.scorer.log_probs(model, rows).sum(1)
         ratios: list[float] = (log_probs_B - batch.reference_B2[:, 1]).tolist()
         return ratios
 
@@ -174,13 +168,12 @@ class PairBatches:
         return {split: self._sum_log_probs(model, split) for split in self._pairs}
 
     def _sum_log_probs(self, model: GPT, split: str) -> Tensor:
-        learner = self._learner
         sums_by_start = {}
         for part in filter(None, self._divide(len(self._pairs[split]))):
             batch = self._build(split, part)
-            log_probs_BT = learner.scorer.log_probs(model, flatten_pairs(batch))
+            log_probs_BT = self.scorer.log_probs(model, flatten_pairs(batch))
             sums_by_start[part.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
-        for sums in learner.comm.gather(sums_by_start):
+        for sums in self.comm.gather(sums_by_start):
             sums_by_start |= sums
         ordered = [sums_by_start[first] for first in sorted(sums_by_start)]
         return torch.cat([torch.zeros(0, 2), *ordered])

@@ -20,32 +20,35 @@ from megatoken.base.errors import CheckpointError
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.batches import Learner
+from megatoken.posttrain.batches import full_model
+from megatoken.train.objective import RunView
 
 REFERENCE = "reference"
 TENSORS = "reference.safetensors"
 FACTS = "facts.json"
 
 
-def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
+def load_reference(view: RunView, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the saved tensors or, if there are none, those that `make` returns; on the CPU.
 
     make: called with the initial model, on all ranks or on none. All ranks must call this function.
     Raises CheckpointError if the tensors are lost and `model.init` has changed, and StorageError if
     they cannot be saved.
     """
-    folder = learner.out / REFERENCE
-    comm = learner.comm
-    policy = learner.policy
-    saved = comm.run_on_rank0(lambda: _read(folder, learner.dataset.fingerprint))
+    folder = view.out / REFERENCE
+    state = view.state
+    comm = state.comm
+    saved = comm.run_on_rank0(lambda: _read(folder, view.dataset.fingerprint))
     if saved is not None:
         return saved
     facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    weights_hash = hash_tensors(policy.gather_weights())  # on other ranks than 0: of no tensors
-    model = policy.full_model(learner.device)
-    if policy.step:
-        learner.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
-        weights = load_pretrained(learner.config.model.init).model.state_dict()
+    weights_hash = hash_tensors(
+        state.sharded.gather_full(comm)
+    )  # on other ranks than 0: of no tensors
+    model = full_model(state, view.device)
+    if state.step:
+        view.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
+        weights = load_pretrained(view.config.model.init).model.state_dict()
         weights_hash = hash_tensors(sorted(weights.items()))
         if facts.get("weights") != weights_hash:
             what = f"{TENSORS} is lost, and model.init is not the model that this run started from"
@@ -61,7 +64,7 @@ def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in make(model).items()
     }
-    facts = {"weights": weights_hash, "dataset": learner.dataset.fingerprint}
+    facts = {"weights": weights_hash, "dataset": view.dataset.fingerprint}
     comm.run_on_rank0(lambda: _write(folder, tensors, facts))
     return tensors
 

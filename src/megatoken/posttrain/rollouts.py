@@ -25,12 +25,13 @@ from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.inference.batch import Completion, Request, generate_batch
 from megatoken.inference.choose import Sampling
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.batches import Learner, Poll, RolloutBatch
+from megatoken.posttrain.batches import RolloutBatch, RowBatches, full_model
 from megatoken.posttrain.lora import without_adapters
 from megatoken.posttrain.policy_loss import gae, group_advantages, has_difference, moments, whiten
 from megatoken.posttrain.reference import load_reference
 from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.text.chat_dataset import open_rows, read_answers
+from megatoken.train.objective import Poll, RunView
 
 DECODED_ROWS = 512  # at once
 HELD_OUT_PROMPTS = 512  # at most, in a validation
@@ -48,9 +49,9 @@ class Prompt(NamedTuple):
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
-def read_prompts(learner: Learner, split: str) -> list[Prompt]:
+def read_prompts(view: RunView, split: str) -> list[Prompt]:
     """Return the prompts of a split. Their `text` holds only the last message."""
-    dataset = learner.dataset.parts[0].dataset
+    dataset = view.dataset.parts[0].dataset
     rows = open_rows(dataset, split)
     prompts = []
     for number, row in enumerate(read_answers(dataset, split)):
@@ -60,7 +61,7 @@ def read_prompts(learner: Learner, split: str) -> list[Prompt]:
     return prompts
 
 
-class RolloutBatches:
+class RolloutBatches(RowBatches):
     """Batches of rollouts; each rollout is sampled when its first batch is requested.
 
     metrics: metrics of the latest rollout, over all ranks.
@@ -68,7 +69,7 @@ class RolloutBatches:
 
     def __init__(
         self,
-        learner: Learner,
+        view: RunView,
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
         stop_ids: Sequence[int],
@@ -80,9 +81,8 @@ class RolloutBatches:
         and its answer can exceed the context, or if this process's share of a batch is not a
         multiple of the group size.
         """
-        self.metrics: dict[str, float] = {}
-        self._learner = learner
-        self._objective = learner.config.section(ObjectiveConfig)
+        super().__init__(view)
+        self._objective = view.config.section(ObjectiveConfig)
         self._prompts = prompts
         self._held_out = held_out[:HELD_OUT_PROMPTS]
         self._stop_ids = stop_ids
@@ -92,19 +92,17 @@ class RolloutBatches:
             None  # number and batch of the current rollout
         )
         check_prompts(
-            [*prompts, *self._held_out],
-            self._objective.max_new_tokens,
-            learner.config.model.seq_len,
+            [*prompts, *self._held_out], self._objective.max_new_tokens, view.config.model.seq_len
         )
-        if learner.local_batch_size % self._objective.group:
-            what = f"{learner.local_batch_size} sequences per process do not divide into groups of"
+        if self.local_size % self._objective.group:
+            what = f"{self.local_size} sequences per process do not divide into groups of"
             fix = "set budget.batch_tokens to a multiple, or another group"
             raise ConfigError(f"{what} {self._objective.group}", "objective.group", fix)
-        self._order = CachedOrder(ShuffledOrder(len(prompts), learner.config.seed), len(prompts))
+        self._order = CachedOrder(ShuffledOrder(len(prompts), view.config.seed), len(prompts))
         self._reference: GPT | None = None
-        if self._objective.kl and not learner.config.model.lora_rank:
-            weights = load_reference(learner, lambda model: dict(model.named_parameters()))
-            self._reference = copy.deepcopy(learner.policy.full_model(learner.device))
+        if self._objective.kl and not view.config.model.lora_rank:
+            weights = load_reference(view, lambda model: dict(model.named_parameters()))
+            self._reference = copy.deepcopy(full_model(view.state, view.device))
             self._reference.load_state_dict(weights)
 
     def get(self, number: int) -> RolloutBatch:
@@ -113,7 +111,7 @@ class RolloutBatches:
         `number` is the step plus the number of skipped batches. Skipping a batch also skips the
         rest of its rollout. If the reward function fails on a rank, all ranks raise its error.
         """
-        step = self._learner.policy.step
+        step = self.view.state.step
         updates = self._objective.updates
         rollout = number - step + step // updates
         if self._last is None or step % updates == 0 or self._last[0] != rollout:
@@ -122,15 +120,15 @@ class RolloutBatches:
 
     def _sample(self, rollout: int) -> RolloutBatch:
         """Sample and score this process's share of a rollout with the current model."""
-        learner = self._learner
+        view = self.view
         group = self._objective.group
-        size = learner.local_batch_size
-        first = learner.policy.dims.dp_rank * size  # of this process's sequences in the rollout
-        first_prompt = (rollout * learner.config.batch_seqs + first) // group
+        size = self.local_size
+        first = view.state.dims.dp_rank * size  # of this process's sequences in the rollout
+        first_prompt = (rollout * view.config.batch_seqs + first) // group
         indices = self._order.windows(first_prompt, size // group).tolist()
         prompts = [self._prompts[index] for index in indices for _ in range(group)]
-        seeds = [sequence_seed(learner.config.seed, rollout, first + row) for row in range(size)]
-        model = learner.policy.full_model(learner.device)
+        seeds = [sequence_seed(view.config.seed, rollout, first + row) for row in range(size)]
+        model = full_model(view.state, view.device)
         completions = self._answer(model, prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         self._measure(rewards, completions)
@@ -138,7 +136,7 @@ class RolloutBatches:
             len(prompt.ids) + count_tokens(completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        width = max(learner.comm.gather(max(widths)))
+        width = max(self.comm.gather(max(widths)))
         rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
         return self._build(model, prompts, completions, rewards_PG, width)
 
@@ -159,7 +157,7 @@ class RolloutBatches:
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return generate_batch(model, requests, rows=DECODED_ROWS, device=self._learner.device)
+        return generate_batch(model, requests, rows=DECODED_ROWS, device=self.view.device)
 
     def _score_on_all(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -171,7 +169,7 @@ class RolloutBatches:
             rewards = self._score(prompts, completions)
         except MegatokenError as raised:
             error = raised
-        for rank_error in self._learner.comm.gather(error):
+        for rank_error in self.comm.gather(error):
             if rank_error is not None:
                 raise rank_error
         return rewards
@@ -188,9 +186,9 @@ class RolloutBatches:
 
         model: the model that sampled the answers. width: number of columns of all tensors.
         """
-        learner = self._learner
+        view = self.view
         objective = self._objective
-        device = learner.device.torch_device
+        device = view.device.torch_device
         rows, log_probs_BT = build_rows(prompts, completions, width)
         mask_BT = (rows.targets_BT >= 0).float()
         rows_on_device = rows.to(device)
@@ -198,10 +196,10 @@ class RolloutBatches:
         if objective.kl:
             reference = self._reference or model
             with without_adapters(reference):
-                reference_BT = learner.scorer.log_probs(
+                reference_BT = self.scorer.log_probs(
                     reference, rows_on_device, objective.temperature
                 ).cpu()
-        if self._learner.config.objective.name == "grpo":
+        if self.view.config.objective.name == "grpo":
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:
@@ -210,12 +208,12 @@ class RolloutBatches:
             rewards_BT = torch.zeros_like(mask_BT).scatter_(1, ends_B[:, None], rewards_B1)
             if reference_BT is not None:
                 rewards_BT -= objective.kl * (log_probs_BT - reference_BT) * mask_BT
-            values_BT = learner.scorer.values(model, rows_on_device).cpu() * mask_BT
+            values_BT = self.scorer.values(model, rows_on_device).cpu() * mask_BT
             advantages_BT, returns_BT = gae(
                 rewards_BT, values_BT, mask_BT, gamma=objective.gamma, lam=objective.lam
             )
-            local_sums = moments(advantages_BT, mask_BT).to(learner.device.widest).to(device)
-            advantages_BT = whiten(advantages_BT, mask_BT, learner.comm.sum(local_sums).cpu())
+            local_sums = moments(advantages_BT, mask_BT).to(view.device.widest).to(device)
+            advantages_BT = whiten(advantages_BT, mask_BT, self.comm.sum(local_sums).cpu())
         batch = RolloutBatch(
             rows.inputs_BT,
             rows.targets_BT,
@@ -232,7 +230,7 @@ class RolloutBatches:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the rewards of all ranks in fp64, and means over their answers."""
         stopped = [completion.finish_reason == "stop" for completion in completions]
-        parts = self._learner.comm.gather((rewards, [*map(count_tokens, completions)], stopped))
+        parts = self.comm.gather((rewards, [*map(count_tokens, completions)], stopped))
         columns = (itertools.chain(*column) for column in zip(*parts, strict=True))
         tensors = [torch.tensor(list(column), dtype=torch.float64) for column in columns]
         names = "reward", "answer_tokens", "stopped"
@@ -245,7 +243,7 @@ class RolloutBatches:
         This is the case if in QUIET_ROLLOUTS consecutive rollouts, all answers to a prompt get the
         same reward, for every prompt.
         """
-        learner = self._learner
+        view = self.view
         all_rewards, means = self._average(rewards, completions)
         rewards_PG = all_rewards.view(-1, self._objective.group)
         different = has_difference(rewards_PG).double().mean().item()
@@ -262,22 +260,22 @@ class RolloutBatches:
             n_steps = QUIET_ROLLOUTS * self._objective.updates
             reward = f"{rewards_PG[0, 0]:g}"
             what = f"all answers to each prompt got the same reward for {n_steps} steps: {reward}"
-            learner.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
-            learner.log_event(what="no difference in rewards", share=1.0, message=what)
+            view.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
+            view.log_event(what="no difference in rewards", share=1.0, message=what)
 
-    def validate(self, poll: Poll) -> dict[str, float]:
+    def measure(self, poll: Poll) -> dict[str, float]:
         """Answer each held-out prompt once, always with the same seeds; ranks share the prompts.
 
         Returns the mean `reward`, its standard error, the share of answers that stopped, the mean
         number of tokens, the number of prompts, and the negated reward as `loss`.
         """
-        learner = self._learner
-        dist_env = learner.comm.dist_env
+        view = self.view
+        dist_env = self.comm.dist_env
         numbers = range(dist_env.rank, len(self._held_out), dist_env.world_size)
         prompts = [self._held_out[number] for number in numbers]
-        seeds = [sequence_seed(learner.config.seed, -1, number) for number in numbers]
+        seeds = [sequence_seed(view.config.seed, -1, number) for number in numbers]
         poll()
-        completions = self._answer(learner.policy.full_model(learner.device), prompts, seeds)
+        completions = self._answer(full_model(view.state, view.device), prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         all_rewards, means = self._average(rewards, completions)
         n = len(all_rewards)
@@ -288,9 +286,6 @@ class RolloutBatches:
             "reward_stderr": deviation / math.sqrt(n),
             "prompts": n,
         }
-
-    def close(self) -> None:
-        """Do nothing, as there is no background work."""
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:

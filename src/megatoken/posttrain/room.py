@@ -2,7 +2,14 @@
 
 NEEDS = ("convert", "inference", "text")
 ENTRIES = {
-    "objective": {"sft": "", "dpo": "", "kto": "", "reward": "", "grpo": "", "ppo": ""},
+    "objective": {
+        "sft": "megatoken.posttrain.objectives:Sft",
+        "dpo": "megatoken.posttrain.objectives:Dpo",
+        "kto": "megatoken.posttrain.objectives:Kto",
+        "reward": "megatoken.posttrain.objectives:RewardModel",
+        "grpo": "megatoken.posttrain.objectives:Policy",
+        "ppo": "megatoken.posttrain.objectives:Policy",
+    },
     "section": {"objective": "megatoken.posttrain.settings:ObjectiveConfig"},
     "check": {"objective": "megatoken.posttrain.check:check_objective"},
     "recipe": {

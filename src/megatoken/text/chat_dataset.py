@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
 from megatoken.data.dataset import Dataset, Tokens
-from megatoken.data.shard_format import RESTORE, Manifest, read_errors
+from megatoken.data.shard_format import RESTORE, read_errors
 
 # Flags in a token's mark: the token is trained on, starts a conversation, or pads the row, or (for
 # KTO) starts a conversation with a desirable answer.
@@ -31,25 +31,6 @@ TRAINED = 1
 START = 2
 PADDING = 4
 DESIRABLE = 8
-KINDS = {
-    "text": "text",
-    "chat": "conversations",
-    "preference": "preferences",
-    "kto": "rated answers",
-    "prompt": "prompts with answers",
-}
-OBJECTIVE_DATA = {  # the kind of data of each objective
-    "pretrain": "text",
-    "sft": "chat",
-    "dpo": "preference",
-    "kto": "kto",
-    "reward": "preference",
-    "grpo": "prompt",
-    "ppo": "prompt",
-}
-# Objectives whose batches are made from individual rows.
-ROW_OBJECTIVES = ("dpo", "kto", "reward", "grpo", "ppo")
-
 Marks = NDArray[np.uint8]
 
 
@@ -84,27 +65,6 @@ class ChatRows:
     def is_desirable(self, row: int) -> bool:
         """Return whether a row's answer is desirable (KTO)."""
         return bool(self.marks[row * (self.seq_len + 1)] & DESIRABLE)
-
-
-def find_kind(manifest: Manifest) -> str:
-    """Return the kind of a dataset: text, chat, preference, kto or prompt."""
-    return str(manifest.source.get("kind", "text"))
-
-
-def require_data_for(objective: str, dataset: Dataset) -> None:
-    """Raise DataError unless the dataset has the kind of data that the objective trains on."""
-    require_kind(dataset, OBJECTIVE_DATA[objective], f"objective.name={objective}")
-
-
-def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:
-    """Raise DataError unless the dataset is of this kind.
-
-    needed_by: what needs this kind, for the error message.
-    """
-    actual = find_kind(dataset.manifest)
-    if actual != kind:
-        what = f"{needed_by} needs {KINDS[kind]}, this dataset holds {KINDS.get(actual, actual)}"
-        raise DataError(what, dataset.path, "prepare another one")
 
 
 def open_rows(dataset: Dataset, split: str) -> ChatRows:

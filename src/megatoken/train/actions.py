@@ -4,25 +4,14 @@ Rooms add others as entries of the kind "action": functions of the config, the d
 of a run, which check the settings of the action before the model is built, and return it or None.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from megatoken.base.config.fields import Duration
-from megatoken.base.console import SHOWN_FIRST
-from megatoken.base.system.torch_compat import uncompiled
-from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
-from megatoken.data.dataset import Dataset
-from megatoken.text.chat_dataset import open_rows
 from megatoken.train.checkpoint_saver import CheckpointSaver
+from megatoken.train.objective import Poll
 from megatoken.train.run import Run
-from megatoken.train.val_loss import to_batch, validation_loss
-
-Poll = Callable[[], None]
 
 
 @dataclass
@@ -81,89 +70,10 @@ def validate(run: Run, poll: Poll) -> None:
     if not parts or not run.config.evaluate.tokens or ("val", step) in run.progress.logged:
         return
     run.log.begin("validate")
-    if run.validation is not None:
-        row = run.validation(poll)
-        values = [
-            f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}"
-            for name, value in row.items()
-        ]
-        text = f"held out: {', '.join(values)}"
-    else:
-        row = _validate_text(run, poll)
-        text = f"validation loss {row['loss']:.4f}"
-        if math.isfinite(row["bits_per_byte"]):
-            text += f", {row['bits_per_byte']:.4f} bits per byte"
-        text += f" over {row['target_tokens']:,} tokens"
-        for name, values in row.get("sources", {}).items():
-            text += f", {name} {values['loss']:.4f}"
+    row, text = run.batches.validate(poll)
     run.progress.val_losses[step] = row["loss"]
     run.log.write("val", **row)
     run.console.print(f"step {step}: {text}")
-
-
-def _validate_text(run: Run, poll: Poll) -> dict[str, Any]:
-    """Return a dict with loss (nats), bits_per_byte and target_tokens of the held-out text.
-
-    For a mixture, loss and bits_per_byte are means over the datasets, weighted by their shares of
-    the training tokens, and target_tokens is the total. `sources` then holds the dict of each
-    dataset, by name.
-    """
-    parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
-    sources = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
-    if len(parts) == 1:
-        return sources[parts[0].name]
-    total_share = sum(part.share for part in parts)
-
-    def average(key: str) -> float:
-        return float(sum(part.share / total_share * sources[part.name][key] for part in parts))
-
-    return {
-        "loss": average("loss"),
-        "bits_per_byte": average("bits_per_byte"),
-        "target_tokens": sum(values["target_tokens"] for values in sources.values()),
-        "sources": sources,
-    }
-
-
-def _measure_loss(run: Run, dataset: Dataset, poll: Poll) -> dict[str, Any]:
-    """Return loss, target_tokens and bits_per_byte of one dataset's held-out split.
-
-    At most `evaluate.tokens` tokens are read.
-    """
-    state = run.state
-    loader = run.data.loader
-    assert loader is not None
-    limit_tokens = run.config.evaluate.tokens
-    if loader.marks is not None:
-        windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
-    else:
-        windows = evaluation_windows(dataset.val, seq_len=loader.seq_len, limit_tokens=limit_tokens)
-    # Each forward gets the same windows for any number of ranks; all ranks run equally many.
-    size = run.step_config.micro_batch
-    dims = state.dims
-    starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
-
-    def batches() -> Iterator[np.ndarray | Batch]:
-        for start in starts:
-            poll()
-            rows = windows.rows(start, size)
-            if loader.document_start is None:
-                yield rows
-            else:
-                yield separate_documents(to_batch(rows), loader.document_start)
-
-    with uncompiled(state.model) as model:
-        metrics = validation_loss(
-            model,
-            batches(),
-            run.device,
-            chunk=run.step_config.loss_chunk,
-            comm=run.comm,
-            count_bytes=dataset.byte_counter("val", run.data.vocabulary),
-            dims=dims,
-            output_layer=state.output_layer,
-        )
-    return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
 
 
 def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:

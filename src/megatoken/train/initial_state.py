@@ -18,8 +18,8 @@ from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.mixture import load_mixture
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.store.commit import list_steps
-from megatoken.text.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.text.tokenizer import open_tokenizer
+from megatoken.train.objective import load_objective
 from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState, build_state
@@ -76,10 +76,10 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
         if name not in {*own_fields, *ADDED}
     }
     data = resolved.config.data
-    objective = resolved.config.objective.name
-    if objective != "pretrain":  # the dataset's tokenizer may add control tokens
+    if load_objective(
+        resolved.config.objective.name
+    ).is_chat:  # the dataset's tokenizer may add control tokens
         dataset = load_mixture(data.path, external_tokenizer=data.tokenizer)
-        require_data_for(objective, dataset.parts[0].dataset)
         sizes["vocab_size"] = max(sizes["vocab_size"], dataset.vocabulary.vocab_size)
     config = replace(resolved.config, model=replace(model, **sizes))
     for key, what, fix in validate(config):
@@ -185,7 +185,7 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
     if adds_tokens:
         start = "random rows" if model_config.lora_rank else "the mean of the others"
         console.print(f"{tokenizer.vocab_size - n_old} new tokens start as {start}")
-        if plan.config.objective.name in ROW_OBJECTIVES:
+        if not plan.objective.is_dense:
             fix = "run megatoken train sft first"
             console.warn(f"{name} has no chat template, so it has not learned to answer: {fix}")
     console.print(f"weights from {loaded.source}")

@@ -19,8 +19,8 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.preemption import PreemptionHandler, StopRequested
-from megatoken.posttrain.batches import BatchSource, Poll
 from megatoken.store.manifest import CheckpointManifest, FileEntry
+from megatoken.train.objective import BatchSource, Objective
 from megatoken.train.state import StepConfig, TrainState
 
 Observer = Callable[[dict[str, Any]], bool | None]
@@ -37,6 +37,7 @@ class RunContext:
     console: Console
     device: Device
     comm: Comm
+    objective: Objective
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
@@ -82,8 +83,7 @@ class Progress:
 class RunData:
     """The dataset and model shape of a run.
 
-    loader: None for objectives with their own batch source, such as preference pairs.
-    epoch_tokens: training tokens in one pass over the dataset.
+    loader, epoch_tokens: what `Objective.open_data` returned.
     """
 
     dataset: Mixture
@@ -176,7 +176,6 @@ class RunLog:
 class Run(RunPlan):
     """A run that is ready to train. Only the contents of `state` and `progress` change.
 
-    validation: measures the objective on held-out rows; None to measure the loss on held-out text.
     restore: loads the newest checkpoint into `state` and `progress`, and returns its manifest, or
         None if there is no checkpoint.
     """
@@ -186,15 +185,13 @@ class Run(RunPlan):
     log: RunLog
     is_compiled: bool
     batches: BatchSource
-    validation: Callable[[Poll], dict[str, Any]] | None
     restore: Callable[[], CheckpointManifest | None]
 
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks if any of them has to save and stop.
 
         All ranks must call it. If nothing is raised, returns whether any rank set `flag`. A stop
-        waits for the last update on the current batch of sampled answers, because the answers are
-        not saved.
+        waits for a step from which the objective can resume.
 
         next_seconds: expected duration of what comes next, which must fit in the time limit.
         """

@@ -19,40 +19,25 @@ from megatoken.base.config.load import Change, ResolvedConfig, render
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_quantity
-from megatoken.base.errors import ConfigError, DataError, StorageError
+from megatoken.base.errors import ConfigError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.rooms import call_entries
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.machine import find_commit
 from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.base.system.threads import set_thread_count, thread_count
-from megatoken.data.dataloader import DataLoader
-from megatoken.data.mixture import Mixture, count_rows, load_mixture
+from megatoken.data.mixture import load_mixture
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.memory import choose_dims, count_state_bytes
-from megatoken.distributed.parallel_dims import (
-    ParallelDims,
-    build_dims,
-    check_dims,
-    disable_unsupported,
-)
+from megatoken.distributed.parallel_dims import ParallelDims, disable_unsupported
 from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
-from megatoken.posttrain.objective import row_answers
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
-from megatoken.text.chat_dataset import (
-    OBJECTIVE_DATA,
-    ROW_OBJECTIVES,
-    Marks,
-    open_rows,
-    require_data_for,
-)
 from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.state import StepConfig, TrainState, build_step_config
 
-SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
 MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may end or be swapped out
 
 
@@ -93,89 +78,19 @@ def open_data(config: Config, context: RunContext) -> RunData:
         config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
     )
     vocabulary = dataset.vocabulary
-    seq_len = config.model.seq_len
-    objective = config.objective.name
-    _check_data_kind(config, dataset)
+    context.objective.check_data(config, dataset)
     if 0 < config.model.vocab_size < vocabulary.vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's"
         fix = "set it to 0 to use the tokenizer's"
         raise ConfigError(f"{what} {vocabulary.vocab_size}", "model.vocab_size", fix)
     dataset.set_vocab_size(vocabulary.vocab_size)
-    loader = None
-    if objective in ROW_OBJECTIVES:
-        epoch_tokens = count_rows(dataset, objective) * row_answers(config) * seq_len
-    else:
-        loader = _open_loader(config, dataset, context.comm)
-        epoch_tokens = loader.n_windows * seq_len
+    loader, epoch_tokens = context.objective.open_data(config, dataset, context.comm)
     return RunData(
         dataset=dataset,
         model_config=config.model.resolve(vocabulary.vocab_size),
         loader=loader,
         epoch_tokens=epoch_tokens,
     )
-
-
-def _open_loader(config: Config, dataset: Mixture, comm: Comm) -> DataLoader:
-    """Return this rank's data loader; all ranks of a tensor-parallel group get the same batches."""
-    order = config.data.order
-    if order == "sequential" and len(dataset.parts) > 1:
-        fix = "set data.order=shuffled, or one dataset in data.path"
-        raise ConfigError("a mixture must be shuffled", "data.order", fix)
-    dims = build_dims("none", config.machine.tensor_parallel, comm.dist_env)
-    check_dims(dims, config.model)
-    marks: Marks | None = None
-    if OBJECTIVE_DATA[config.objective.name] != "text":
-        rows = [open_rows(part.dataset, "train") for part in dataset.parts]
-        marks = np.concatenate([part_rows.marks for part_rows in rows])
-    masks_documents = config.data.document_mask and marks is None
-    return DataLoader(
-        dataset.train,
-        seq_len=config.model.seq_len,
-        batch_size=config.batch_seqs,
-        seed=config.seed,
-        dp_rank=dims.dp_rank,
-        dp_size=dims.dp_size,
-        ramp=config.budget.ramp,
-        order=order,
-        sources=[(len(part.dataset.train), part.share) for part in dataset.parts],
-        marks=marks,
-        document_start=_find_document_start(dataset) if masks_documents else None,
-    )
-
-
-def _check_data_kind(config: Config, dataset: Mixture) -> None:
-    """Raise DataError unless the objective can train on the data and its rows fit model.seq_len."""
-    seq_len = config.model.seq_len
-    for part in dataset.parts:
-        require_data_for(config.objective.name, part.dataset)
-        if OBJECTIVE_DATA[config.objective.name] == "text":
-            continue
-        row_tokens = part.dataset.manifest.source.get("seq_len", seq_len)
-        if row_tokens != seq_len:
-            what = f"its rows have {row_tokens:,} tokens, model.seq_len is {seq_len:,}"
-            fix = f"prepare it with --context {seq_len}, or set model.seq_len={row_tokens}"
-            raise DataError(what, part.name, fix)
-
-
-def _find_document_start(dataset: Mixture) -> int:
-    """Return the id of the end-of-text token, which separates documents.
-
-    Raises ConfigError if the training split is a single document. Shards written by other programs
-    do not record their number of documents and may separate them by another token, so their first
-    tokens must include an end-of-text token.
-    """
-    eot = dataset.vocabulary.eot
-    counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
-    if 0 in counts:
-        n_scanned = min(len(dataset.train), SCANNED_TOKENS)
-        has_documents = bool((dataset.train.read(0, n_scanned) == eot).any())
-    else:
-        has_documents = max(counts) > 1
-    if not has_documents:
-        what = "data.document_mask has no effect: the training split is one document"
-        fix = "leave it out, or prepare the text as several documents"
-        raise ConfigError(what, "data.document_mask", fix)
-    return eot
 
 
 def plan_run(
@@ -198,6 +113,7 @@ def plan_run(
         console=context.console,
         device=device,
         comm=context.comm,
+        objective=context.objective,
         heartbeat=context.heartbeat,
         config=config,
         data=data,

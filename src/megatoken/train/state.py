@@ -4,7 +4,7 @@ No random state is kept: dropout is a function of seed, step, sequence and posit
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -96,26 +96,6 @@ class TrainState:
             if skipped < batch:
                 tokens -= step_config.batch_size(skipped)
         return tokens
-
-    def full_model(self, device: Device) -> GPT:
-        """Return an unsharded model for sampling and evaluation, in the device's precision.
-
-        All ranks must call it, and all get the model. If the model is sharded, they get a gathered
-        copy, which later updates do not change. Its forward uses no collectives, so ranks may call
-        it different numbers of times.
-        """
-        if self.dims.is_unsharded:
-            return self.compute_model
-        model = gather_model(self, device.dtype, on_all=True)
-        assert model is not None
-        return model
-
-    def gather_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, full fp32 weights) of every parameter; all ranks must call it.
-
-        Only rank 0 gets the values.
-        """
-        return self.sharded.gather_full(self.comm)
 
     @property
     def uses_master_weights(self) -> bool:

@@ -4,12 +4,10 @@ import shlex
 import time
 from typing import Any
 
-from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.model.flops import describe_mfu
-from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.actions import is_due
 from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
 from megatoken.train.run import Run
@@ -89,8 +87,8 @@ class StepLog:
         # An exponential moving average, so that one slow step does not make the estimate jump.
         full = run.step_config.batch_tokens / rate
         self._full_seconds = 0.9 * (self._full_seconds or full) + 0.1 * full
-        is_dense = run.config.objective.name not in ROW_OBJECTIVES
-        peak = run.device.peak_flops * run.comm.dist_env.world_size * is_dense
+        n_devices = run.comm.dist_env.world_size * run.objective.is_dense
+        peak = run.device.peak_flops * n_devices
         mfu = describe_mfu(rate, run.data.model_config, peak)
         return {"seconds": elapsed / steps, "tokens_per_second": rate, **mfu}
 
@@ -160,14 +158,5 @@ def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver)
     if best is not None and best != step:
         loss = run.progress.val_losses[best]
         console.print(f"best: {run.out / BEST}, step {best:,}, validation loss {loss:.4f}")
-    console.print(f"done: {run.out}; next: megatoken {_next_command(run.config, str(run.out))}")
-
-
-def _next_command(config: Config, out: str) -> str:
-    out = shlex.quote(out)
-    if config.objective.name == "pretrain":
-        return f'sample {out} "your prompt"'
-    if config.objective.name == "reward":
-        start = shlex.quote(config.model.init or "RUN")
-        return f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
-    return f"chat {out}"
+    next_command = run.objective.next_command(run.config, run.out)
+    console.print(f"done: {run.out}; next: megatoken {next_command}")

@@ -10,7 +10,6 @@ from megatoken.model.flops import (
     expected_initial_loss,
     flops_per_token,
 )
-from megatoken.text.chat_dataset import ROW_OBJECTIVES
 from megatoken.train.run import RunPlan
 from megatoken.train.state import StepConfig
 
@@ -26,7 +25,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
     tokens = steps.tokens_before(steps.total_steps)
     flops = flops_per_token(model, causal=False)
     work = f"{flops:,} FLOPs a token (full attention)"
-    if config.objective.name not in ROW_OBJECTIVES:  # rows are shorter than contexts
+    if plan.objective.is_dense:  # rows are shorter than contexts
         work += f", {format_quantity(flops * tokens, 'FLOP')} in all"
     machine = [str(device.torch_device), device.name, device.precision]
     if device.peak_flops:

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,16 +37,13 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.distributed.preemption import PreemptionHandler, StopRequested
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.batch_source import check_reward, record_reward
-from megatoken.posttrain.objective import build_loss, rollout_steps
-from megatoken.posttrain.rewards import REWARDS, Reward
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.train import setup
 from megatoken.train.actions import Action, call_actions, is_due, list_actions
-from megatoken.train.batches import open_batches
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.initial_state import build_train_state, take_architecture
+from megatoken.train.objective import RunView, load_objective
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, RunPlan
@@ -91,7 +89,7 @@ class Trainer:
         console: Console | None = None,
         explain: bool = False,
         allow_changes: bool = False,
-        reward: str | Reward | None = None,
+        **options: Any,
     ) -> None:
         """Check the arguments. Raises ConfigError if they cannot be combined.
 
@@ -102,20 +100,21 @@ class Trainer:
         nproc: number of processes to start on this machine.
         explain: whether to print the measurements behind every automatic choice.
         allow_changes: whether a resume may change guarded settings or the dataset.
-        reward: for the objectives grpo and ppo, a function of (prompt, answer, right answer), or
-            its name as `module:function`.
+        options: of the objective, such as `reward` of grpo and ppo: a function of (prompt, answer,
+            right answer), or its name as `module:function`.
         """
-        if nproc > 1 and (
-            model is not None or optimizer is not None or callbacks or callable(reward)
-        ):
-            what = "model, optimizer, reward and callbacks cannot be passed to other processes"
+        objects = [model, optimizer, *callbacks, *filter(callable, options.values())]
+        if nproc > 1 and any(each is not None for each in objects):
+            what = "models, optimizers and functions cannot be passed to other processes"
             raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")
         if optimizer is not None and model is None:
             fix = "pass the model it was built over"
             raise ConfigError("an optimizer needs its model", "Trainer", fix)
         if not isinstance(config, ResolvedConfig):
             config = from_python(config, Path(out).name)
-        self.resolved = config if reward is None else record_reward(config, reward)
+        self.options = options
+        self.objective = load_objective(config.config.objective.name, options)
+        self.resolved = self.objective.record_options(config)
         self.out = run_folder(out)
         self.model = model
         self.optimizer = optimizer
@@ -124,8 +123,6 @@ class Trainer:
         self.console = console or Console()
         self.explain = explain
         self.allow_changes = allow_changes
-        # A built-in reward is found by its name in the config, so it need not be passed on.
-        self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
     @restored_settings()
     def fit(self) -> Summary:
@@ -170,19 +167,20 @@ class Trainer:
         Returns the exit code, the steps and tokens trained, and why it was stopped, or "".
         """
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
-        context = RunContext(out=self.out, console=console, device=device, comm=comm)
+        context = RunContext(
+            out=self.out, console=console, device=device, comm=comm, objective=self.objective
+        )
         resolved = take_architecture(self.resolved, self.out)
         changes = comm.run_on_rank0(
             lambda: setup.check_folder(context, resolved, allow_changes=self.allow_changes)
         )
-        check_reward(resolved.config, self.reward)
         data = setup.open_data(resolved.config, context)
         actions = call_entries("action", resolved.config, data, context)
         config = resolved.config
         time_limit = parse_time(config.save.time_limit) or None
         with (
             setup.open_log(self.out, comm) as log_file,
-            PreemptionHandler(time_limit, rollout_steps(config)) as stop,
+            PreemptionHandler(time_limit, self.objective.stop_interval(config)) as stop,
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
@@ -219,18 +217,27 @@ class Trainer:
             state, plan, is_at_end=log.is_at_end, explain=self.explain
         )
         # Not before tuning, which measures steps with the cross-entropy, the default loss.
-        step_config = replace(step_config, loss=build_loss(plan.config))
+        step_config = replace(step_config, loss=plan.objective.build_loss(plan.config))
         plan = replace(plan, step_config=step_config)
         state.start_grad_reduction(plan.comm)
-        batches, validation = open_batches(plan, state, log, self.reward)
+        view = RunView(
+            config=plan.config,
+            out=plan.out,
+            dataset=plan.data.dataset,
+            loader=plan.data.loader,
+            state=state,
+            step_config=step_config,
+            device=plan.device,
+            console=plan.console,
+            log_event=log.event,
+        )
         return Run(
             **{field.name: getattr(plan, field.name) for field in fields(plan)},
             state=state,
             progress=log.progress,
             log=log,
             is_compiled=is_compiled,
-            batches=batches,
-            validation=validation,
+            batches=plan.objective.open_batches(view),
             restore=restore_newest,
         )
 
@@ -241,8 +248,8 @@ class Trainer:
             recipe = Path(folder) / f"{resolved.name}.yaml"
             recipe.write_text(render(resolved.config, resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
-            if self.reward:
-                command += ["--reward", str(self.reward)]
+            for name, value in self.options.items():
+                command += [f"--{name}", str(value)] if value is not None else []
             if self.explain:
                 command.append("--explain")
             if self.allow_changes:

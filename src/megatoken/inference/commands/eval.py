@@ -17,9 +17,9 @@ from megatoken.cli.arguments import add_device_arguments
 from megatoken.cli.ranks import launch_ranks
 from megatoken.cli.runs import find_own_data
 from megatoken.distributed.env import read_dist_env
+from megatoken.inference.rewards import REWARDS, load_reward
 from megatoken.inference.tasks import CORE, SCORES, TASKS, find_tasks
 from megatoken.model.flops import count_parameters
-from megatoken.posttrain.rewards import REWARDS, load_reward
 from megatoken.study.published import SCORES as PUBLISHED_SCORES
 
 if TYPE_CHECKING:

@@ -5,37 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatoken.base.config.schema import Config
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import answer_log_probs, take_last
 from megatoken.posttrain.batches import PreferenceBatch, RolloutBatch
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, kl_k3
 from megatoken.posttrain.preference_loss import dpo_loss, kto_loss, pairwise_loss
-from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
+from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.posttrain.value_head import predict_values
-from megatoken.train.state import CrossEntropy, Loss, TrainState
-
-
-def build_loss(config: Config) -> Loss:
-    """Return the loss of a config's objective."""
-    name, settings = config.objective.name, config.section(ObjectiveConfig)
-    if name in ("grpo", "ppo"):
-        return PolicyLoss(name, settings)
-    if name in ("dpo", "reward", "kto"):
-        return PreferenceLoss(name, settings)
-    return CrossEntropy()
-
-
-def rollout_steps(config: Config) -> int:
-    """Return the number of steps from one sampling of answers to the next; 1 without sampling."""
-    return config.section(ObjectiveConfig).updates if config.objective.name in SAMPLING else 1
-
-
-def row_answers(config: Config) -> int:
-    """Return the number of sequences trained on per row of the dataset."""
-    settings = config.section(ObjectiveConfig)
-    return settings.group * settings.updates if config.objective.name in SAMPLING else 1
+from megatoken.train.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,229 @@
+"""The objectives that this room adds: fine-tuning on conversations, preferences and sampled answers."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.base.config.load import ResolvedConfig
+from megatoken.base.config.schema import Config
+from megatoken.base.errors import ConfigError, DataError
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.dataloader import DataLoader
+from megatoken.data.mixture import Mixture
+from megatoken.data.shard_format import SPLITS
+from megatoken.distributed.comm import Comm
+from megatoken.inference.batch import Completion
+from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.posttrain.answer_scores import take_last
+from megatoken.posttrain.batches import open_scorer
+from megatoken.posttrain.chat_batches import ChatBatches, ChatLoader
+from megatoken.posttrain.losses import PolicyLoss, PreferenceLoss
+from megatoken.posttrain.preferences import PairBatches, read_pairs
+from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
+from megatoken.posttrain.settings import ObjectiveConfig
+from megatoken.text.chat_dataset import open_rows
+from megatoken.text.chat_template import find_template
+from megatoken.text.tokenizer import open_tokenizer
+from megatoken.train.objective import BatchSource, Objective, RunView, open_loader
+from megatoken.train.state import Loss
+
+
+class ChatObjective(Objective):
+    """An objective whose datasets hold rows of conversations, prepared for one context."""
+
+    is_chat = True
+
+    def check_data(self, config: Config, dataset: Mixture) -> None:
+        super().check_data(config, dataset)
+        seq_len = config.model.seq_len
+        for part in dataset.parts:
+            row_tokens = part.dataset.manifest.source["seq_len"]
+            if row_tokens != seq_len:
+                what = f"its rows have {row_tokens:,} tokens, model.seq_len is {seq_len:,}"
+                fix = f"prepare it with --context {seq_len}, or set model.seq_len={row_tokens}"
+                raise DataError(what, part.name, fix)
+
+
+class Sft(ChatObjective):
+    """Fine-tuning: the cross-entropy of the marked tokens."""
+
+    kind = "chat"
+
+    def open_data(
+        self, config: Config, dataset: Mixture, comm: Comm
+    ) -> tuple[DataLoader | None, int]:
+        marks = np.concatenate([open_rows(part.dataset, "train").marks for part in dataset.parts])
+        loader = open_loader(ChatLoader, config, dataset, comm, marks=marks)
+        return loader, loader.n_windows * loader.seq_len
+
+    def open_batches(self, view: RunView) -> BatchSource:
+        return ChatBatches(view)
+
+
+class RowObjective(ChatObjective):
+    """An objective whose batches are made of single rows of one dataset."""
+
+    is_dense = False
+    rows = 1  # that make one sequence of a batch
+
+    def sequences_per_row(self, config: Config) -> int:
+        """Return the number of sequences trained on for each row of an epoch."""
+        return 1
+
+    def open_data(
+        self, config: Config, dataset: Mixture, comm: Comm
+    ) -> tuple[DataLoader | None, int]:
+        if len(dataset.parts) > 1:
+            what = f"objective.name={config.objective.name} reads one dataset"
+            raise ConfigError(what, "data.path", "prepare the rows together")
+        n_rows = len(dataset.train) // (config.model.seq_len + 1) // self.rows
+        return None, n_rows * self.sequences_per_row(config) * config.model.seq_len
+
+
+class Dpo(RowObjective):
+    """Direct preference optimization."""
+
+    kind = "preference"
+    rows = 2
+
+    def build_loss(self, config: Config) -> Loss:
+        return PreferenceLoss(config.objective.name, config.section(ObjectiveConfig))
+
+    def open_batches(self, view: RunView) -> BatchSource:
+        return PairBatches(view, {split: read_pairs(view, split) for split in SPLITS})
+
+
+class Kto(Dpo):
+    """Kahneman-Tversky optimization, on rated answers."""
+
+    kind = "kto"
+    rows = 1
+
+
+class RewardModel(Dpo):
+    """A reward model, trained on preferences."""
+
+    def next_command(self, config: Config, out: Path) -> str:
+        start = shlex.quote(config.model.init or "RUN")
+        run = shlex.quote(str(out))
+        return f"train ppo --init {start} data.path=PROMPTS objective.reward={run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(RowObjective):
+    """GRPO and PPO, on sampled answers.
+
+    reward: the user's reward function, or its name as module:function; None for the setting
+    `objective.reward`.
+    """
+
+    kind = "prompt"
+    reward: str | Reward | None = None
+
+    def record_options(self, resolved: ResolvedConfig) -> ResolvedConfig:
+        """Raise ConfigError if the reward cannot be imported or found."""
+        reward = self.reward
+        check_reward(resolved.config.section(ObjectiveConfig).reward, reward)
+        if reward is None:
+            return resolved
+        if not isinstance(reward, str):  # a callable object or functools.partial has no name
+            name = getattr(reward, "__qualname__", type(reward).__qualname__)
+            reward = f"{reward.__module__}:{name}"
+        section = replace(resolved.config.section(ObjectiveConfig), reward=reward)
+        return replace(resolved, config=resolved.config.with_section(section))
+
+    def stop_interval(self, config: Config) -> int:
+        """Return the number of updates on the same answers, which are not saved."""
+        return config.section(ObjectiveConfig).updates
+
+    def sequences_per_row(self, config: Config) -> int:
+        settings = config.section(ObjectiveConfig)
+        return settings.group * settings.updates
+
+    def build_loss(self, config: Config) -> Loss:
+        return PolicyLoss(config.objective.name, config.section(ObjectiveConfig))
+
+    def open_batches(self, view: RunView) -> BatchSource:
+        prompts, held_out = (read_prompts(view, split) for split in SPLITS)
+        stop_ids = find_template(open_tokenizer(view.dataset.vocabulary)).stop_ids
+        return RolloutBatches(view, prompts, held_out, stop_ids, self._build_score(view))
+
+    def _build_score(self, view: RunView) -> Score:
+        """Return the function that scores answers: by a reward function or a reward model."""
+        name, reward = view.config.section(ObjectiveConfig).reward, self.reward
+        if isinstance(reward, str) and reward not in REWARDS:
+            reward = load_reward(reward)
+        if callable(reward):
+            return score_by_rule(view, reward, name, needs_stop=False)
+        if name in REWARDS:
+            return score_by_rule(view, REWARDS[name], name, needs_stop=True)
+        return score_by_model(view, name)
+
+
+def check_reward(name: str, reward: str | Reward | None) -> None:
+    """Raise ConfigError if a run's reward cannot be imported or found.
+
+    name: the setting `objective.reward`, which is a rule of REWARDS or the run of a reward model.
+    reward: the user's own function, or its name as module:function, which replaces `name`.
+    """
+    if isinstance(reward, str) and reward not in REWARDS:
+        load_reward(reward)
+    if reward is not None or name in REWARDS:
+        return
+    if ":" in name:
+        fix = f"pass --reward {name}: recipes run no code"
+        raise ConfigError(f"reward {name} is Python code", "objective.reward", fix)
+    if not (Path(name) / "checkpoints").is_dir():
+        fix = f"choose one of {', '.join(REWARDS)}, or the run of a reward model"
+        raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
+
+
+def score_by_rule(view: RunView, rule: Reward, name: str, *, needs_stop: bool) -> Score:
+    """Return a function that scores answers by applying `rule` to their text.
+
+    needs_stop: whether answers without a stop token get 0.
+    """
+    decode: Callable[[Sequence[int]], str] = open_tokenizer(view.dataset.vocabulary).decode
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        pairs = list(zip(prompts, completions, strict=True))
+        rows = [(prompt.text, decode(completion.ids), prompt.right) for prompt, completion in pairs]
+        rewards = score_answers(rule, name, rows)
+        return [
+            reward if completion.finish_reason == "stop" or not needs_stop else 0.0
+            for reward, completion in zip(rewards, completions, strict=True)
+        ]
+
+    return score
+
+
+def score_by_model(view: RunView, name: str) -> Score:
+    """Return a function that scores answers with the reward model of the run `name`.
+
+    Raises ConfigError if the run has no value head or another tokenizer.
+    """
+    loaded = load_pretrained(name, view.console.warn)
+    if not loaded.model.config.value_head:
+        fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
+        raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
+    if not loaded.tokenizer.shares_ids(open_tokenizer(view.dataset.vocabulary)):
+        what = f"{name} has a different tokenizer"
+        raise ConfigError(what, "objective.reward", "train it from the same model")
+    device = view.device.torch_device
+    model = loaded.model.to(device)
+    scorer = open_scorer(view)
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        if not prompts:  # a rank without held-out prompts
+            return []
+        width = max(len(p.ids) + len(c.logprobs) for p, c in zip(prompts, completions, strict=True))
+        rows, _ = build_rows(prompts, completions, width)
+        batch = rows.to(device)
+        values_BT = scorer.values(model, batch)
+        rewards: list[float] = take_last(values_BT, batch.targets_BT).tolist()
+        return rewards
+
+    return score
