@@ -64,7 +64,7 @@ def test_an_extended_cosine_rises_to_its_new_place(
     assert train(run) == 0  # finished
     # The same extension given again continues: killed before its first save, and stopped after one.
     with monkeypatch.context() as patch:
-        patch.setattr("megatoken.train.train.tune", lambda *_, **__: 1 / 0)
+        patch.setattr("megatoken.train.setup.tune", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, newest_step(run)) == (20, 12)
