@@ -4,12 +4,16 @@ Hashes decide the order, the wording and what is held out, so the output is the 
 machine. All wordings of a problem are on the same side of the split, and so are a + b and b + a.
 """
 
+import io
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
+
+from megatoken.text.sources import File, Source
 
 HELD_OUT = 0.1  # share of the problems that are only in `exercises-test`
 SUMS_BELOW = 100
@@ -70,12 +74,12 @@ def write_prompts(*, held_out: bool) -> bytes:
     return _to_lines([{"prompt": it.question, "answer": it.answer} for it in exercises])
 
 
-# Functions that write a corpus, by its name in sources.py.
-EXERCISES: dict[str, Callable[[], bytes]] = {
-    "exercises": write_conversations,
-    "exercises-prompts": lambda: write_prompts(held_out=False),
-    "exercises-test": lambda: write_prompts(held_out=True),
-}
+def find_exercises(name: str, _: Path | None = None) -> Source:
+    """Return the corpus exercises, exercises-prompts or exercises-test."""
+    is_chat = name == "exercises"
+    content = write_conversations() if is_chat else write_prompts(held_out=name.endswith("test"))
+    opener = lambda _: io.BytesIO(content)  # noqa: E731
+    return Source(name, (File(f"{name}.jsonl", name, len(content), 0, "json", opener),))
 
 
 def _make_sums() -> Iterator[Exercise]:

@@ -4,6 +4,13 @@ NEEDS = ("convert",)
 ENTRIES = {
     "shards": {"external": "megatoken.text.external_shards:list_external"},
     "tokenizer": {"load": "megatoken.text.tokenizer:load_tokenizer"},
+    "corpus": {
+        "python": "megatoken.text.sources:find_python",
+        "tinyshakespeare": "megatoken.text.sources:find_shakespeare",
+        "exercises": "megatoken.text.exercises:find_exercises",
+        "exercises-prompts": "megatoken.text.exercises:find_exercises",
+        "exercises-test": "megatoken.text.exercises:find_exercises",
+    },
     "command": {
         "prepare": "megatoken.text.commands.prepare",
         "quickstart": "megatoken.text.commands.quickstart",

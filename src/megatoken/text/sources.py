@@ -5,7 +5,6 @@ The result is a sorted list of files.
 
 import glob
 import hashlib
-import io
 import os
 import re
 import sysconfig
@@ -21,11 +20,11 @@ from typing import Any, BinaryIO
 import xxhash
 
 from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import local_path, replace_file
 from megatoken.base.system.environment import megatoken_cache
 from megatoken.base.system.table import read_table
 from megatoken.data.shard_format import DESCRIPTION_NAME
-from megatoken.text.exercises import EXERCISES
 from megatoken.text.file_kinds import (
     FORMATS,
     Format,
@@ -46,7 +45,6 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 # name -> (dataset repository on the Hugging Face hub, its files)
 HUB: dict[str, list[str]] = read_table(__file__)["hub"]
 _TIMEOUT_SECONDS = 10
-NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
 # The corpus "python" excludes tests, installed packages, demos and tables. A table is a file with
 # at least _TABLE_SHARE of its bytes in lines that begin with a number or a string, not a docstring.
@@ -127,31 +125,18 @@ class Source:
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
     """Return the files that `spec` names, sorted by name.
 
-    spec: one of NAMES, a file, a folder or a glob pattern. root: a local copy of a named corpus.
-    exclude: the output folder, which is skipped like any other dataset or run. Raises DataError if
+    spec: a named corpus, which is a room's entry or in HUB, a file, a folder or a glob pattern.
+    root: a local copy of a named corpus. exclude: the output folder, which is skipped like any other dataset or run. Raises DataError if
     there is no text file, and ConfigError if `spec` names both a corpus and a local path.
     """
-    if spec in NAMES and root is None and Path(spec).exists():
+    is_named = spec in {*list_entries("corpus"), *HUB}
+    if is_named and root is None and Path(spec).exists():
         fix = f"write ./{spec} for the local one"
         raise ConfigError(f"{spec} is a corpus, and also a local path", spec, fix)
-    if spec == "python":
-        library = Path(root or sysconfig.get_paths()["stdlib"])
-        names = _walk(library, None, _NOT_PYTHON)
-        paths = [library / name for name in names if name.endswith(".py")]
-        return _list_local(spec, library, [path for path in paths if not _is_table(path)])
-    if spec in EXERCISES:
-        content = EXERCISES[spec]()
-        opener = lambda _: io.BytesIO(content)  # noqa: E731
-        return Source(spec, (File(f"{spec}.jsonl", spec, len(content), 0, "json", opener),))
-    if spec == "tinyshakespeare":
-        if root is None:
-            path = megatoken_cache() / "tinyshakespeare.txt"
-            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-            file = _list_local(spec, path.parent, [path]).files[0]
-            return Source(spec, (replace(file, name="input.txt"),))
-        return _list_local(spec, root, [root / "input.txt"])
-    if spec in HUB:
-        return _list_local(spec, root, root.glob(HUB[spec][1])) if root else _find_on_hub(spec)
+    if is_named:
+        find = _find_on_hub if spec in HUB else load_entry("corpus", spec)
+        found: Source = find(spec, root)
+        return found
     path = local_path(spec)
     if error := find_foreign(path):
         raise error
@@ -203,18 +188,38 @@ def describe_skipped(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in Counter(skipped).most_common())
 
 
+def find_python(name: str, root: Path | None) -> Source:
+    """Return the modules of Python's standard library, or of `root`."""
+    library = Path(root or sysconfig.get_paths()["stdlib"])
+    names = _walk(library, None, _NOT_PYTHON)
+    paths = [library / each for each in names if each.endswith(".py")]
+    return _list_local(name, library, [path for path in paths if not _is_table(path)])
+
+
+def find_shakespeare(name: str, root: Path | None) -> Source:
+    """Return Karpathy's text of Shakespeare, in `root` or downloaded."""
+    if root is not None:
+        return _list_local(name, root, [root / "input.txt"])
+    path = megatoken_cache() / "tinyshakespeare.txt"
+    download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+    file = _list_local(name, path.parent, [path]).files[0]
+    return Source(name, (replace(file, name="input.txt"),))
+
+
 def _is_table(path: Path) -> bool:
     text = path.read_bytes()
     in_table = sum(len(line.lstrip()) for line in _TABLE_LINE.findall(text))
     return in_table > _TABLE_SHARE * sum(len(line.lstrip()) for line in text.splitlines())
 
 
-def _find_on_hub(name: str) -> Source:
-    """List the files of a corpus on the Hugging Face hub.
+def _find_on_hub(name: str, root: Path | None) -> Source:
+    """List the files of a corpus on the Hugging Face hub, or in `root`.
 
-    They are read over the network during preparation.
+    The former are read over the network during preparation.
     """
     repository, pattern = HUB[name]
+    if root:
+        return _list_local(name, root, root.glob(pattern))
     folder = f"datasets/{repository}/"
     try:
         from huggingface_hub import HfFileSystem
@@ -262,7 +267,7 @@ def _list_local(
         files.append(File(relative, str(path), size, changed, file_format or "whole"))
     if not files:
         left_out = f" (skipped: {describe_skipped(skipped)})" if skipped else ""
-        fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join(NAMES)}"
+        fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join([*list_entries('corpus'), *HUB])}"
         raise next(iter(foreign), DataError(f"no text files here{left_out}", folder, fix))
     return Source(name, tuple(sorted(files, key=attrgetter("name", "path"))), skipped)
 
