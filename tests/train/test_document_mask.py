@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.data.dataloader import separate_documents
+from megatoken.data.dataloader import separate_documents, to_batch
 from megatoken.model.gpt import set_attention
 from megatoken.model.native.selection import find_library
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
-from megatoken.train.val_loss import to_batch, validation_loss
+from megatoken.train.val_loss import validation_loss
 from tests.tiny_model import (
     CPU,
     TINY_GEMMA,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatoken.base.rooms import load_entry
+from megatoken.data.dataloader import to_batch
 from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import read_manifest
 from megatoken.inference.evaluate import evaluate
@@ -19,7 +20,7 @@ from megatoken.model.gpt import set_attention, set_block_kernels
 from megatoken.model.native.selection import find_library
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import Tokenizer, load_tokenizer
-from megatoken.train.val_loss import loss_metrics, to_batch, validation_loss
+from megatoken.train.val_loss import loss_metrics, validation_loss
 from tests.convert.models import llama_tokenizer
 from tests.inference.reference_scorer import CPU, SINGLE, make_model
 from tests.tiny_run import read_rows, train, write_jsonl

@@ -105,11 +105,6 @@ class DataLoader:
     document_start: int | None = None
     shared_tokens: ClassVar[int] = 1  # by consecutive windows
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a batch holds nothing but inputs and targets."""
-        return self.document_start is None
-
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.sources] or [len(self.tokens)]
         unit = 1  # the number of windows must be a multiple of it
@@ -152,26 +147,13 @@ class DataLoader:
         """
         return self.tokens.gather(self.find_tokens(step), self.seq_len + 1)
 
-    def full_batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Batch:
         """Return this rank's batch of a step, on the CPU.
 
         It has `starts_BT` if documents must not attend to each other. Raises DataError as
         `rows` does.
         """
-        batch = Batch(*self.batch(step))
-        if self.document_start is None:
-            return batch
-        return separate_documents(batch, self.document_start)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's (inputs, targets) of a step, both int64 (windows, seq_len).
-
-        Raises DataError as `rows` does.
-        """
-        rows = self.rows(step)
-        # Convert with NumPy: in this thread, torch would start a second thread pool.
-        inputs = rows[:, :-1].astype(np.int64)
-        return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        return separate_documents(to_batch(self.rows(step)), self.document_start)
 
     def find_tokens(self, step: int) -> Ints:
         """Return the token index at which each of this rank's windows of a step starts."""
@@ -193,8 +175,20 @@ class DataLoader:
         return self.ramp.before(step) // self.seq_len, self.ramp.size(step) // self.seq_len
 
 
-def separate_documents(batch: Batch, document_start: int) -> Batch:
-    """Return the batch with `starts_BT` set: a document begins at every id `document_start`."""
+def to_batch(rows: Ids) -> Batch:
+    """Convert token ids (B, T + 1) to a batch on the CPU."""
+    # Convert with NumPy: in the prefetch thread, torch would start a second thread pool.
+    inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+
+def separate_documents(batch: Batch, document_start: int | None) -> Batch:
+    """Return the batch with `starts_BT` set: a document begins at every id `document_start`.
+
+    If that is None, return the batch unchanged.
+    """
+    if document_start is None:
+        return batch
     starts = latest_start(batch.inputs_BT.numpy() == document_start)
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
@@ -272,7 +266,7 @@ class Prefetcher:
         self._loader = loader
         self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
-        self._next: tuple[int, Future[Batch | Tensor]] | None = None
+        self._next: tuple[int, Future[Batch]] | None = None
         self.metrics: dict[str, float] = {}  # always empty; only other batch sources have metrics
 
     def get(self, number: int) -> Batch:
@@ -287,10 +281,7 @@ class Prefetcher:
         self._next = None
         made = future.result()
         self._next = number + 1, self._pool.submit(self._make, number + 1)
-        if isinstance(made, Batch):
-            return made.to(self._device)
-        rows = widen_ids(made.to(self._device, non_blocking=True), self._loader.tokens.dtype)
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        return made.to(self._device)
 
     def close(self) -> None:
         """Stop the thread and wait for it. Can be called twice."""
@@ -300,27 +291,7 @@ class Prefetcher:
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # otherwise pinning opens a context on device 0
 
-    def _make(self, number: int) -> Batch | Tensor:
-        """Return a batch; for a GPU in pinned memory, and plain text as ids.
-
-        The ids keep their stored 16 or 32 bits, so that fewer bytes are copied; `get` widens them
-        on the GPU.
-        """
-        loader = self._loader
-        if self._device.type != "cuda":
-            return loader.full_batch(number)
-        if not loader.is_plain:
-            return loader.full_batch(number).pin()
-        rows = loader.rows(number)
-        return torch.from_numpy(
-            rows.view(np.int16 if rows.itemsize == 2 else np.int32)
-        ).pin_memory()
-
-
-def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:
-    """Convert ids to int64.
-
-    rows: unsigned ids viewed as int16 or int32, because not every device can convert unsigned
-    integers. dtype: their real type, uint16 or uint32.
-    """
-    return rows.to(torch.int64) & (0xFFFF if dtype.itemsize == 2 else 0xFFFFFFFF)
+    def _make(self, number: int) -> Batch:
+        """Return a batch; for a GPU in pinned memory."""
+        batch = self._loader.batch(number)
+        return batch.pin() if self._device.type == "cuda" else batch

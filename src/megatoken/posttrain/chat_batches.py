@@ -20,9 +20,8 @@ class ChatLoader(DataLoader):
 
     marks: Marks
     shared_tokens: ClassVar[int] = 0
-    is_plain: ClassVar[bool] = False
 
-    def full_batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Batch:
         marks = self.marks[self.find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
         return make_batch(self.rows(step), marks)
 

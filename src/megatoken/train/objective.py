@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
 from megatoken.base.config.load import ResolvedConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
@@ -26,13 +24,14 @@ from megatoken.data.dataloader import (
     Prefetcher,
     evaluation_windows,
     separate_documents,
+    to_batch,
 )
 from megatoken.data.dataset import Dataset
 from megatoken.data.mixture import Mixture
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import build_dims, check_dims
 from megatoken.train.state import CrossEntropy, Loss, StepConfig, TrainState
-from megatoken.train.val_loss import to_batch, validation_loss
+from megatoken.train.val_loss import validation_loss
 
 SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
 
@@ -227,7 +226,7 @@ class TextBatches(Prefetcher):
         dims = state.dims
         starts = range(dims.dp_rank * size, count + dims.dp_rank * size, dims.dp_size * size)
 
-        def batches() -> Iterator[np.ndarray | Batch]:
+        def batches() -> Iterator[Batch]:
             for start in starts:
                 poll()
                 yield read(start, size)
@@ -247,7 +246,7 @@ class TextBatches(Prefetcher):
 
     def hold_out(
         self, dataset: Dataset, limit_tokens: int
-    ) -> tuple[int, Callable[[int, int], np.ndarray | Batch]]:
+    ) -> tuple[int, Callable[[int, int], Batch]]:
         """Choose rows of the held-out split with about `limit_tokens` tokens in total.
 
         Returns their number, and a function that reads rows [first, first + count).
@@ -256,8 +255,6 @@ class TextBatches(Prefetcher):
             dataset.val, seq_len=self.loader.seq_len, limit_tokens=limit_tokens
         )
         start = self.loader.document_start
-        if start is None:
-            return len(windows), windows.rows
         return len(windows), lambda first, count: separate_documents(
             to_batch(windows.rows(first, count)), start
         )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatoken.base.system.device import Device
-from megatoken.data.dataloader import Batch
+from megatoken.data.dataloader import Batch, to_batch
 from megatoken.data.vocabulary import CountBytes
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -80,12 +80,6 @@ def validation_loss(
     # The widest dtype, so that the sum does not depend on the number of ranks.
     sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.torch_device)
     return loss_metrics(*comm.sum(sums).tolist())
-
-
-def to_batch(window: np.ndarray) -> Batch:
-    """Convert token ids (B, T+1) to a batch on the CPU."""
-    ids = torch.from_numpy(window.astype(np.int64))
-    return Batch(ids[:, :-1], ids[:, 1:])
 
 
 def perplexity(loss: float) -> float:
