@@ -51,9 +51,9 @@ from megatoken.store.manifest import (
     hash_file,
     verify,
 )
+from megatoken.store.run_folder import find_changes
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
-from megatoken.train.run_folder import find_changes
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
 

@@ -92,7 +92,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     damaged, _ = verify_folder(address).errors  # and the tokenizer that it never had
     assert "train_000001.bin" in str(damaged)
     put(tmp_path / "made", address)
-    files = list_remote(address).files.sizes.items()
+    files = list_remote(address).sizes.items()
     missing = {name: size for name, size in files if not (cached / name).exists()}
     assert missing["train_000001.bin"] == 1024 + 2 * 150_001
     lines = []

@@ -12,7 +12,7 @@ from megatoken.base.config.load import list_changes
 from megatoken.base.config.schema import FIELDS, Config, build_config, flatten, resume_class
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.cli.train import describe_fields
-from megatoken.train.run_folder import check_changes
+from megatoken.store.run_folder import check_changes
 from tests.tiny_run import TEXT, read_column, read_events, train, write_shards
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})

@@ -23,12 +23,12 @@ from megatoken.distributed.env import DistEnv, read_dist_env
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 from megatoken.store.mirror import allow_rewind
+from megatoken.store.run_folder import CHECKPOINTS, EXTEND, find_changes
 from megatoken.train import setup
 from megatoken.train.changes import previous_steps
 from megatoken.train.initial_state import take_architecture
 from megatoken.train.objective import load_objective
 from megatoken.train.run import RunContext
-from megatoken.train.run_folder import CHECKPOINTS, EXTEND, find_changes
 from megatoken.train.state import StepConfig, build_step_config
 
 

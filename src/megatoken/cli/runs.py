@@ -19,7 +19,7 @@ from megatoken.base.errors import ConfigError, DataError, MegatokenError
 from megatoken.base.system.atomic_write import local_path, read_object
 from megatoken.base.system.metrics_log import METRICS, STATUS, Row, find_last_rows
 from megatoken.cli import Data
-from megatoken.store.commit import is_copy
+from megatoken.store.run_folder import is_copy
 
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"

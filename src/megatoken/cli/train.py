@@ -25,10 +25,9 @@ from megatoken.cli.recipe import (
     render_with_notes,
 )
 from megatoken.distributed.env import read_dist_env
-from megatoken.distributed.local_launch import RESTARTS
-from megatoken.distributed.signals import stop_at_once, write_stop_marker
+from megatoken.distributed.local_launch import RESTARTS, stop_at_once, write_stop_marker
 from megatoken.inference.rewards import REWARDS
-from megatoken.train.run_folder import find_changes
+from megatoken.store.run_folder import find_changes
 
 HELP = "train a recipe, or resume a run"
 EXAMPLE = "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3"
@@ -52,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     doc = "resume with changed guarded fields or data"
     arg("--allow-changes", action="store_true", help=doc)
     arg("--explain", action="store_true", help="print the measurements behind each auto setting")
-    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (distributed/signals.py)
+    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (distributed/local_launch.py)
     parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
 
 

@@ -11,9 +11,10 @@ from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, DataError, ExitCode, MegatokenError
 from megatoken.base.system.address import path_or_address
 from megatoken.cli import Result
-from megatoken.store.commit import is_checkpoint, is_copy, list_steps, step_folder
+from megatoken.store.commit import is_checkpoint, list_steps, step_folder
 from megatoken.store.manifest import verify
 from megatoken.store.objects import ObjectStore
+from megatoken.store.run_folder import is_copy
 
 HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
@@ -81,7 +82,7 @@ def _verify_address(address: str) -> Report:
         return Report("run", *verify_mirror(store))
     remote = list_remote(address)
     if remote.n_shards:
-        errors = remote.files.verify()
+        errors = remote.verify()
         with TemporaryDirectory(prefix="megatoken-") as fetched:
             errors += _catch(
                 lambda path: read_vocabulary(remote.fetch_tokenizer(path)), Path(fetched)

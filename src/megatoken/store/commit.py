@@ -38,7 +38,6 @@ from megatoken.store.manifest import (
     verify,
 )
 
-IDENTITY = "mirror.json"  # identifies the run, in its folder and in its mirror
 FileWriter = Callable[[Path], object]  # writes one file at the given path
 SLACK_BYTES = 1 << 20  # allowance for the manifest and other small files
 RETRY_SECONDS = (1.0, 5.0)  # before a file is written again after a temporary error
@@ -197,11 +196,6 @@ def remove_leftovers(root: Path) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder looks like a checkpoint, which may be damaged."""
     return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
-
-
-def is_copy(folder: Path) -> bool:
-    """Return whether a folder is the copy of a run made by `save.mirror`, not the run itself."""
-    return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
 
 
 def list_steps(root: Path) -> list[int]:

@@ -7,6 +7,7 @@ One process per machine fetches while the others wait.
 
 import re
 import shutil
+import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,47 +37,51 @@ from megatoken.store.objects import MissingObjectError, ObjectStore, Read, Store
 
 LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it lists are there
 SUFFIXES = (".bin", ".npy")
+REPORT_SECONDS = 10.0
 READ_BLOCKS = 64  # blocks read at once
 
 
 @dataclass(frozen=True)
-class RemoteDataset:
+class RemoteDataset(StoredFiles):
     """A dataset at an address.
 
     n_shards: 0 for external shards, which have no hashes. mark, content: name and content of the
     file that is written to the cache last, to show that the copy is complete.
     """
 
-    files: StoredFiles
     n_shards: int
     mark: str
     content: bytes
 
     def fetch_tokenizer(self, folder: Path) -> Path:
         """Fetch the tokenizer into a folder, and return its own folder there."""
-        sizes = {name: size for name, size in self.files.sizes.items() if "/" in name}
-        replace(self.files, sizes=sizes).fetch(folder)
+        sizes = {name: size for name, size in self.sizes.items() if "/" in name}
+        replace(self, sizes=sizes).fetch(folder)
         return folder / "tokenizer"
 
 
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
     """Fetch the dataset or external shards at an address; return their folder in the cache.
 
-    Files that an earlier call fetched are reused. report: called with a progress line when a
-    download starts and during it. Raises DataError if the address has no dataset or a damaged
-    shard, and StorageError if fetching fails.
+    Files that an earlier call fetched are reused. Raises DataError if the address has no dataset or
+    a damaged shard, and StorageError if fetching fails.
+
+    report: called with a progress line when a download starts, and every REPORT_SECONDS.
     """
     remote = list_remote(address)
-    sizes = remote.files.sizes
     folder = cache_folder("datasets", address, remote.content)
+    next_report = time.monotonic() + REPORT_SECONDS
 
     def count_missing() -> int:
-        return sum(sizes[name] for name in remote.files.list_missing(folder))
+        return sum(remote.sizes[name] for name in remote.list_missing(folder))
 
     def report_progress() -> None:
-        total = sum(sizes.values())
-        done = format_quantity(total - count_missing(), "B")
-        report(f"{done} of {format_quantity(total, 'B')} fetched")
+        nonlocal next_report
+        if time.monotonic() >= next_report:
+            next_report = time.monotonic() + REPORT_SECONDS
+            total = sum(remote.sizes.values())
+            done = format_quantity(total - count_missing(), "B")
+            report(f"{done} of {format_quantity(total, 'B')} fetched")
 
     with storage_errors(folder), lock_folder(folder, "download", on_wait=report_progress):
         needed = count_missing()
@@ -86,7 +91,7 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
                 what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
                 raise StorageError(what, folder, "make room, or set MEGATOKEN_CACHE")
             report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
-            remote.files.fetch(folder, report_progress)
+            remote.fetch(folder, report_progress)
             replace_file(folder / remote.mark, remote.content, durable=True)
     return folder
 
@@ -115,8 +120,7 @@ def list_remote(address: str) -> RemoteDataset:
     def find_damage(name: str, read: Read) -> str:
         return find_shard_damage(shards[name], token_bytes, read) if name in shards else ""
 
-    files = StoredFiles(store, sizes, find_damage, _damaged)
-    return RemoteDataset(files, len(shards), MANIFEST_NAME, raw)
+    return RemoteDataset(store, sizes, find_damage, _damaged, len(shards), MANIFEST_NAME, raw)
 
 
 def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
@@ -136,8 +140,8 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
         raise DataError(what, store.at(first), fix)
     listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in objects.items())
     sizes = {name: info.bytes for name, info in objects.items()}
-    files = StoredFiles(store, sizes, lambda _name, _read: "", _damaged)
-    return RemoteDataset(files, 0, LISTING_NAME, listing.encode())
+    content = listing.encode()
+    return RemoteDataset(store, sizes, lambda _name, _read: "", _damaged, 0, LISTING_NAME, content)
 
 
 def find_shard_damage(shard: Shard, token_bytes: int, read: Read) -> str:

@@ -19,10 +19,11 @@ from megatoken.base.errors import MegatokenError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.system.environment import python_command
 from megatoken.base.system.process import NULL, Child, at_parent_death
-from megatoken.distributed.signals import FORWARDED
+from megatoken.distributed.local_launch import FORWARDED
 from megatoken.store.commit import list_steps
-from megatoken.store.mirror import CHECKPOINTS, check_owner, fetch_run, update_mirror
+from megatoken.store.mirror import check_owner, fetch_run, update_mirror
 from megatoken.store.objects import ObjectStore
+from megatoken.store.run_folder import CHECKPOINTS
 
 RETRY_SECONDS = (5.0, 20.0)  # pauses before retrying the last upload of a run
 NICENESS = 10

@@ -1,6 +1,6 @@
 """Restore the training state, or only the model, from a checkpoint on any number of ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice
@@ -16,7 +16,14 @@ from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
 from megatoken.optim.muon import Muon
 from megatoken.optim.optimizer import AdamW
-from megatoken.store.manifest import CheckpointManifest, FileEntry, decode_model_config
+from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.manifest import (
+    CheckpointManifest,
+    DamagedError,
+    FileEntry,
+    decode_model_config,
+    verify,
+)
 from megatoken.store.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
 
 
@@ -67,6 +74,73 @@ def restore_state(
             state.scaler.load_state_dict(scaler_state)
     state.step = manifest.step
     return verified
+
+
+def restore_newest(
+    root: Path,
+    state: TrainingState,
+    check: Callable[[CheckpointManifest], object],
+    on_damaged: Callable[[Path, str], object],
+) -> CheckpointManifest | None:
+    """Restore the newest checkpoint that is valid on every node; return its manifest, or None.
+
+    All ranks must call it; they restore the same checkpoint or raise the same error. Raises
+    CheckpointError if all checkpoints are damaged.
+
+    check: raises an error for a checkpoint that must not be restored. on_damaged: called on all
+    ranks with the folder of each damaged one and the first error of any rank.
+    """
+    steps = state.comm.run_on_rank0(lambda: list_steps(root))
+    for step in reversed(steps):
+        folder = step_folder(root, step)
+        manifest, damage = _restore_on_all(folder, state, check)
+        if manifest is not None:
+            return manifest
+        on_damaged(folder, damage)
+    if steps:
+        raise CheckpointError("all checkpoints are damaged", root, "choose another --out")
+    return None
+
+
+def _restore_on_all(
+    folder: Path, state: TrainingState, check: Callable[[CheckpointManifest], object]
+) -> tuple[CheckpointManifest | None, str]:
+    """Restore a checkpoint on all ranks; return its manifest, or None and what is damaged.
+
+    Each node may have its own copy of the files, and perhaps only one of these is damaged. So all
+    files are verified on every node, divided among its ranks. Errors other than damage are raised
+    on all ranks.
+    """
+    rank = state.comm.dist_env.local_rank
+    share = slice(rank, None, state.comm.dist_env.local_world_size)
+    files: dict[str, FileEntry] = {}
+    error: MegatokenError | None = None
+    try:
+        manifest = verify(
+            folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors")
+        )
+        check(manifest)
+        files = {name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0}
+        files |= restore_state(folder, manifest, state, share)
+    except MegatokenError as raised:
+        error = raised
+        try:
+            verify(folder)  # report damage if that is the cause
+        except CheckpointError as cause:
+            error = cause
+    reports = state.comm.gather((files, error))
+    damage = []
+    for number, (_, rank_error) in enumerate(reports):
+        if rank_error is not None and not isinstance(rank_error, DamagedError):
+            raise rank_error
+        if rank_error is not None:
+            damage.append(f"{rank_error} (read by rank {number})" if number else str(rank_error))
+    if damage:
+        return None, damage[0]
+    verified: dict[str, FileEntry] = {}
+    for rank_files, _ in reversed(reports):
+        verified |= rank_files
+    return replace(manifest, files=verified), ""
 
 
 def _restore_optimizer(

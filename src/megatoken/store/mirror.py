@@ -18,8 +18,8 @@ from typing import Any
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, Warn
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
+from megatoken.base.system.metrics_log import METRICS
 from megatoken.store.commit import (
-    IDENTITY,
     choose_surplus,
     count_needed_bytes,
     discard,
@@ -41,10 +41,9 @@ from megatoken.store.manifest import (
     verify,
 )
 from megatoken.store.objects import MissingObjectError, ObjectStore, Read, StoredFiles, hash_ranges
+from megatoken.store.run_folder import CHECKPOINTS, CONFIG, IDENTITY, MACHINE, PROVENANCE
 
-CHECKPOINTS = "checkpoints"
-PROVENANCE = "provenance.json"
-RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
+RUN_FILES = (CONFIG, MACHINE, METRICS, PROVENANCE)
 
 
 def list_mirrored(store: ObjectStore) -> list[int]:
@@ -107,8 +106,10 @@ def update_mirror(
     """Upload what is missing in a run's mirror, prune the mirror, and return a report for the log.
 
     It uploads small files, the newest checkpoint, the `best` one and multiples of `keep_every`. Old
-    checkpoints are removed by the same rules as in `prune`. If it raises
-    MegatokenError, the next call continues from what was already uploaded.
+    checkpoints are removed by the same rules as in `prune`. If it raises MegatokenError, the next
+    call continues from what was already uploaded.
+
+    run: has a checkpoint.
     """
     start = time.monotonic()
     store = ObjectStore(address)
@@ -117,30 +118,20 @@ def update_mirror(
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())
     steps = list_steps(run / CHECKPOINTS)
-    wanted = [
-        step
-        for step in reversed(steps)
-        if step in (steps[-1], best) or (keep_every and step % keep_every == 0)
-    ]
+    surplus = choose_surplus(steps, keep_last=1, keep_every=keep_every, keep=[best])
+    wanted = [step for step in reversed(steps) if step not in surplus]
     missing = [step for step in wanted if not _is_complete(store, step)]
     n_bytes = sum(upload_checkpoint(run, store, step) for step in missing)
-    _remove_rewound(run, store)
+    identity = read_object(run / IDENTITY)
+    if identity.pop("rewound", False):
+        remove_steps(store, [step for step in list_mirrored(store) if step > steps[-1]])
+        _write_identity(run, identity)
     prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
     return {
         "uploaded": [step_folder(run, step).name for step in missing],
         "bytes": n_bytes,
         "seconds": time.monotonic() - start,
     }
-
-
-def _remove_rewound(run: Path, store: ObjectStore) -> None:
-    """Delete mirrored checkpoints later than the newest local one, if `allow_rewind` was called."""
-    identity = read_object(run / IDENTITY)
-    if identity.pop("rewound", False):
-        newest = max(list_steps(run / CHECKPOINTS), default=None)
-        if newest is not None:
-            remove_steps(store, [step for step in list_mirrored(store) if step > newest])
-        _write_identity(run, identity)
 
 
 def upload_checkpoint(run: Path, store: ObjectStore, step: int) -> int:
@@ -165,9 +156,6 @@ def open_mirrored(store: ObjectStore, step: int) -> tuple[CheckpointManifest, St
         manifest = parse_manifest(place.read(MANIFEST), where, name)
     except MissingObjectError as error:
         raise damaged(where, "it is missing, so this was never committed") from error
-    for path in manifest.files:
-        if ".." in path.split("/") or path.startswith("/") or "\\" in path:
-            raise damaged(where, f"it names a file outside the folder: {path!r}")
 
     def find_damage(file: str, read: Read) -> str:
         entry = manifest.files[file]
@@ -186,13 +174,11 @@ def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: i
     keep_last, keep_every: as in `prune`. best: another step to keep.
     """
     steps = list_mirrored(store)
-    is_valid = partial(_is_complete, store)
-    surplus = choose_surplus(
-        steps, is_valid, keep_last=keep_last, keep_every=keep_every, keep=[best]
-    )
+    valid = partial(_is_complete, store)
+    surplus = choose_surplus(steps, valid, keep_last=keep_last, keep_every=keep_every, keep=[best])
     folders = parse_steps({name.split("/")[1] for name in store.list(CHECKPOINTS)})
-    unmarked = [step for step in folders if step not in steps and step < max(steps, default=0)]
-    remove_steps(store, [*surplus, *unmarked])
+    unmarked = {*folders} - {*steps}
+    remove_steps(store, [*surplus, *(step for step in unmarked if step < max(steps, default=0))])
 
 
 def remove_steps(store: ObjectStore, steps: Sequence[int]) -> None:
@@ -221,8 +207,7 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
     steps = list_mirrored(store)
     for step in steps:
         try:
-            _, files = open_mirrored(store, step)
-            errors += files.verify()[:1]
+            errors += open_mirrored(store, step)[1].verify()[:1]
         except MegatokenError as error:
             errors.append(error)
     return len(steps), errors

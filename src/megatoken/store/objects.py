@@ -7,32 +7,26 @@ fsspec comes with torch. Some protocols need another library, such as s3fs for s
 That library finds credentials and endpoint by itself; they are never passed to megatoken.
 """
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import xxhash
 
-from megatoken.base.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MegatokenError,
-    StorageError,
-)
+from megatoken.base.errors import ConfigError, MegatokenError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.system.address import is_address
 from megatoken.base.system.atomic_write import NO_PATH, sync_file
 
 RETRY_SECONDS = (1.0, 5.0)
 THREADS = 8  # files that are read or written at once
-WAIT_SECONDS = 10.0  # between reports of progress
 READ_BYTES = 16 << 20  # per request, to hash an object
 # Errors that are not retried; by name, because botocore may not be installed.
 FINAL_ERRORS = {
@@ -51,27 +45,19 @@ class MissingObjectError(StorageError):
 
 
 def run_parallel(
-    calls: Sequence[Callable[[], object]], on_wait: Callable[[], None] | None = None
+    call: Callable[[str], object],
+    names: Iterable[str],
+    on_done: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run functions on THREADS threads and wait for all of them.
+    """Call a function with each name on THREADS threads, and wait for all calls.
 
-    If one raises an exception, functions that have not started are dropped, and the first exception
-    is raised.
+    If one raises an exception, no further one starts, and the exception is raised.
 
-    on_wait: called every WAIT_SECONDS.
+    on_done: called on this thread after each call.
     """
     with ThreadPoolExecutor(THREADS) as threads:
-        pending = {threads.submit(call) for call in calls}
-        try:
-            while pending:
-                done, pending = wait(pending, WAIT_SECONDS, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                if pending and on_wait:
-                    on_wait()
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+        for _ in threads.map(call, names):
+            on_done()
 
 
 class ObjectInfo(NamedTuple):
@@ -182,7 +168,7 @@ class ObjectStore:
 
         hashes: xxh3-128 of the files, by name.
         """
-        run_parallel([partial(self.upload, folder / name, name, hashes[name]) for name in hashes])
+        run_parallel(lambda name: self.upload(folder / name, name, hashes[name]), hashes)
         self.write(manifest, (folder / manifest).read_bytes())
 
     def remove(self, name: str) -> None:
@@ -241,40 +227,38 @@ class StoredFiles:
             except MegatokenError as error:
                 errors.append(error)
 
-        run_parallel([partial(check, name) for name in self.sizes])
+        run_parallel(check, self.sizes)
         return errors
 
     def list_missing(self, folder: Path) -> list[str]:
         """Return the names of files that a folder does not have in their full size."""
-        return [name for name, size in self.sizes.items() if file_size(folder / name) != size]
+        return [name for name, size in self.sizes.items() if _file_size(folder / name) != size]
 
-    def fetch(self, folder: Path, on_wait: Callable[[], None] | None = None) -> None:
+    def fetch(self, folder: Path, on_done: Callable[[], object] = lambda: None) -> None:
         """Fetch the missing files into a folder, where each appears complete and durable.
 
-        A damaged file is fetched once more before its error is raised. on_wait: as in
-        `run_parallel`.
+        on_done: called after each file.
         """
-        run_parallel(
-            [partial(self._fetch, name, folder) for name in self.list_missing(folder)], on_wait
-        )
+        run_parallel(partial(self._fetch, folder), self.list_missing(folder), on_done)
 
-    def _fetch(self, name: str, folder: Path) -> None:
-        part = folder / f"{name}.part"
+    def _fetch(self, folder: Path, name: str) -> None:
+        part = (folder / f"{name}.part").resolve()
+        if not part.is_relative_to(folder.resolve()):
+            raise self.damaged(self.store.at(name), "it is outside the folder")
         part.parent.mkdir(parents=True, exist_ok=True)
-        for is_last in (False, True):
-            try:
-                self.store.download(name, part)
-                with part.open("rb") as file:
-                    self._check(name, file_size(part), partial(_read_range, file))
-                break
-            except MissingObjectError as error:
-                raise self.damaged(self.store.at(name), "it is missing") from error
-            except (CheckpointError, DataError):
-                if is_last:
-                    part.unlink()
-                    raise
-        sync_file(part)
-        part.replace(folder / name)
+        try:
+            self.store.download(name, part)
+            with part.open("rb") as file:
+                number = file.fileno()
+                self._check(
+                    name, _file_size(part), lambda start, end: os.pread(number, end - start, start)
+                )
+            sync_file(part)
+            part.replace(folder / name)
+        except MissingObjectError as error:
+            raise self.damaged(self.store.at(name), "it is missing") from error
+        finally:
+            part.unlink(missing_ok=True)
 
     def _check(self, name: str, size: int, read: Read) -> None:
         damage = f"it has {size:,} bytes, expected {self.sizes[name]:,}"
@@ -284,11 +268,5 @@ class StoredFiles:
             raise self.damaged(self.store.at(name), damage)
 
 
-def file_size(path: Path) -> int:
-    """Return the size of a file in bytes, or -1 if it does not exist."""
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
-    file.seek(start)
-    return file.read(end - start)

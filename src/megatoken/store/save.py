@@ -168,30 +168,26 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
     """
     sharded = state.sharded
     dist_env = state.comm.dist_env
-    is_full = sharded.dims.is_unsharded
     optimizer = list_optimizer_tensors(state)  # on every rank: an error is raised on all
     files: dict[str, FileWriter] = {}
     n_bytes = 0
     for kind, tensors in ((MODEL, sharded.local_params), (OPTIMIZER, optimizer)):
         param_of = {name: name.partition("/")[0] for name in tensors}
-        if is_full:
-            names = list(tensors) if dist_env.is_main_process else []
-        else:
-            names = [name for name in tensors if sharded.is_first_copy(param_of[name])]
+        names = [name for name in tensors if sharded.is_first_copy(param_of[name])]
         if not names and not dist_env.is_main_process:
             continue
         copies = {name: copy_to_cpu(tensors[name].detach()) for name in names}
         n_bytes += sum(tensor.nbytes for tensor in copies.values())
-        if is_full:
-            files[tensor_file_name(kind)] = partial(write_tensors, tensors=copies)
-        else:
-            slices = {name: sharded.slices[param_of[name]] for name in names}
-            shapes = {
+        file = tensor_file_name(kind)
+        parts: dict[str, Any] = {}
+        if not sharded.dims.is_unsharded:
+            file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
+            parts["slices"] = {name: sharded.slices[param_of[name]] for name in names}
+            parts["shapes"] = {
                 name: sharded.full_shapes[param_of[name]] if copies[name].dim() else ()
                 for name in names
             }
-            file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
-            files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
+        files[file] = partial(write_tensors, tensors=copies, **parts)
     device = next(state.model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -19,12 +19,12 @@ from megatoken.base.system.device import open_device
 from megatoken.base.system.metrics_log import STATUS, Row, of_kind, read_metrics
 from megatoken.base.system.timing import Timing
 from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.store.run_folder import CHECKPOINTS
 from megatoken.study.bench.report import format_cell, save_picture, write_record
 from megatoken.study.bench.workload import describe_seconds
 from megatoken.study.paired_test import compute_p_value
 from megatoken.study.plots import choose_time_unit
 from megatoken.study.scaling_fit import read_model
-from megatoken.train.run_folder import CHECKPOINTS
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 SLOW = 10  # a step this many times slower than the median (compilation) counts as the median

@@ -7,8 +7,8 @@ from megatoken.base.config.fields import parse_value
 from megatoken.base.config.load import Change
 from megatoken.base.config.schema import FIELDS, Config, build_config, flatten
 from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.store.run_folder import BUDGET_KEYS
 from megatoken.train.run import Run
-from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.state import StepConfig, build_step_config
 
 SCHEDULE_KEYS = (

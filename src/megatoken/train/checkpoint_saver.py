@@ -9,9 +9,9 @@ from megatoken.base.errors import CheckpointError, MegatokenError, StorageError
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.store.commit import list_steps, prune, step_folder
+from megatoken.store.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
 from megatoken.store.save import AsyncSave
 from megatoken.train.run import Run
-from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
 
 BEST = "best"  # the link to the best checkpoint
 LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # pauses before retrying the last save

@@ -18,10 +18,10 @@ from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.mixture import load_mixture
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.store.commit import list_steps
+from megatoken.store.run_folder import CHECKPOINTS
 from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.objective import load_objective
 from megatoken.train.run import RunPlan
-from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState, build_state
 
 VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # also attention.value_tokens.weight

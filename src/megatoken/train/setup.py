@@ -34,8 +34,8 @@ from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
+from megatoken.store.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.run import RunContext, RunData, RunPlan
-from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
 from megatoken.train.state import StepConfig, TrainState, build_step_config
 
 MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may end or be swapped out

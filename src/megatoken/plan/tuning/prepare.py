@@ -24,8 +24,8 @@ from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_li
 from megatoken.plan.tuning.compilation import compile_forward, wants_compile
 from megatoken.plan.tuning.kernels import KernelChoice, Kernels, apply_choice, autotune, step_key
 from megatoken.plan.tuning.micro_batch import find_rates, pick_micro_batch
+from megatoken.store.run_folder import MACHINE
 from megatoken.train.run import RunPlan
-from megatoken.train.run_folder import MACHINE
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 OWN_GPU_KERNELS = {"loss triton"}  # warn if they fail; others just do not support some head sizes

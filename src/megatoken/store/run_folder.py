@@ -8,15 +8,21 @@ from megatoken.base.config.load import Change, ResolvedConfig, list_changes, res
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER
-from megatoken.base.system.metrics_log import METRICS, OTHER_FOLDER, UNUSABLE
-from megatoken.store.commit import IDENTITY, list_steps, step_folder
+from megatoken.base.system.metrics_log import METRICS, OTHER_FOLDER, STATUS, UNUSABLE
+from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import MANIFEST, DamagedError, verify
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
 BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")
 EXTEND = "--extend "  # begins the origin of a budget that may be another one than before
+IDENTITY = "mirror.json"  # identifies the run, in its folder and in its mirror
 LEFTOVERS = (LOCK, OWNER, IDENTITY, f".{PROVENANCE}")  # files of a failed start
+
+
+def is_copy(folder: Path) -> bool:
+    """Return whether a folder is the copy of a run made by `save.mirror`, not the run itself."""
+    return (folder / IDENTITY).is_file() and not (folder / STATUS).exists()
 
 
 def find_changes(
