@@ -126,8 +126,9 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     """Return the files that `spec` names, sorted by name.
 
     spec: a named corpus, which is a room's entry or in HUB, a file, a folder or a glob pattern.
-    root: a local copy of a named corpus. exclude: the output folder, which is skipped like any other dataset or run. Raises DataError if
-    there is no text file, and ConfigError if `spec` names both a corpus and a local path.
+    root: a local copy of a named corpus. exclude: the output folder, which is skipped like any
+    other dataset or run. Raises DataError if there is no text file, and ConfigError if `spec` names
+    both a corpus and a local path.
     """
     is_named = spec in {*list_entries("corpus"), *HUB}
     if is_named and root is None and Path(spec).exists():
