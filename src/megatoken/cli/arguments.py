@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from megatoken.base.errors import ConfigError
 from megatoken.base.suggest import suggest
+from megatoken.base.system.address import path_or_address, run_folder
+from megatoken.base.system.atomic_write import local_path
+from megatoken.base.system.table import read_table
 from megatoken.cli import COMMANDS, load_command
 
 SETTING = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
@@ -69,7 +72,7 @@ def build_parser(name: str) -> Parser:
     parser = Parser(
         prog=f"megatoken {name}", description=command.HELP, epilog=f"example:\n  {command.EXAMPLE}"
     )
-    add_output_arguments(parser, default=False)
+    add_options(parser, section="output", default=False)
     command.add_arguments(parser)
     return parser
 
@@ -78,7 +81,7 @@ def split_settings(parser: Parser, words: Sequence[str]) -> tuple[list[str], lis
     """Split a command line into a list of other arguments and a list of settings.
 
     A word that is the value of an option is not a setting, even if it contains `=`. If the command
-    takes no settings (`add_settings`), the second list is empty.
+    takes no settings, the second list is empty.
     """
     if not any(action.dest == "overrides" for action in parser._actions):
         return list(words), []
@@ -95,24 +98,34 @@ def split_settings(parser: Parser, words: Sequence[str]) -> tuple[list[str], lis
     return others, settings
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, default: Any) -> None:
-    """Add --json and --debug, which every command has."""
-    doc = "print progress to stderr and one JSON line to stdout"
-    parser.add_argument("--json", action="store_true", default=default, help=doc)
-    doc = "show the traceback of an error"
-    parser.add_argument("--debug", action="store_true", default=default, help=doc)
+def add_options(
+    parser: argparse.ArgumentParser, module_file: str = __file__, section: str = "", **names: Any
+) -> None:
+    """Add the arguments that a section of MODULE.toml describes, or the whole file without one.
 
+    The file has a table per argument, named as the argument is, with the keyword arguments of
+    `add_argument`; `group` is the title of a group in the help. "$NAME" as a value stands for
+    `names[NAME]` or a type of TYPES, and {NAME} in the help for the text of `names[NAME]`. A table
+    named "*SECTION" adds a section of arguments.toml, with the table as its `names`.
+    """
+    names = TYPES | names
+    table = read_table(module_file)
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Let a command take settings, which `parse` stores as the attribute `overrides`, a list."""
-    parser.add_argument(
-        "overrides",
-        metavar="section.field=value",
-        nargs="*",
-        type=_reject,
-        default=[],
-        help="settings (see `megatoken train --help`)",
-    )
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            return names[value[1:]] if value.startswith("$") else value.format_map(names)
+        return value
+
+    groups: dict[str, Any] = {"": parser}
+    for words, given in (table[section] if section else table).items():
+        if words.startswith("*"):
+            add_options(parser, section=words[1:], **given)
+            continue
+        options = {key: fill(value) for key, value in given.items()}
+        title = options.pop("group", "")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(*words.split(), **options)
 
 
 def _reject(word: str) -> NoReturn:
@@ -120,28 +133,11 @@ def _reject(word: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"not a setting: '{word}'")
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """Add the options of sampling. tokens: default of --tokens."""
-    arg = parser.add_argument
-    arg("--tokens", default=tokens, help=f"most new tokens (default {tokens})")
-    arg("--temperature", default=0.8, help="0: greedy (default 0.8)")
-    arg("--top-k", default=50, help="sample from the top k tokens; 0: all (default 50)")
-    arg("--top-p", default=1.0, help="sample from the top-p nucleus (default 1)")
-    arg("--seed", default=0, help="random seed (default 0)")
-
-
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --precision."""
-    doc = "auto, cpu, cuda, cuda:N or mps (default auto)"
-    parser.add_argument("--device", default="auto", help=doc)
-    choices = ("auto", "fp32", "bf16", "fp16")
-    parser.add_argument("--precision", default="fp32", choices=choices, help="default fp32")
-
-
-def add_address_arguments(parser: argparse.ArgumentParser, port: int, key: str) -> None:
-    """Add --host, --port and --api-key. port: default of --port. key: help of --api-key."""
-    arg = parser.add_argument
-    doc = "address to listen on; others than localhost need a key (default 127.0.0.1)"
-    arg("--host", default="127.0.0.1", help=doc)
-    arg("--port", default=port, help=f"0: a free port (default {port})")
-    arg("--api-key", metavar="KEY", help=key)
+TYPES: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "local_path": local_path,
+    "path_or_address": path_or_address,
+    "run_folder": run_folder,
+    "reject": _reject,
+}

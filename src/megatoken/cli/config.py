@@ -6,7 +6,7 @@ from dataclasses import asdict
 from megatoken.base.console import Console
 from megatoken.base.redact import redact
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import add_recipe_arguments, find_recipe, render_with_notes
 
 HELP = "print every setting of a recipe and its origin"
@@ -15,7 +15,7 @@ EXAMPLE = "megatoken config gpt2-124m optim.lr=1e-3"
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    add_settings(parser)
+    add_options(parser, section="settings")
 
 
 def run(options: Namespace, console: Console) -> Data:

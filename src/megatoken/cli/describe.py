@@ -12,7 +12,7 @@ from megatoken.base.console import Console, format_count, format_memory
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.gpus import parse_gpus
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, find_model, find_vocabulary
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
@@ -23,16 +23,8 @@ EXAMPLE = "megatoken describe gpt2-124m"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    doc = f"{PRESET_HELP}; with --tensors also any MODEL of `sample`"
-    add_recipe_arguments(parser, doc)
-    add_settings(parser)
-    doc = "list the name, shape, dtype and size of each tensor"
-    parser.add_argument("--tensors", action="store_true", help=doc)
-    parser.add_argument(
-        "--rate", type=float, metavar="TOKENS/S", help="print the MFU at this speed"
-    )
-    doc = "GPUs of --rate, such as 8xH100 (default H100)"
-    parser.add_argument("--gpu", default="H100", metavar="NxNAME", help=doc)
+    add_recipe_arguments(parser, f"{PRESET_HELP}; with --tensors also any MODEL of `sample`")
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

@@ -10,7 +10,7 @@ from megatoken.inference.generate import prepare_decoding
 
 
 def open_model(options: Namespace, warn: Warn, *, int8: bool = False) -> tuple[LoadedModel, Device]:
-    """Load the model on the device of `add_device_arguments`, prepared for decoding; return both.
+    """Load the model on the device of --device, prepared for decoding; return both.
 
     warn: as in `load_pretrained`. int8: as in `prepare_decoding`.
     """

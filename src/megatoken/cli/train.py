@@ -10,12 +10,10 @@ from megatoken.base.config.load import format_value
 from megatoken.base.config.schema import FIELDS, resume_class
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode
-from megatoken.base.system.address import run_folder
-from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.environment import heartbeat_file
 from megatoken.base.system.process import at_parent_death
 from megatoken.cli import Result
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.ranks import launch_ranks
 from megatoken.cli.recipe import (
     add_recipe_arguments,
@@ -35,23 +33,10 @@ EXAMPLE = "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.l
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    add_settings(parser)
-    arg = parser.add_argument
-    arg("--out", type=run_folder, help="run folder (default runs/RECIPE, or the run)")
-    arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights: model.init=...")
-    arg("--nproc", default=1, metavar="N", help="local processes, one per GPU (default 1)")
-    doc = f"restarts without progress after a process fails or hangs (default {RESTARTS})"
-    arg("--restarts", default=RESTARTS, metavar="N", help=doc)
-    doc = "continue a finished run for this much longer: 2000steps, 1e9tok, 0.5ep or 0.5dur"
-    arg("--extend", metavar="LENGTH", type=_length, help=doc)
-    doc = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"
-    arg("--reward", metavar="NAME", help=doc)
-    doc = "train on the first batch only: data.order=one-batch"
-    arg("--overfit-batch", action="store_true", help=doc)
-    doc = "resume with changed guarded fields or data"
-    arg("--allow-changes", action="store_true", help=doc)
-    arg("--explain", action="store_true", help="print the measurements behind each auto setting")
-    arg("--ending", type=local_path, help=SUPPRESS)  # stop marker (distributed/local_launch.py)
+    rewards = ", ".join(REWARDS)
+    add_options(
+        parser, __file__, length=_length, restarts=RESTARTS, rewards=rewards, hidden=SUPPRESS
+    )
     parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
 
 

@@ -3,8 +3,8 @@
 from argparse import ArgumentParser, Namespace
 
 from megatoken.base.console import Console
-from megatoken.base.system.atomic_write import local_path
 from megatoken.cli import Data
+from megatoken.cli.arguments import add_options
 
 HELP = "write a model in another program's format"
 EXAMPLE = "megatoken export runs/mine --to hf --out models/mine"
@@ -14,14 +14,7 @@ DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("model", metavar="RUN_OR_CHECKPOINT", help="any MODEL of `sample`")
-    doc = "hf: transformers, vLLM; peft: LoRA adapters; gguf: llama.cpp, ollama; llmc: llm.c"
-    arg("--to", choices=("hf", "peft", "gguf", "llmc"), default="hf", help=f"{doc} (default hf)")
-    doc = "new folder to write, or new FILE.gguf"
-    arg("--out", type=local_path, required=True, metavar="DIR", help=doc)
-    doc = "of the weights (default fp32); hf, peft and llmc: fp32 or bf16"
-    arg("--dtype", "--quantize", choices=DTYPES, type=_parse_dtype, default="fp32", help=doc)
+    add_options(parser, __file__, dtype=_parse_dtype, dtypes=DTYPES)
 
 
 def _parse_dtype(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.base.console import MUTED, Console, format_count, format_quantity, spell_controls
 from megatoken.base.errors import ConfigError
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
+from megatoken.cli.arguments import add_options
 from megatoken.model.flops import count_parameters
 
 try:
@@ -39,15 +39,7 @@ COMMANDS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("model", metavar="MODEL", help="any MODEL of `sample` with a chat template")
-    doc = "message to answer (default: a conversation, or the message in a pipe)"
-    arg("-p", "--prompt", metavar="TEXT", help=doc)
-    arg("--system", metavar="TEXT", help="system message")
-    doc = "variables of the chat template, such as '{\"enable_thinking\": false}'"
-    arg("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=doc)
-    add_sampling_arguments(parser, 256)
-    add_device_arguments(parser)
+    add_options(parser, __file__, json_object=json_object)
 
 
 def json_object(text: str) -> Any:

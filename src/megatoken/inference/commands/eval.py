@@ -10,10 +10,8 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.pictures import Line, Panel, check_picture, draw, number
-from megatoken.base.system.address import path_or_address
-from megatoken.base.system.atomic_write import local_path
 from megatoken.cli import Data, Result
-from megatoken.cli.arguments import add_device_arguments
+from megatoken.cli.arguments import add_options
 from megatoken.cli.ranks import launch_ranks
 from megatoken.cli.runs import find_own_data
 from megatoken.distributed.env import read_dist_env
@@ -44,44 +42,8 @@ PUBLISHED: list[Model] = [  # on all 10,042 examples
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    doc = "any MODEL of `sample`; several are compared in one table"
-    arg("models", metavar="MODEL", nargs="+", help=doc)
-    arg("--tasks", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}; or {CORE}")
-    doc = "with --tasks: file of examples, or folder with TASK.jsonl (default: Hugging Face hub), "
-    doc += "or nanochat's eval_bundle; "
-    doc += "without: shards or text, also at an address (default: what the run trained on)"
-    arg("--data", type=path_or_address, metavar="PATH", help=doc)
-    doc = "most examples per task, prompts, or tokens; 0: all (default 0)"
-    arg("--limit", default=0, metavar="N", help=doc)
-    arg("--split", choices=("train", "val"), help="split of the shards (default val if any)")
-    arg("--examples", action="store_true", help="also return the prediction for each example")
-    arg(
-        "--no-token-mean",
-        action="store_true",
-        help="skip acc_token_mean: HellaSwag in half the time",
-    )
-    arg("--nproc", default=1, metavar="N", help="local processes (default 1)")
-    doc = "PNG of the scores, or the loss, of each model"
-    arg("--plot", type=local_path, metavar="FILE", help=doc)
-    chat = parser.add_argument_group("chat models")
-    doc = "questions to answer: rows of prompt and answer, conversations, or exercises-test"
-    chat.add_argument("--chat", metavar="SOURCE", help=doc)
-    doc = f"{', '.join(REWARDS)}, or module:function (default exact)"
-    chat.add_argument("--reward", metavar="NAME", default="exact", help=doc)
-    doc = "answers to sample per question, for pass@k (default 0)"
-    chat.add_argument("--samples", default=0, metavar="N", help=doc)
-    doc = "of the sampled answers (default 1)"
-    chat.add_argument("--temperature", default=1.0, metavar="T", help=doc)
-    doc = "most new tokens per answer (default 256)"
-    chat.add_argument("--tokens", default=256, metavar="N", help=doc)
-    harness = parser.add_argument_group("lm-evaluation-harness")
-    doc = "evaluate --tasks, any it has, by lm-evaluation-harness"
-    harness.add_argument("--harness", action="store_true", help=doc)
-    harness.add_argument("--no-template", action="store_true", help="no chat template")
-    harness.add_argument("--include", type=local_path, metavar="DIR", help="folder of task files")
-    harness.add_argument("--fewshot", type=int, metavar="K", help="examples in each prompt")
-    add_device_arguments(parser)
+    names = {"tasks": ", ".join(TASKS), "rewards": ", ".join(REWARDS)}
+    add_options(parser, __file__, core=CORE, **names)
 
 
 def run(options: Namespace, console: Console) -> Result | Data | None:

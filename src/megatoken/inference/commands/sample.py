@@ -7,22 +7,14 @@ from dataclasses import replace
 
 from megatoken.base.console import Console, spell_controls
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
+from megatoken.cli.arguments import add_options
 
 HELP = "generate text from a trained model"
 EXAMPLE = 'megatoken sample runs/mine "Once upon a time" --tokens 100'
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c .bin, "
-    doc += "nanoGPT or nanochat .pt"
-    arg("model", metavar="MODEL", help=doc)
-    arg("prompts", metavar="PROMPT", nargs="*", default=["-"], help="default -: stdin")
-    add_sampling_arguments(parser, 128)
-    arg("-n", "--n", default=1, help="sequences per prompt (default 1)")
-    arg("--int8", action="store_true", help="8-bit weights: faster on a CPU")
-    add_device_arguments(parser)
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

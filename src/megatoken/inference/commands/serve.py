@@ -6,7 +6,7 @@ from pathlib import Path
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, import_extra
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_address_arguments, add_device_arguments
+from megatoken.cli.arguments import add_options
 from megatoken.distributed.local_launch import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
@@ -15,18 +15,7 @@ LOOPBACK = ["127.0.0.1", "::1", "localhost"]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("model", metavar="MODEL", help="any MODEL of `sample`")
-    add_address_arguments(parser, 8000, "key that clients must send (default: none)")
-    doc = "answers decoded at once (default 64)"
-    arg("--parallel", default=64, metavar="N", help=doc)
-    doc = "requests that may wait; others are refused (default 256)"
-    arg("--queue", default=256, metavar="N", help=doc)
-    doc = "tokens in the KV cache (default: a quarter of the memory, at most N full contexts)"
-    arg("--cache-tokens", type=int, metavar="N", help=doc)
-    doc = "accept this Host header too, * for any; repeatable"
-    arg("--allow-host", action="append", default=[], metavar="NAME", help=doc)
-    add_device_arguments(parser)
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

@@ -7,7 +7,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.gpus import GPUS, Gpu, find_gpu
 from megatoken.cli import Result, done
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
 from megatoken.plan.estimate import open_modes, plan_run
 
@@ -16,13 +16,8 @@ EXAMPLE = "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
     add_recipe_arguments(parser, PRESET_HELP)
-    add_settings(parser)
-    arg("--gpus", type=int, default=1, help="processes, one per GPU (default 1)")
-    arg("--tp", type=int, help="machine.tensor_parallel=...")
-    arg("--shard", help="machine.sharding=...")
-    arg("--gpu", default="h100", help="GPU to fit on: a name, or memory in GB (default h100)")
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Result:

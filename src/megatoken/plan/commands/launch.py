@@ -9,10 +9,9 @@ from typing import Any
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
-from megatoken.base.system.address import run_folder
-from megatoken.base.system.atomic_write import local_path, storage_errors
+from megatoken.base.system.atomic_write import storage_errors
 from megatoken.cli import Result, done
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import fit_batch
@@ -23,29 +22,11 @@ EXAMPLE = "megatoken launch slurm gpt2-1558m --nodes 4 --write job.sh"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
+    doc = "torchrun (any machines), slurm, k8s or skypilot"
+    parser.add_argument("engine", choices=list(ENGINES), help=doc)
     add_recipe_arguments(parser)
-    add_settings(parser)
-    arg("--nodes", type=int, default=1, help="machines (default 1)")
-    arg("--nproc", type=int, default=8, help="processes per machine, one per GPU (default 8)")
-    arg("--out", type=run_folder, help="run folder on a shared file system (default runs/RECIPE)")
-    arg("--write", type=local_path, metavar="FILE", help="script file (default stdout)")
-    doc = f"skypilot: GPU type (default {GPU}); any engine: none for CPUs"
-    arg("--gpus", default=GPU, help=doc)
-    arg("--time", default=TIME, help=f"slurm: time limit (default {TIME})")
-    arg("--partition", default="", help="slurm: partition")
-    arg("--account", default="", help="slurm: account")
-    doc = "slurm: sbatch option, such as qos=high or exclusive; repeatable"
     remove_dashes = methodcaller("removeprefix", "--")
-    arg("--sbatch", action="append", type=remove_dashes, default=[], metavar="NAME=VALUE", help=doc)
-    doc = "slurm, torchrun, skypilot: shell line before the run, such as 'module load cuda'; "
-    arg("--setup", action="append", default=[], metavar="LINE", help=f"{doc}repeatable")
-    doc = "skypilot: spot machines, which may be taken away at any time"
-    arg("--spot", action="store_const", const="use_spot: true", default="", help=doc)
-    doc = "k8s, skypilot: container image with megatoken (k8s: default megatoken:cuda)"
-    arg("--image", default="", help=doc)
-    arg("--namespace", default="", help="k8s: namespace")
+    add_options(parser, __file__, remove_dashes=remove_dashes, gpu=GPU, time=TIME)
 
 
 def run(options: Namespace, console: Console) -> Result:

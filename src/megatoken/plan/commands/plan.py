@@ -12,10 +12,10 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import FIELDS, Config
 from megatoken.base.console import Console, format_count, format_duration, format_quantity
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.atomic_write import local_path, read_object
+from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import GPUS, parse_gpus
 from megatoken.cli import Result, done
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import PRESET_HELP, TRANSLATED, add_recipe_arguments, find_model
 from megatoken.distributed.memory import ERROR, USABLE
 from megatoken.model.flops import describe_parameters, flops_per_token
@@ -66,29 +66,9 @@ RECOMPUTED = {"none": "", "gelu": ", GELU recomputed", "block": ", blocks recomp
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
     add_recipe_arguments(parser, PRESET_HELP)
-    add_settings(parser)
-    doc = "numbers and kind, such as 8xA100-40GB or 8,16,32xH100; list: print all kinds"
-    arg("--gpus", metavar="NxNAME", help=doc)
-    doc = "training tokens, such as 10e9, or chinchilla: 20 per parameter (default: the recipe's)"
-    arg("--tokens", help=doc)
-    doc = "price of a GPU-hour, or a range such as 1.5,5 (default: from a built-in list)"
-    arg("--price", type=_prices, default=[], metavar="USD", help=doc)
-    doc = "find the fewest GPUs that finish in time, such as 24h"
-    arg("--deadline", type=_hours, default=0.0, metavar="TIME", help=doc)
-    doc = "find the compute-optimal model and tokens for this cost"
-    arg("--budget", type=_dollars, default=0.0, metavar="USD", help=doc)
-    doc = "of --budget: 20 tokens per parameter, or fitted by Hoffmann et al. (default chinchilla)"
-    arg("--law", choices=("chinchilla", "fitted"), default="chinchilla", help=doc)
-    doc = "predict the speed after each optimization, next to published ones"
-    arg("--ladder", action="store_true", help=doc)
-    doc = "PNG of speed and hours by number of GPUs, or of the ladder"
-    arg("--plot", type=local_path, metavar="FILE", help=doc)
-    doc = "folder of `benchmarks batch` records on such GPUs, which correct the speed (default records)"
-    arg("--records", type=local_path, default=Path("records"), metavar="DIR", help=doc)
-    doc = f"measure this machine for {CALIBRATE_SECONDS:.0f} s and plan for it"
-    arg("--calibrate", action="store_true", help=doc)
+    names: dict[str, Any] = {"prices": _prices, "hours": _hours, "dollars": _dollars}
+    add_options(parser, __file__, seconds=CALIBRATE_SECONDS, **names)
 
 
 def _dollars(text: str) -> float:

@@ -5,7 +5,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from megatoken.base.console import Console
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_output_arguments
+from megatoken.cli.arguments import add_options
 from megatoken.study.bench.arguments import add_benches
 
 HELP = "benchmark training on this machine"
@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
     def add(name: str, doc: str) -> ArgumentParser:
         bench = benches.add_parser(name, help=doc, description=doc)
-        add_output_arguments(bench, default=SUPPRESS)
+        add_options(bench, section="output", default=SUPPRESS)
         return bench
 
     add_benches(add)

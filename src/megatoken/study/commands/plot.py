@@ -5,31 +5,16 @@ from pathlib import Path
 
 from megatoken.base.console import Console
 from megatoken.base.redact import redact
-from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.metrics_log import METRICS
 from megatoken.cli import Data
+from megatoken.cli.arguments import add_options
 
 HELP = "plot the curves of runs in one picture"
 EXAMPLE = "megatoken plot runs/mine runs/other"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("runs", metavar="RUN", nargs="+", type=local_path)
-    arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="default tokens")
-    arg("--out", type=local_path, help="PNG, or folder, to write (default plots in the first RUN)")
-    doc = "also plot the weights of the first RUN; of a MODEL of `sample` only these"
-    arg("--pictures", action="store_true", help=doc)
-    doc = "columns of the position embeddings to plot (default 150,200,250)"
-    arg(
-        "--channels",
-        metavar="N,N,...",
-        type=lambda text: [*map(int, text.split(","))],
-        default="150,200,250",
-        help=doc,
-    )
-    doc = "block of the QKV weight (default 1)"
-    arg("--block", metavar="N", default=1, help=doc)
+    add_options(parser, __file__, channels=lambda text: [*map(int, text.split(","))])
 
 
 def run(options: Namespace, console: Console) -> Data:

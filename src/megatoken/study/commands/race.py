@@ -25,11 +25,11 @@ from megatoken.base.config.load import ALTERNATIVES, RUN_CONFIG, list_changes, r
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, DataError, ExitCode, error_from_code
-from megatoken.base.system.atomic_write import local_path, read_object
+from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.file_lock import lock_folder
 from megatoken.base.system.metrics_log import STATUS, find_last_rows, read_metrics
 from megatoken.cli import Result
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.cli.runs import read_config
 from megatoken.study.child_runs import read_error, stop_on_signal, train
@@ -55,22 +55,7 @@ FIXED = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    doc = f"recipe, optionally with its own settings in quotes; {RECIPE_HELP}"
-    arg("contenders", metavar="RECIPE", nargs="+", help=doc)
-    add_settings(parser)
-    doc = "target validation loss, nats per token (bits per byte across tokenizers)"
-    arg("--target-loss", type=float, metavar="L", help=doc)
-    doc = "training tokens, such as 10M; alone, the target is the final loss of the first RECIPE"
-    arg("--tokens", metavar="T", help=doc)
-    doc = "training time of a run instead of --tokens, from the measured time of a step"
-    arg("--minutes", type=float, metavar="M", help=doc)
-    doc = "runs of each RECIPE; a larger number continues a finished race (default 3)"
-    arg("--seeds", default=3, metavar="N", help=doc)
-    doc = "time slice of a run; 0: run each to its end (default 5m)"
-    arg("--turn", type=parse_time, default="5m", metavar="TIME", help=doc)
-    doc = "folder of the race and its runs (default races/FIRST)"
-    arg("--out", type=local_path, metavar="DIR", help=doc)
+    add_options(parser, __file__, recipes=RECIPE_HELP, time=parse_time)
 
 
 @dataclass(frozen=True)

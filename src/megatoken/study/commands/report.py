@@ -1,14 +1,13 @@
 """`megatoken report RUN...`: write runs as one HTML page, or serve a page that follows them."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import import_extra
-from megatoken.base.system.atomic_write import local_path, replace_file, storage_errors
+from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.metrics_log import METRICS
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_address_arguments
+from megatoken.cli.arguments import add_options
 from megatoken.cli.runs import DEFAULT, find_runs
 
 HELP = "write runs as one offline HTML page: curves, samples, scores, cost"
@@ -16,17 +15,7 @@ EXAMPLE = "megatoken report runs/mine runs/other --out report.html"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    doc = "run, or folder with runs at any depth (default runs)"
-    arg("runs", metavar="RUN", nargs="*", type=local_path, default=[DEFAULT], help=doc)
-    doc = "page to write (default report.html)"
-    arg("--out", type=local_path, default=Path("report.html"), metavar="FILE", help=doc)
-    arg("--price", type=float, metavar="DOLLARS", help="per process-hour")
-    arg("--ladder", type=local_path, metavar="FILE", help="record of `bench ladder` to show")
-    doc = "serve a page that follows the runs, also new ones, and this machine's load"
-    arg("--serve", action="store_true", help=doc)
-    doc = "key in the page's address (default: none on localhost, else a random one)"
-    add_address_arguments(parser, 8765, doc)
+    add_options(parser, __file__, runs=[DEFAULT])
 
 
 def run(options: Namespace, console: Console) -> Data:

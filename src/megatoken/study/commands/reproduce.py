@@ -15,10 +15,9 @@ from megatoken.base.config.load import ResolvedConfig, resolve
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import DataError, ExitCode
-from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.metrics_log import of_kind, read_metrics
 from megatoken.cli import Data, Result
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.inference.tasks import SCORES as KINDS
 from megatoken.study.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 
@@ -37,15 +36,8 @@ SCORE_TOLERANCE = 0.002  # absolute difference of accuracies
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
     names = (*RUNS, *MODELS)
-    arg("name", metavar="NAME", nargs="?", choices=names, help=f"one of {', '.join(names)}")
-    add_settings(parser)
-    arg("--list", action="store_true", help="list the published runs and what each needs")
-    doc = "tiny Shakespeare (default: download it), or the examples of HellaSwag (default: the hub)"
-    arg("--data", type=local_path, metavar="FILE", help=doc)
-    arg("--out", type=local_path, metavar="DIR", help="run folder (default runs/reproduce/NAME)")
-    arg("--plot", type=local_path, metavar="FILE", help="PNG of both loss curves")
+    add_options(parser, __file__, names=names, listed=", ".join(names))
 
 
 def run(options: Namespace, console: Console) -> Result | Data:

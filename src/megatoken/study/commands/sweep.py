@@ -23,12 +23,12 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, DataError, ExitCode, import_extra
 from megatoken.base.pictures import Line, Panel, draw
 from megatoken.base.redact import redact
-from megatoken.base.system.atomic_write import local_path, read_object, replace_file, storage_errors
+from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
 from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.metrics_log import METRICS, START, STATUS, read_new_rows
 from megatoken.cli import Result
-from megatoken.cli.arguments import add_settings
+from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.study.child_runs import read_error, stop_on_signal, train
 
@@ -44,15 +44,7 @@ Space = dict[str, Any]  # an Optuna distribution by setting
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("recipe", metavar="RECIPE", help=RECIPE_HELP)
-    add_settings(parser)
-    doc = "total runs; a larger number continues a finished sweep (default 20)"
-    arg("--trials", default=20, help=doc)
-    arg("--jobs", default=1, help="parallel runs, which share the CPU (default 1)")
-    arg("--seed", default=0, help="seed of the search (default 0)")
-    doc = "folder of the search and its runs (default sweeps/RECIPE)"
-    arg("--out", type=local_path, metavar="DIR", help=doc)
+    add_options(parser, __file__, recipes=RECIPE_HELP)
     parser.epilog = f"{parser.epilog}\n\nranges: KEY=A..B, KEY=log:A..B, or KEY=A|B|C"
 
 

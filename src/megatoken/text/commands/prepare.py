@@ -16,9 +16,9 @@ from megatoken.base.console import (
     format_quantity,
 )
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.address import is_address, path_or_address
-from megatoken.base.system.atomic_write import local_path
+from megatoken.base.system.address import is_address
 from megatoken.cli import Data
+from megatoken.cli.arguments import add_options
 
 if TYPE_CHECKING:
     from megatoken.text.output_folder import PrepareResult
@@ -34,35 +34,10 @@ RECIPES = {
     "kto": "kto",
     "prompt": "grpo",
 }  # by the kind of rows
-SOURCES = (
-    "file, folder or glob of .txt, .md, .json, .jsonl, .csv, .tsv (also .gz, .zst) or .parquet; "
-    "or python, tinyshakespeare, tinystories, exercises, exercises-prompts, exercises-test, "
-    "fineweb, fineweb-edu (10B tokens; -100bt, -350bt, -full)"
-)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    arg = parser.add_argument
-    arg("source", metavar="SOURCE", help=SOURCES)
-    doc = "dataset folder to write, or an address such as s3://bucket/data"
-    arg("--out", required=True, type=path_or_address, help=doc)
-    doc = "gpt2, bytes, bpe:N, a tokenizer.json, dataset or RUN (default gpt2)"
-    arg("--tokenizer", default="gpt2", help=doc)
-    arg("--workers", default=0, help="processes; 0: all cores (default 0)")
-    doc = "fraction of documents held out for validation (default 0.01)"
-    arg("--val-fraction", default=0.01, help=doc)
-    doc = "tokens per shard (default 100000000)"
-    arg("--shard-tokens", default=100_000_000, help=doc)
-    doc = "text that is not UTF-8, and with skip unusable rows (default replace)"
-    arg("--invalid", choices=("replace", "skip", "fail"), default="replace", help=doc)
-    arg("--text-key", default="text", help="field or column of the text (default text)")
-    doc = "conversations: context length in tokens (default: of RUN)"
-    arg("--context", type=int, metavar="N", help=doc)
-    doc = "conversations longer than the context (default fail)"
-    arg("--long", choices=("fail", "skip"), default="fail", help=doc)
-    doc = "files to validate on (default: those that are named so, such as val.txt)"
-    arg("--val", metavar="SOURCE", help=doc)
-    arg("--root", type=local_path, help="local copy of a named source")
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

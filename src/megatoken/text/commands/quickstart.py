@@ -17,9 +17,8 @@ from megatoken.base.config.load import prepare_words, resolve
 from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.atomic_write import local_path
 from megatoken.cli import Data, Result, run_parsed
-from megatoken.cli.arguments import add_settings, parse
+from megatoken.cli.arguments import add_options, parse
 
 if TYPE_CHECKING:
     from megatoken.data.dataset import Dataset
@@ -33,13 +32,7 @@ SAMPLES = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add_settings(parser)
-    arg = parser.add_argument
-    arg("--data", metavar="TEXT", help="dataset, or any SOURCE of `prepare` (default python)")
-    doc = "text to continue (default: the recipe's, or the first held-out words of your text)"
-    arg("--prompt", metavar="TEXT", help=doc)
-    doc = "run folder (default runs/quickstart, or runs/NAME for your text)"
-    arg("--out", type=local_path, help=doc)
+    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Result | Data:
