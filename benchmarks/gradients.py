@@ -50,7 +50,7 @@ def compute(preset: str, machine: MachineConfig) -> tuple[float, list[Tensor], s
     batch = draw_batch(config, SEQS, 0, workload.device)
     loss = forward_backward(state, workload.step_config, workload.device, batch)
     gradients = []
-    for param, copy in zip(state.model.parameters(), state.compute_model.parameters(), strict=True):
+    for param, copy in zip(state.model.parameters(), state.compute.model.parameters(), strict=True):
         gradient = copy.grad if param.grad is None else param.grad
         assert gradient is not None
         gradients.append(gradient.float().cpu())

@@ -59,10 +59,9 @@ def trace_step(rank: int, folder: str, trace: str) -> None:
         DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group()
     )
     config = tiny_config(model__seq_len=WIDE.seq_len, budget__batch_tokens=16 * WIDE.seq_len)
-    state = build_state(
-        GPT(WIDE), config, CPU, build_dims("none", 1, DistEnv(rank=rank, world_size=2))
-    )
-    state.start_grad_reduction(comm)
+    dims = build_dims("none", 1, DistEnv(rank=rank, world_size=2))
+    state = build_state(GPT(WIDE), config, CPU, dims, comm=comm)
+    state.start_grad_reduction()
     step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=4)
     ids = torch.randint(0, WIDE.vocab_size, (8, WIDE.seq_len))
     train_step(state, step_config, CPU, Batch(ids, ids))

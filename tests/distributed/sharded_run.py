@@ -39,7 +39,7 @@ def build_sharded(
     state.sharded.copy_from_full(init_weights(model, 1))
     state.comm = comm
     if starts_reduction:
-        state.start_grad_reduction(comm)
+        state.start_grad_reduction()
     return state
 
 

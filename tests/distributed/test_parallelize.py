@@ -5,6 +5,7 @@ All of it runs in four processes that are started once and write their results t
 
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -252,8 +253,8 @@ def train_unsharded(comm: Comm, folder: Path) -> dict[str, Any]:
 def reduce_masters(dims: ParallelDims, comm: Comm, folder: Path) -> list[int]:
     """Write loss and gradients of master weights; return the sizes of the sums over ranks."""
     state = build_sharded(TINY_GPT, dims, comm, starts_reduction=False)
-    state.enable_master_weights(torch.bfloat16)
-    state.start_grad_reduction(comm)
+    state.enable_master_weights(deepcopy(state.model).bfloat16())
+    state.start_grad_reduction()
     sizes, reduce = list[int](), dist.all_reduce
 
     def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -380,7 +381,7 @@ def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def test_bf16_gathered_by_fsdp_equals_master_weights(results: Results):
     state = build_sharded(TINY_GPT, ParallelDims(), Comm(DistEnv()), device=BF16)
-    state.enable_master_weights(torch.bfloat16)
+    state.enable_master_weights(deepcopy(state.model).bfloat16())
     assert results.ranks[0]["bf16"] == pytest.approx(train(state, 2, BF16), rel=1e-4)
 
 

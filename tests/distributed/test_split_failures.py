@@ -50,7 +50,7 @@ def build(layout: str, comm: Comm) -> TrainState:
 
 
 def train_three(state: TrainState, comm: Comm) -> list[float]:
-    state.start_grad_reduction(comm)
+    state.start_grad_reduction()
     return train(state, 3)
 
 

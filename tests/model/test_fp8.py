@@ -105,10 +105,10 @@ def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         choice = autotune(TINY_GPT, machine, bf16, micro_batch=2, key="")
         state = tiny_state()
         apply_choice(state, choice, bf16)
-        assert state.output_layer is LAYERS[name != "off"]
-        mlps = [part for part in state.compute_model.modules() if isinstance(part, MLP)]
+        assert state.compute.output_layer is LAYERS[name != "off"]
+        mlps = [part for part in state.compute.model.modules() if isinstance(part, MLP)]
         assert {mlp.up.kernels.linear for mlp in mlps} == {linear}
-        assert state.compute_model.blocks[0].attention.qkv.kernels.linear is F.linear
+        assert state.compute.model.blocks[0].attention.qkv.kernels.linear is F.linear
     for config, device in ((TINY_GPT, CPU), (replace(TINY_GPT, d_ff=72), bf16)):
         with pytest.raises(ConfigError, match=r"machine\.fp8"):
             autotune(config, MachineConfig(fp8="head"), device, micro_batch=2, key="")

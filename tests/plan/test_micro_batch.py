@@ -116,9 +116,9 @@ def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     reason = compile_forward(state, tiny_step_config(2), CPU, "graphs")
     assert ("change the gradient" in reason) == (fault == "lost gradient")
-    assert bool(reason) == bool(fault) == (not state.cuda_graphs)
+    assert bool(reason) == bool(fault) == (not state.compute.cuda_graphs)
     if fault:
-        assert state.forward is state.model
+        assert state.compute.forward is state.model
         assert all(parameter.grad is None for parameter in state.model.parameters())
     else:
         assert rows == [2] * 6

@@ -202,8 +202,11 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     losses, clipped = clipped_loss(
         run.log_probs(batch), batch.log_probs_BT, batch.advantages_BT, clip=0.2
     )
-    forward = run.state.forward
-    run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
+    forward = run.state.compute.forward
+    run.state.compute = replace(
+        run.state.compute,
+        forward=lambda ids, **options: rows.append(len(ids)) or forward(ids, **options),
+    )
     metrics = run.step(batch, 4)
     assert rows == [1, 1, 4, 4]
     assert metrics.loss == pytest.approx(mean_of_answers(losses, batch), rel=1e-5)

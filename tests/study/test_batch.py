@@ -1,6 +1,7 @@
 """batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_resized_workload_takes_the_same_step():
 def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: pytest.MonkeyPatch):
     """By the estimate, so that nothing swaps, or by an error, which leaves no gradients."""
     workload = build()
-    forward, parameters = workload.state.forward, [*workload.state.model.parameters()]
+    forward, parameters = workload.state.compute.forward, [*workload.state.model.parameters()]
 
     def run_out(ids: Tensor) -> Tensor:
         if ids.numel() < 4 * TINY_GPT.seq_len:
@@ -44,7 +45,7 @@ def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: py
         raise torch.OutOfMemoryError("too much")
 
     if runs_out:
-        workload.state.forward = run_out
+        workload.state.compute = replace(workload.state.compute, forward=run_out)
     else:
         allowed = batch.estimate_step_bytes(TINY_GPT, 2 * TINY_GPT.seq_len)
         monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: allowed)

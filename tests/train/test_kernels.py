@@ -173,7 +173,7 @@ def test_bf16_copies_follow_the_master_weights():
         found = train_step(low, tiny_step_config(2), BF16, tiny_batch())
         assert found.loss == pytest.approx(expected.loss, rel=5e-3)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
-    copies = low.compute_model.parameters()
+    copies = low.compute.model.parameters()
     for master, copy in zip(low.model.parameters(), copies, strict=True):
         assert (master.dtype, copy.grad) == (torch.float32, None)
         assert torch.equal(copy, master.to(torch.bfloat16))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +64,11 @@ def test_micro_batches_of_shorter_rows_have_more_of_them():
 @pytest.mark.parametrize(("deterministic", "sizes"), [(False, [8] * 4), (True, [2] * 16)])
 def test_short_rows_share_a_micro_batch_unless_deterministic(deterministic: bool, sizes: list[int]):
     state, rows = tiny_state(), list[int]()
-    forward = state.forward
-    state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
+    forward = state.compute.forward
+    state.compute = replace(
+        state.compute,
+        forward=lambda ids, **options: rows.append(len(ids)) or forward(ids, **options),
+    )
     step_config = tiny_step_config(2, machine__deterministic=deterministic)
     ids = torch.zeros(32, 4, dtype=torch.int64)
     forward_backward(state, step_config, CPU, Batch(ids, ids))
@@ -139,7 +143,9 @@ def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str):
     train_step(state, step_config, CPU, tiny_batch())
     weights = copy.deepcopy(state.model.state_dict())
     # Reaches no weight but the output layer's.
-    state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)
+    state.compute = replace(
+        state.compute, forward=lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)
+    )
     with pytest.raises(NumericsError, match=r"gradient is 0 — step 2"):
         train_step(state, step_config, CPU, tiny_batch())
     assert state.step == 1
@@ -156,7 +162,7 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
         marks.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
 
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
-    state.cuda_graphs = True
+    state.compute = replace(state.compute, cuda_graphs=True)
     for step in (1, 2):
         forward_backward(state, tiny_step_config(2), CPU, tiny_batch())
         found, expected = gradients_of(state.model), gradients(8)[1]
@@ -179,7 +185,7 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = state.forward(tiny_rows()[0])
+        hidden = state.compute.forward(tiny_rows()[0])
     assert hidden.requires_grad
     return sum(kept.values())
 
@@ -228,8 +234,8 @@ def test_every_step_and_seed_drops_other_values():
 
 def test_only_weights_that_train_are_copied_in_a_step():
     state = tiny_state(model_config=replace(TINY_GPT, lora_rank=2))
-    state.enable_master_weights(torch.bfloat16)
-    copies = dict(state.compute_model.named_parameters())
+    state.enable_master_weights(deepcopy(state.model).bfloat16())
+    copies = dict(state.compute.model.named_parameters())
     writes = {name: low._version for name, low in copies.items()}
     train_step(state, tiny_step_config(), CPU, tiny_batch())
     for name, param in state.model.named_parameters():

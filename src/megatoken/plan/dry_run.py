@@ -142,17 +142,18 @@ def build(
     if seqs % micro_batch:
         what = f"{seqs:,} sequences per rank do not divide into micro-batches of {micro_batch}"
         raise ConfigError(what, "machine.micro_batch", "use auto")
-    state = build_state(GPT(model_config, seed=None), config, device, dims)
+    comm = Comm(dist_env)
+    state = build_state(GPT(model_config, seed=None), config, device, dims, comm=comm)
     if machine.device != "cpu":
         if holds_low_precision(machine, dims, precision):
             use_low_precision(state, device.dtype)
         # As CUDA's kernel, save the input alone.
         fused_norm = partial(checkpoint, torch_norm, use_reentrant=False)
-        for part in state.compute_model.modules():
+        for part in state.compute.model.modules():
             if isinstance(part, Norm) and part.rms:
                 part.kernels = replace(part.kernels, norm=fused_norm)
     state.scaler = torch.amp.GradScaler(enabled=False)  # it would read whether gradients overflow
-    state.start_grad_reduction(Comm(dist_env))
+    state.start_grad_reduction()
     step_config = build_step_config(
         config,
         epoch_tokens=EPOCH_TOKENS,
@@ -174,9 +175,8 @@ def use_low_precision(state: TrainState, dtype: torch.dtype) -> None:
     low = GPT(state.model.config, seed=None)
     torch.set_default_dtype(torch.float32)
     set_activation_checkpointing(low, state.model.activation_checkpointing)
-    state.compute_model = state.forward = low
-    state.sharded = replace(state.sharded, trained=dict(low.named_parameters()))
-    state.output_layer = InPlaceLayer
+    state.enable_master_weights(low)
+    state.compute = replace(state.compute, output_layer=InPlaceLayer)
 
 
 def trace_step(
@@ -191,13 +191,13 @@ def trace_step(
     The bytes are extrapolated to `micro_steps` micro-batches.
     """
     sent_before_forward: list[Counter[str]] = []
-    forward = state.forward
+    forward = state.compute.forward
 
     def record_and_forward(ids: Tensor, **options: Tensor) -> Tensor:
         sent_before_forward.append(Counter(tracker.sent_bytes))
         return forward(ids, **options)
 
-    state.forward = record_and_forward
+    state.compute = replace(state.compute, forward=record_and_forward)
     rows = min(micro_steps, TRACED) * step_config.micro_batch
     ids = torch.zeros(rows, state.model.config.seq_len, dtype=torch.int64)
     tracker.reset_peak()

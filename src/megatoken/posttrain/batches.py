@@ -97,7 +97,7 @@ def full_model(state: TrainState, device: Device) -> GPT:
     different numbers of times.
     """
     if state.dims.is_unsharded:
-        return state.compute_model
+        return state.compute.model
     model = gather_model(state, device.dtype, on_all=True)
     assert model is not None
     return model

@@ -39,7 +39,7 @@ class PolicyLoss:
                 rows = rows.new_zeros(1)  # all ranks of a sharded model must run a forward
             batch = batch.take(rows)
             dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
-        model = state.compute_model
+        model = state.compute.model
         hidden_BTC = state.hidden(batch, dropout_keys_B)
         log_probs_BT = answer_log_probs(
             model, hidden_BTC, batch, loss_chunk=loss_chunk, temperature=config.temperature
@@ -87,7 +87,7 @@ class PreferenceLoss:
             )
         rows = flatten_pairs(batch)
         hidden_BTC = state.hidden(rows, dropout_keys_B)
-        return self.sums_of(state.compute_model, hidden_BTC, rows, batch, loss_chunk)
+        return self.sums_of(state.compute.model, hidden_BTC, rows, batch, loss_chunk)
 
     def sums_of(
         self, model: GPT, hidden_BTC: Tensor, rows: Batch, batch: Batch, loss_chunk: int

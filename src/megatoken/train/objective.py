@@ -240,7 +240,7 @@ class TextBatches(Prefetcher):
                 comm=state.comm,
                 count_bytes=dataset.byte_counter("val", view.dataset.vocabulary),
                 dims=dims,
-                output_layer=state.output_layer,
+                output_layer=state.compute.output_layer,
             )
         return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
 

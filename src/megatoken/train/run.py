@@ -183,7 +183,6 @@ class Run(RunPlan):
     state: TrainState
     progress: Progress
     log: RunLog
-    is_compiled: bool
     batches: BatchSource
     restore: Callable[[], CheckpointManifest | None]
 

@@ -154,19 +154,17 @@ def choose_layout(
     return replace(config, machine=disable_unsupported(config.machine, dims)), dims
 
 
-def tune(
-    state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
-) -> tuple[StepConfig, bool]:
+def tune(state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool) -> StepConfig:
     """Choose kernels, micro-batch and compilation: by a room that measures them, if there is one.
 
     Otherwise torch's operations run uncompiled, with the micro-batch of the config, or one sequence.
-    Returns the step config with the micro-batch, and whether the model is compiled. Raises
-    ConfigError for settings that cannot be applied.
+    Returns the step config with the micro-batch. Raises ConfigError for settings that cannot be
+    applied.
 
     is_at_end: whether no step is left, so that the micro-batch need not be measured.
     explain: whether to print the measurements.
     """
-    tuned: list[tuple[StepConfig, bool]] = call_entries("tuner", state, plan, is_at_end, explain)
+    tuned: list[StepConfig] = call_entries("tuner", state, plan, is_at_end, explain)
     if tuned:
         return tuned[0]
     machine = plan.config.machine
@@ -178,7 +176,8 @@ def tune(
         set_attention(state.model, machine.attention)
     set_thread_count(min(plan.comm.gather(thread_count())))  # rounding depends on it
     size = 1 if machine.micro_batch == "auto" else machine.micro_batch
-    return replace(plan.step_config, micro_batch=size), False
+    state.start_grad_reduction()
+    return replace(plan.step_config, micro_batch=size)
 
 
 def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:

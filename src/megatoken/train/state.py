@@ -3,7 +3,6 @@
 No random state is kept: dropout is a function of seed, step, sequence and position in the model.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -38,37 +37,48 @@ from megatoken.optim.spikes import RecentSteps
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How steps are computed: chosen before the first step, the same in all.
+
+    model: runs forward and backward. It is a low-precision copy of the weights if there are master
+        weights, else the model that holds the weights.
+    forward: `model`, compiled or not.
+    update: applies the gradients, with the groups and the state of the optimizer.
+    threads: number of torch's threads; 0 to leave it as it is.
+    cuda_graphs: whether `forward` replays CUDA graphs, whose results the next replay overwrites.
+    reducer: sums the gradients of replicas; None if there is one, or if FSDP2 does.
+    """
+
+    model: GPT
+    forward: Callable[..., Tensor]
+    update: Update
+    output_layer: type[OutputLayer] = OutputLayer
+    threads: int = 0
+    is_compiled: bool = False
+    cuda_graphs: bool = False
+    reducer: GradBucketReducer | None = None
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """Weights, optimizer state and step number of a run.
 
     model: the fp32 weights, which are updated, evaluated and saved.
-    compute_model: the model that runs forward and backward. It is a low-precision copy of `model`
-        if there are master weights, else `model` itself.
-    forward: `compute_model`, compiled or not.
     sharded: this process's slices of the parameters.
-    update: applies the gradients, with the groups and the state of `optimizer`.
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
         host reads and clears it.
-    threads: number of torch's threads in a step; 0 to leave it as it is.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps, for finding spikes.
     """
 
     model: GPT
-    compute_model: GPT
-    forward: Callable[..., Tensor]
+    compute: Compute
     sharded: ShardedParams
     optimizer: torch.optim.Optimizer
-    update: Update
     scaler: torch.amp.GradScaler
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
-    grad_reducer: GradBucketReducer | None = None  # only if there are several replicas
-    output_layer: type[OutputLayer] = OutputLayer
-    threads: int = 0
-    # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
-    cuda_graphs: bool = False
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default
     step: int = 0
     skipped_batches: list[int] = field(default_factory=list)
@@ -86,7 +96,7 @@ class TrainState:
             options["dropout_keys_B"] = dropout_keys_B
         if batch.starts_BT is not None:
             options["tree_mask"] = separate_conversations(batch.starts_BT, batch.inputs_BT.device)
-        return self.forward(batch.inputs_BT, **options)
+        return self.compute.forward(batch.inputs_BT, **options)
 
     def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
         """Return the tokens trained on in the first `step` steps, excluding skipped batches."""
@@ -100,7 +110,7 @@ class TrainState:
     @property
     def uses_master_weights(self) -> bool:
         """Whether forward and backward run through a low-precision copy of the weights."""
-        return self.compute_model is not self.model
+        return self.compute.model is not self.model
 
     @property
     def dims(self) -> ParallelDims:
@@ -115,44 +125,39 @@ class TrainState:
         is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
         return is_fused and supports_found_inf(self.optimizer)
 
-    def enable_master_weights(self, dtype: torch.dtype) -> None:
-        """Run forward and backward with a copy of the weights in `dtype`.
+    def enable_master_weights(self, low: GPT) -> None:
+        """Run forward and backward with a low-precision copy of the weights.
 
         The optimizer still updates the fp32 weights, from which the copy is refreshed.
         """
-        self.compute_model = copy.deepcopy(self.model).to(dtype)
-        self.forward = self.compute_model
-        self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
+        self.compute = replace(self.compute, model=low, forward=low)
+        self.sharded = replace(self.sharded, trained=dict(low.named_parameters()))
 
     def global_grad_norm(self) -> Tensor:
         """Return the L2 norm of the full gradient, the same on every process."""
-        norm = self.update.grad_norm() if self.dims.is_unsharded else None
+        norm = self.compute.update.grad_norm() if self.dims.is_unsharded else None
         return self.sharded.global_grad_norm(self.comm) if norm is None else norm
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
         self.optimizer.zero_grad()
         if self.uses_master_weights:
-            self.compute_model.zero_grad()
+            self.compute.model.zero_grad()
 
     def refresh_low_precision_copy(self, *, with_frozen: bool = False) -> None:
         """Overwrite the low-precision copy, if there is one, with the fp32 weights that train."""
         if self.uses_master_weights:
-            pairs = zip(self.compute_model.parameters(), self.model.parameters(), strict=True)
+            pairs = zip(self.compute.model.parameters(), self.model.parameters(), strict=True)
             chosen = [pair for pair in pairs if with_frozen or pair[1].requires_grad]
             with torch.no_grad():
                 foreach_copy(*zip(*chosen, strict=True))
 
-    def start_grad_reduction(self, comm: Comm) -> None:
-        """Use `comm` for all collectives of the state, and set up gradient reduction of replicas.
-
-        Call it again after anything that replaces `compute_model`.
-        """
-        self.comm = comm
+    def start_grad_reduction(self) -> None:
+        """Set up gradient reduction of replicas. Call it again if `compute.model` is replaced."""
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
-            self.grad_reducer = GradBucketReducer(
-                self.grad_pairs(), comm, group=self.sharded.replica_group
-            )
+            group = self.sharded.replica_group
+            reducer = GradBucketReducer(self.grad_pairs(), self.comm, group=group)
+            self.compute = replace(self.compute, reducer=reducer)
 
     def collect_gradients(self) -> None:
         """Move the compute model's gradients to the fp32 parameters, adding to theirs."""
@@ -190,12 +195,12 @@ class CrossEntropy:
     ) -> dict[str, Tensor]:
         loss_sum, _ = cross_entropy(
             state.hidden(batch, dropout_keys_B),
-            gather_lm_head(state.compute_model.lm_head_weight),
+            gather_lm_head(state.compute.model.lm_head_weight),
             slice_sequence(state.dims, batch.targets_BT),
             vocab_size=state.model.config.vocab_size,
             softcap=state.model.config.logit_softcap,
             chunk=loss_chunk,
-            output_layer=state.output_layer,
+            output_layer=state.compute.output_layer,
         )
         return {"loss": loss_sum}
 
@@ -282,11 +287,9 @@ def build_state(
         adopt_optimizer(optimizer, config.optim.lr)
     return TrainState(
         model=model,
-        compute_model=model,
-        forward=model,
+        compute=Compute(model=model, forward=model, update=Update(optimizer)),
         sharded=sharded,
         optimizer=optimizer,
-        update=Update(optimizer),
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
         found_bad=torch.zeros((), dtype=torch.bool, device=device.torch_device),
         comm=comm or Comm(DistEnv()),

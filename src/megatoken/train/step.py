@@ -97,7 +97,7 @@ def train_step_async(
     grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
     state.zero_grad()
-    if not state.update.updates_copies:
+    if not state.compute.update.updates_copies:
         state.refresh_low_precision_copy()
     state.step += 1
     return PendingStep(
@@ -128,11 +128,13 @@ def compute_gradients(
 
     batch: this data-parallel rank's sequences.
     """
-    use_torch_threads(state.threads)  # code in a callback may have changed it
+    use_torch_threads(state.compute.threads)  # code in a callback may have changed it
     comm = state.comm
     size = count_rows(step_config, batch, state.model.config.seq_len)
     micro_batches = batch.split(size)
-    if state.cuda_graphs:  # once per step: the graphs' memory holds gradients of micro-batches
+    if (
+        state.compute.cuda_graphs
+    ):  # once per step: the graphs' memory holds gradients of micro-batches
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(step_config.loss.count(state, batch))
     # In fp64 where the device has it, so that the order of summation does not show in the result.
@@ -141,11 +143,11 @@ def compute_gradients(
     if step_config.deterministic and state.dims.is_unsharded:
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
     else:
-        reducer = state.grad_reducer
+        reducer = state.compute.reducer
     # A single micro-batch's gradients may stay where autograd left them, if the optimizer reads
     # them there.
     needs_sum = len(micro_batches) > 1 or pairwise is not None or reducer is not None
-    collects = needs_sum or not state.update.updates_copies
+    collects = needs_sum or not state.compute.update.updates_copies
     with state.compute_timer:
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -251,7 +253,7 @@ def clip_and_update(
     # The optimizer divides gradients by `grad_scale` in its update and skips it if `found_inf` is
     # 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
-    state.update.step(state.found_bad.float(), grad_scale)
+    state.compute.update.step(state.found_bad.float(), grad_scale)
     return False
 
 

@@ -213,13 +213,10 @@ class Trainer:
     ) -> Run:
         """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
         state = log.state
-        step_config, is_compiled = setup.tune(
-            state, plan, is_at_end=log.is_at_end, explain=self.explain
-        )
+        step_config = setup.tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         # Not before tuning, which measures steps with the cross-entropy, the default loss.
         step_config = replace(step_config, loss=plan.objective.build_loss(plan.config))
         plan = replace(plan, step_config=step_config)
-        state.start_grad_reduction(plan.comm)
         view = RunView(
             config=plan.config,
             out=plan.out,
@@ -236,7 +233,6 @@ class Trainer:
             state=state,
             progress=log.progress,
             log=log,
-            is_compiled=is_compiled,
             batches=plan.objective.open_batches(view),
             restore=restore_newest,
         )
@@ -267,7 +263,7 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
 
     actions: called between steps, after save and validate.
     """
-    start = {"micro_batch": run.step_config.micro_batch, "compiled": run.is_compiled}
+    start = {"micro_batch": run.step_config.micro_batch, "compiled": run.state.compute.is_compiled}
     run.log.write("start", to_file=False, **start)
     saver = CheckpointSaver(run)
     log = StepLog(run)

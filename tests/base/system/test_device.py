@@ -1,6 +1,7 @@
 """Device, precision, peak and compile mode, as far as a machine without a GPU can test them."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -135,12 +136,12 @@ def test_compiled_steps_equal_eager_ones(row: str, monkeypatch: pytest.MonkeyPat
     plain, compiled = states
     for state in states:
         if low:
-            state.enable_master_weights(torch.bfloat16)
-    set_activation_checkpointing(compiled.compute_model, checkpointing)
+            state.enable_master_weights(deepcopy(state.model).bfloat16())
+    set_activation_checkpointing(compiled.compute.model, checkpointing)
     assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
-    assert (compiled.forward is compiled.compute_model) == (kind == "blocks")
+    assert (compiled.compute.forward is compiled.compute.model) == (kind == "blocks")
     forward_backward(compiled, tiny_step_config(), CPU, tiny_batch())
-    made_elsewhere = [p.grad is None for p in compiled.compute_model.parameters()]
+    made_elsewhere = [p.grad is None for p in compiled.compute.model.parameters()]
     assert all(made_elsewhere) == bool(low)  # collected from the copy
     compiled.optimizer.zero_grad()
     for step in range(3):

@@ -62,12 +62,13 @@ def compile_forward(state: TrainState, step_config: StepConfig, device: Device, 
     shape = step_config.micro_batch, state.model.config.seq_len
     ids = torch.zeros(shape, dtype=torch.int64, device=device.torch_device)
     reason = ""
+    plain = replace(state.compute, is_compiled=False)
+    state.compute = replace(plain, is_compiled=True)
     try:
         if state.dims.is_unsharded:
             alone = without_replicas(state)
             _compile_full(alone, step_config, device, ids, mode)
-            state.forward = alone.forward
-            state.cuda_graphs = alone.cuda_graphs
+            state.compute = alone.compute
         else:
             _try_small_model(state.model, device, ids)
     except Exception as error:  # compilers raise many types
@@ -75,9 +76,8 @@ def compile_forward(state: TrainState, step_config: StepConfig, device: Device, 
             raise
         reason = _first_line(error)
     if state.comm.any(bool(reason)):
-        state.forward = state.compute_model
-        state.cuda_graphs = False
-        uncompile(state.compute_model)
+        uncompile(plain.model)
+        state.compute = plain
         reason = f"torch.compile failed, the model runs uncompiled: {reason or 'on another rank'}"
     elif not state.dims.is_unsharded:
         _compile_split(state, step_config, device, ids)
@@ -106,13 +106,14 @@ def _compile_full(
     """Compile an unsharded model and run it; exceptions of the compiler pass through."""
     if mode != "graphs":
         if mode == "blocks":
-            _compile_blocks(state.compute_model)
+            _compile_blocks(state.compute.model)
         else:
-            state.forward = torch.compile(state.compute_model)
+            forward = torch.compile(state.compute.model)
+            state.compute = replace(state.compute, forward=forward)
         forward_backward(state, step_config, device, Batch(ids, ids))
         return
-    state.cuda_graphs = True
-    state.forward = torch.compile(state.compute_model, mode="reduce-overhead")
+    forward = torch.compile(state.compute.model, mode="reduce-overhead")
+    state.compute = replace(state.compute, forward=forward, cuda_graphs=True)
     # Two micro-batches, because the first leaves its gradients in the memory of the graphs.
     ids = torch.cat([ids, ids])
     norms = []

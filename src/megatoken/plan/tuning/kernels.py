@@ -198,23 +198,27 @@ def _torch_threads(device: Device, block: str) -> int:
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
     """Switch a state to the chosen implementations without changing weights or optimizer state."""
-    set_attention(state.model, choice.kernels.attention)
-    set_block_kernels(state.model, load_entry("block", choice.kernels.block))
-    is_fp8 = choice.kernels.fp8 != "off"
-    state.output_layer = load_entry("loss", choice.kernels.loss + " fp8" * is_fp8)
-    if choice.kernels.fp8 == "all":
+    kernels = choice.kernels
+    set_attention(state.model, kernels.attention)
+    set_block_kernels(state.model, load_entry("block", kernels.block))
+    if kernels.fp8 == "all":
         for part in state.model.modules():
             if isinstance(part, MLP):
                 set_block_kernels(part, load_entry("block", "fp8"))
-    if choice.kernels.mixed == "masters":
-        state.enable_master_weights(device.dtype)
-    state.threads = choice.threads
+    if kernels.mixed == "masters":
+        state.enable_master_weights(copy.deepcopy(state.model).to(device.dtype))
     use_torch_threads(choice.threads)
-    has_native = choice.kernels.adamw == "native" and find_library()
-    if has_native and is_supported(state.optimizer):
+    update = state.compute.update
+    if kernels.adamw == "native" and find_library() and is_supported(state.optimizer):
         pairs = state.grad_pairs() if state.uses_master_weights else []
         copies = {local: trained for trained, local in pairs}
-        state.update = NativeUpdate(state.optimizer, loaded_library(), copies)
+        update = NativeUpdate(state.optimizer, loaded_library(), copies)
+    state.compute = replace(
+        state.compute,
+        output_layer=load_entry("loss", kernels.loss + " fp8" * (kernels.fp8 != "off")),
+        threads=choice.threads,
+        update=update,
+    )
 
 
 def list_options(

@@ -100,6 +100,7 @@ def prepare_step(
     step_config = replace(step_config, micro_batch=1 if size == "auto" else size)
     if mode != "off":
         note = compile_forward(state, step_config, device, mode)
+    state.start_grad_reduction()
     tuning = Tuning(
         key=tuning_key,
         forms=forms,
@@ -132,16 +133,13 @@ def build_step(
     prepared = prepare_step(
         state, step_config, config, device, saved, measures_sizes=measures_sizes
     )
-    state.start_grad_reduction(state.comm)
     return state, *prepared
 
 
-def tune(
-    state: TrainState, plan: RunPlan, is_at_end: bool, explain: bool
-) -> tuple[StepConfig, bool]:
+def tune(state: TrainState, plan: RunPlan, is_at_end: bool, explain: bool) -> StepConfig:
     """Prepare the step with the choices in machine.json or with new ones, save and print them.
 
-    Arguments and results are those of train/setup.py's `tune`.
+    Arguments and result are those of train/setup.py's `tune`.
     """
     config, console = plan.config, plan.console
     start = time.monotonic()
@@ -155,11 +153,11 @@ def tune(
         console.warn(f"{what}; the resume is not bit-identical")
     state.comm.run_on_rank0(lambda: _save(plan.out, tuning))
     _print(tuning, plan, explain=explain)
-    if tuning.compile != "off":
+    if state.compute.is_compiled:
         duration = format_duration(time.monotonic() - start)
         console.print(f"compiled (machine.compile={tuning.compile}), tuned in {duration}")
     plan.device.reset_peak_memory()  # sizes that did not fit are not the run's memory
-    return step_config, tuning.compile != "off"
+    return step_config
 
 
 def _print(tuning: Tuning, plan: RunPlan, *, explain: bool) -> None:
