@@ -6,10 +6,11 @@ when it is first read. `verify_dataset` checks everything at once.
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -127,13 +128,13 @@ class Tokens:
         self.vocab_size = vocab_size
         self._shards = shards
         self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
-        sizes = np.array([0, *self.shard_tokens], dtype=np.int64)
-        self._starts = np.cumsum(sizes)  # of the shards, and the end
-        self._first_block = np.cumsum(-(-sizes // self._block_tokens))  # of the shards, and the end
-        self._verified = np.zeros(self._first_block[-1], dtype=np.bool_)
+        self._starts = [0, *accumulate(self.shard_tokens)]  # of the shards, and the end
+        self._verified = [
+            np.zeros(-(-tokens // self._block_tokens), np.bool_) for tokens in self.shard_tokens
+        ]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     @property
     def shard_tokens(self) -> list[int]:
@@ -143,7 +144,8 @@ class Tokens:
     def set_vocab_size(self, vocab_size: int) -> None:
         """Set the vocabulary size that ids are checked against; mark all blocks as unverified."""
         self.vocab_size = vocab_size
-        self._verified[:] = False
+        for blocks in self._verified:
+            blocks[:] = False
 
     def read(self, start: int, count: int) -> Ids:
         """Return a copy of tokens [start, start + count). Raises DataError as `gather` does."""
@@ -156,76 +158,58 @@ class Tokens:
         is damaged or holds an id outside the vocabulary.
         """
         out = np.empty((len(starts), length), dtype=self.dtype)
-        if not out.size:
-            return out
-        assert starts.min() >= 0
-        assert starts.max() + length <= len(self)
-        first = self._find_shards(starts)
-        local = starts - self._starts[first]
-        ends = self._find_blocks(starts + length - 1) + 1
-        blocks = np.unique([*chain(*map(range, self._find_blocks(starts), ends))])
-        used = np.unique(np.searchsorted(self._first_block, blocks, side="right") - 1)
         while True:
-            for number in blocks[~self._verified[blocks]]:
-                self._verify_block(number)
-                self._verified[number] = True
-            for row, index, start in zip(out, first.tolist(), local.tolist(), strict=True):
-                self._copy(index, start, row)
+            used = set[int]()
+            for row, start in zip(out, starts.tolist(), strict=True):
+                assert 0 <= start <= len(self) - length
+                self._copy(start, row, used)
             # Check after copying, to catch writes between verifying and copying.
-            if not self._distrust_changed(used):
+            changed = [index for index in used if self._shards[index].has_changed()]
+            for index in changed:
+                self._verified[index][:] = False
+            if not changed:
                 return out
 
     def verify(self) -> Iterator[MegatokenError]:
         """Verify every block and yield one DataError for each bad one."""
-        for number in range(len(self._verified)):
-            try:
-                self._verify_block(number)
-            except MegatokenError as error:
-                yield error
+        for file, blocks in zip(self._shards, self._verified, strict=True):
+            for number in range(len(blocks)):
+                try:
+                    self._verify_block(file, number)
+                except MegatokenError as error:
+                    yield error
 
-    def _copy(self, index: int, start: int, out: Ids) -> None:
-        """Fill `out` with consecutive tokens, across shards if necessary.
-
-        index: number of the first shard to read. start: position in that shard to start from.
-        """
+    def _copy(self, start: int, out: Ids, used: set[int]) -> None:
+        """Fill `out` with the tokens from index `start` on; add the numbers of their shards to `used`."""
+        index = bisect_right(self._starts, start) - 1
+        start -= self._starts[index]
         while len(out):
-            file = self._shards[index]
+            file, verified = self._shards[index], self._verified[index]
             count = min(len(out), file.shard.tokens - start)
+            end = -(-(start + count) // self._block_tokens)
+            for number in range(start // self._block_tokens, end):
+                if not verified[number]:
+                    self._verify_block(file, number)
+                    verified[number] = True
             file.read(start, out[:count])
+            used.add(index)
             out = out[count:]
             index += 1
             start = 0
 
-    def _distrust_changed(self, used: Iterable[int]) -> bool:
-        """Mark the blocks of modified shards of `used` as unverified; return if there are any."""
-        changed = [index for index in used if self._shards[index].has_changed()]
-        for index in changed:
-            self._verified[self._first_block[index] : self._first_block[index + 1]] = False
-        return bool(changed)
-
-    def _find_shards(self, positions: Ints) -> Ints:
-        return np.searchsorted(self._starts, positions, side="right") - 1
-
-    def _find_blocks(self, positions: Ints) -> Ints:
-        index = self._find_shards(positions)
-        return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
-
-    def _verify_block(self, number: int) -> None:
-        index = int(np.searchsorted(self._first_block, number, side="right")) - 1
-        file = self._shards[index]
-        local = int(number - self._first_block[index])
-        ids = file.read_block(local)
-        token = local * self._block_tokens
-        where = f"{file.path}, byte offset {file.offset + local * BLOCK_BYTES:,} (token {token:,})"
+    def _verify_block(self, file: ShardFile, number: int) -> None:
+        ids = file.read_block(number)
+        token = number * self._block_tokens
+        where = f"{file.path}, byte offset {file.offset + number * BLOCK_BYTES:,} (token {token:,})"
         if file.shard.blocks:
             actual = hash_block(ids)
-            expected = file.shard.block_hash(local)
+            expected = file.shard.block_hash(number)
             if actual != expected:
-                what = f"shard is damaged: block {local} has hash {actual}, expected {expected}"
+                what = f"shard is damaged: block {number} has hash {actual}, expected {expected}"
                 raise DataError(what, where, RESTORE)
         if int(ids.max()) >= self.vocab_size:
             place = int(np.argmax(ids >= self.vocab_size))
-            offset = file.offset + local * BLOCK_BYTES + place * ids.itemsize
+            offset = file.offset + number * BLOCK_BYTES + place * ids.itemsize
             what = f"token id {int(ids[place])} is outside the vocabulary of {self.vocab_size:,}"
             where = f"{file.path}, byte offset {offset:,} (token {token + place:,})"
             raise DataError(what, where, "use the tokenizer that made these shards")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -100,21 +101,14 @@ class CachedOrder:
     """Caches the most recently computed chunk of another order."""
 
     def __init__(self, order: WindowOrder, chunk: int) -> None:
-        self._order = order
-        self._size = min(_CHUNK_WINDOWS, chunk)
-        self._chunk: tuple[int, Ints] = (-1, np.empty(0, np.int64))
+        size = self._size = min(_CHUNK_WINDOWS, chunk)
+        self._read = lru_cache(1)(lambda number: order.windows(number * size, size))
 
     def windows(self, first: int, size: int) -> Ints:
         assert first >= 0
-        parts = []
-        for number in range(first // self._size, (first + size - 1) // self._size + 1):
-            start = number * self._size
-            chunk = self._chunk  # read once: another thread can replace it
-            if chunk[0] != number:
-                chunk = (number, self._order.windows(start, self._size))
-                self._chunk = chunk
-            parts.append(chunk[1][max(0, first - start) : first + size - start])
-        return np.concatenate(parts)
+        numbers = range(first // self._size, (first + size - 1) // self._size + 1)
+        start = first - numbers[0] * self._size
+        return np.concatenate([self._read(number) for number in numbers])[start : start + size]
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
