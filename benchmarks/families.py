@@ -27,8 +27,8 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.convert.export import export
 from megatoken.convert.hf.load import load_hf, read_family
-from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.model.gpt import GPT
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.tokenizer import load_tokenizer
 
 # Published presets of each family; the first gives the small model its switches.

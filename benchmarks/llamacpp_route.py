@@ -19,7 +19,7 @@ from benchmarks.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, repor
 from megatoken.base.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.gguf import F32
-from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.text.load_pretrained import load_pretrained
 
 
 def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:

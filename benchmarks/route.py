@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.inference.choose import Sampling
 from megatoken.inference.conversation import Conversation
 from megatoken.inference.generate import generate_ids
 from megatoken.text.chat_template import Message, find_template, template_of
 from megatoken.text.exercises import list_exercises
+from megatoken.text.load_pretrained import LoadedModel
 
 TEXT = "ROMEO: why, they're 12 cafés\n\nAnd the   rest — is silence.\n"
 PROMPT, NEW = 4, 24

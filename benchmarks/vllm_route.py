@@ -15,7 +15,7 @@ import torch
 from benchmarks.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, report, take_ids
 from megatoken.base.console import Console
 from megatoken.convert.export import export
-from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.text.load_pretrained import load_pretrained
 
 
 def main() -> None:

@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatoken.posttrain.rewards import load_reward
+
 from experiments.rl_answers import GRPO, start
 from experiments.sft_answers import train_for
 from megatoken.base.system.metrics_log import read_metrics
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
 from megatoken.inference.choose import Sampling
-from megatoken.posttrain.rewards import load_reward
 from megatoken.text.chat_template import find_template
+from megatoken.text.load_pretrained import load_pretrained
 
 LIMIT_SECONDS = 120  # of each training
 RULE = "experiments.hacked_reward:pay_for_parts"

@@ -17,8 +17,8 @@ from experiments.sft_answers import score, train_for
 from megatoken.base.errors import ExitCode
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.cli.main import main
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.text.exercises import list_exercises
+from megatoken.text.load_pretrained import load_pretrained
 
 SFT = ["budget.epochs=0", "budget.steps=100000", "budget.batch_tokens=2048"]
 SFT += ["optim.lr=1.5e-3", "optim.schedule=constant", "optim.warmup=50steps"]

@@ -20,14 +20,14 @@ import torch
 from megatoken.base.errors import ExitCode
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.cli.main import main
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.inference.batch import BatchDecoder, Request
 from megatoken.inference.choose import Sampling
 from megatoken.model.gpt import GPT
+from megatoken.posttrain.new_tokens import VOCABULARY_TABLES, add_mean_rows
 from megatoken.text.chat_template import Message, add_control_tokens, find_template
 from megatoken.text.exercises import Exercise, list_exercises
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.tokenizer import Tokenizer
-from megatoken.train.initial_state import VOCABULARY_TABLES, add_mean_rows
 
 AT_ONCE = 50  # prompts
 

@@ -69,15 +69,10 @@ megatoken.distributed.local_launch megatoken.study.bench.arguments megatoken.stu
 megatoken.study.plots
 """
 KNOWN = """\
-cli/describe.py imports megatoken.convert.list_tensors
-cli/model.py imports megatoken.convert.load_pretrained
-cli/model.py imports megatoken.inference.generate
 cli/recipe.py imports megatoken.convert.recipes
 cli/sync.py imports megatoken.study.settings
 cli/train.py imports megatoken.inference.rewards
 study/report_page.py imports megatoken.cli.runs
-train/initial_state.py imports megatoken.convert.load_pretrained
-train/initial_state.py imports megatoken.text.tokenizer
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.

@@ -37,7 +37,6 @@ from megatoken.base.system.metrics_log import read_metrics
 from megatoken.base.system.sealed_json import parse_sealed
 from megatoken.base.system.sealed_json import seal as seal_json
 from megatoken.cli.main import main
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.recipes.composer import translate_composer
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
 from megatoken.data import vocabulary
@@ -52,6 +51,7 @@ from megatoken.store.manifest import (
     verify,
 )
 from megatoken.store.run_folder import find_changes
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
 from tests.convert.models import draw_model, save_run

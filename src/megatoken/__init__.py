@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatoken.base.errors import MegatokenError as MegatokenError
     from megatoken.base.system.metrics_log import read_metrics as read_metrics
     from megatoken.convert.export import export as export
-    from megatoken.convert.load_pretrained import load_pretrained as load_run  # noqa: F401
     from megatoken.data.dataloader import DataLoader as DataLoader
     from megatoken.data.dataset import load_dataset as load_dataset
     from megatoken.inference.evaluate import evaluate as evaluate
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from megatoken.model.kernels.attention import register_attention as register_attention
     from megatoken.optim.optimizer import build_optimizer as build_optimizer
     from megatoken.optim.optimizer import register_optimizer as register_optimizer
+    from megatoken.text.load_pretrained import load_pretrained as load_run  # noqa: F401
     from megatoken.text.prepare import prepare as prepare
     from megatoken.train.train import Trainer as Trainer
 
@@ -33,7 +33,7 @@ _MODULES = {
     "ModelConfig": "base.config.model_config",
     "Config": "base.config.schema",
     "export": "convert.export",
-    "load_run": "convert.load_pretrained",
+    "load_run": "text.load_pretrained",
     "DataLoader": "data.dataloader",
     "load_dataset": "data.dataset",
     "prepare": "text.prepare",

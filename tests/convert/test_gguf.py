@@ -18,9 +18,9 @@ from megatoken.convert.export import export
 from megatoken.convert.gguf import GELU_TOLERANCE
 from megatoken.convert.hf.export import TOLERANCE
 from megatoken.convert.hf.families import choose_family
-from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import add_control_tokens, find_template
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.tokenizer import Tokenizer
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model, llama_tokenizer, save_run
 from tests.tables import read_table

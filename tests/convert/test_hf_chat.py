@@ -13,11 +13,11 @@ import torch
 from megatoken.base.errors import CheckpointError
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate, generate_ids
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import Message, add_control_tokens, find_stop_ids, find_template
+from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from megatoken.text.tokenizer import Tokenizer
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 

@@ -21,12 +21,12 @@ from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from tests.convert.models import (
     BYTES,
     FAMILIES,
@@ -75,7 +75,7 @@ def test_an_export_is_the_same_model(
     assert_same_weights(again.model, model)
     for table in (again.model.tokens.weight, again.model.lm_head_weight):
         assert not table[BYTES:].any()
-    assert again.tokenizer.shares_ids(byte_tokenizer())
+    assert again.tokenizer.vocabulary.shares_ids(byte_tokenizer().vocabulary)
 
 
 def compare_gradients(model: GPT, theirs: Any) -> None:

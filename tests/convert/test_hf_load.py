@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatoken.base.errors import CheckpointError
 from megatoken.convert.hf.load import WEIGHTS, load_hf
-from megatoken.convert.load_pretrained import find_tokenizer
+from megatoken.convert.vocabulary import find_tokenizer
 from megatoken.model.gpt import GPT
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import torch
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.export import export
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
-from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.text.load_pretrained import load_pretrained
 from tests.convert.models import (
     BYTES,
     TINY_GPT,
@@ -66,7 +66,7 @@ def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path):
     assert torch.equal(loaded.model.norm.bias, load_pretrained(path).model.norm.bias)  # not rounded
     again = load_pretrained(tmp_path / "second" / "model.bin")
     assert again.model.config == TINY_GPT
-    assert again.tokenizer.shares_ids(byte_tokenizer())
+    assert again.tokenizer.vocabulary.shares_ids(byte_tokenizer().vocabulary)
 
 
 def test_tokenizer_file(tmp_path: Path):

@@ -13,8 +13,9 @@ import yaml
 from torch import Tensor
 
 from megatoken.base.errors import CheckpointError, DataError
-from megatoken.convert.load_pretrained import load_pretrained, read_model_config
+from megatoken.store.pretrained import read_architecture
 from megatoken.text.chat_template import Message, find_template
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.tokenizer import load_tokenizer
 from tests.tables import read_table
 from tests.tiny_model import draw
@@ -162,7 +163,7 @@ def test_logits_equal_the_architecture(tmp_path: Path, version: str):
             expected = forward(state, ids, version)
             torch.testing.assert_close(model.logits(ids[None])[0], expected, rtol=0, atol=2e-5)
             state = {name: tensor + 0.01 for name, tensor in state.items()}
-    assert read_model_config(folder) == older.config
+    assert read_architecture(folder) == older.config
     assert older.config.seq_len == 300
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from megatoken.base.errors import CheckpointError
 from megatoken.convert.export import export
 from megatoken.convert.hf.peft import CONFIG, WEIGHTS, write_peft
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.lora import LoRA, merge, without_adapters
+from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from tests.convert.models import BYTES, FAMILIES, byte_tokenizer, draw_model, relative
 
 peft = pytest.importorskip("peft")

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from megatoken.base.config.schema import flatten
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.hf.families import OTHERS
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
 from megatoken.model.gpt import GPT
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.state import build_step_config
 from tests.convert.models import (
     BYTES,
@@ -220,7 +220,7 @@ def test_gelu_and_head_are_those_of_the_version(
     torch.save({"model": content, "model_args": sizes, **others}, tmp_path / "ckpt.pt")
     lines: list[str] = []
     found = load_pretrained(tmp_path, lines.append)
-    assert found.tokenizer.shares_ids(byte_tokenizer())
+    assert found.tokenizer.vocabulary.shares_ids(byte_tokenizer().vocabulary)
     assert found.model.config.tie_embeddings == tied
     assert any("GELU" in line for line in lines)
     ids = torch.randint(BYTES, (24,))

@@ -14,7 +14,6 @@ from megatoken.base.errors import DataError
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.hf.peft import write_peft
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.text.byte_bpe import assemble, byte_vocabulary
 from megatoken.text.chat_template import (
@@ -24,6 +23,7 @@ from megatoken.text.chat_template import (
     find_template,
     template_of,
 )
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.convert.models import FAMILIES, draw_model, save_run
 

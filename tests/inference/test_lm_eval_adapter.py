@@ -22,8 +22,8 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from megatoken.base.console import Console  # noqa: E402
 from megatoken.base.errors import ConfigError, ExitCode  # noqa: E402
 from megatoken.convert.export import export  # noqa: E402
-from megatoken.convert.load_pretrained import LoadedModel  # noqa: E402
 from megatoken.inference.lm_eval_adapter import Adapter, run_harness  # noqa: E402
+from megatoken.text.load_pretrained import LoadedModel  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
 TASKS = {
@@ -92,7 +92,7 @@ def rolling_loss(loaded: LoadedModel, text: str) -> float:
 def test_results_equal_those_of_the_model(
     loaded: LoadedModel, tasks: Path, ask: Ask, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
-    target = "megatoken.convert.load_pretrained.load_pretrained"
+    target = "megatoken.text.load_pretrained.load_pretrained"
     monkeypatch.setattr(target, lambda name, warn: loaded)
     line = f"eval any --harness --include {tasks} --examples --device cpu --tasks"
     result = ask(f"{line} choice,generated,rolling")

@@ -13,9 +13,9 @@ from torch.multiprocessing.spawn import ProcessException
 from megatoken.base.errors import CheckpointError, ConfigError, ExitCode, MegatokenError
 from megatoken.cli.main import main
 from megatoken.convert.export import export
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import add_control_tokens
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.train import Summary
 from tests import tiny_run
 from tests.convert.models import llama_tokenizer, save_run

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, StorageError
 from megatoken.convert.consolidate import consolidate
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_slice import TensorSlice, chunk
 from megatoken.model.gpt import GPT
@@ -27,6 +26,7 @@ from megatoken.store.commit import prune
 from megatoken.store.load import describe_optimizer, load_checkpoint_model, restore_state
 from megatoken.store.manifest import CheckpointManifest, verify
 from megatoken.store.save import AsyncSave
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step
 from tests.convert.models import begin_save
@@ -83,7 +83,7 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
         return load_checkpoint_model(folder, manifest)
 
     save(first, tmp_path)
-    monkeypatch.setattr("megatoken.convert.load_pretrained.load_checkpoint_model", remove_first)
+    monkeypatch.setattr("megatoken.store.pretrained.load_checkpoint_model", remove_first)
     loaded = load_pretrained(tmp_path)
     assert read == ["step-00000000", "step-00000001"]
     assert loaded.source == f"{tmp_path} at step 1"

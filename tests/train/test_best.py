@@ -7,8 +7,8 @@ import pytest
 
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.store.commit import list_steps
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.objective import TextBatches
 from tests.tiny_run import fingerprint, read_column, read_events, train
 

@@ -10,9 +10,9 @@ import torch
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, StorageError
 from megatoken.cli.main import main
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.store.mirror import list_mirrored
 from megatoken.store.objects import ObjectStore
+from megatoken.text.load_pretrained import load_pretrained
 from tests.tiny_run import assert_equal_tensors, read_column, read_events, train
 
 SAVING = "save.keep_last=3 evaluate.every=0 model.dropout=0.1 save.mirror="

@@ -13,9 +13,9 @@ import torch
 
 from megatoken.base.console import format_step
 from megatoken.base.errors import ExitCode
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import find_template
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.train import Summary
 from tests import tiny_run
 from tests.convert.models import TINY_GPT, save_run

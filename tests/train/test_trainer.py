@@ -16,11 +16,11 @@ from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.convert.export import export
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.distributed import preemption
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.plan.tuning import compilation
+from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train import train as pretrain
 from megatoken.train.train import Summary, Trainer
 from tests.tiny_run import assert_equal_tensors, read_column, read_losses, stop_at, tiny_run

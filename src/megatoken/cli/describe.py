@@ -96,7 +96,7 @@ def describe_blocks(model: ModelConfig) -> str:
 
 def list_model_tensors(options: Namespace, console: Console) -> Data:
     """Print the tensors of a preset, recipe or model file."""
-    from megatoken.convert.list_tensors import list_parameters, list_tensors
+    from megatoken.cli.list_tensors import list_parameters, list_tensors
 
     name = options.recipe
     if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):

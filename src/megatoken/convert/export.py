@@ -25,9 +25,9 @@ from megatoken.convert.hf.export import (
 )
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
+from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from megatoken.text.tokenizer import Tokenizer
 
 

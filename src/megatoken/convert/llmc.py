@@ -5,7 +5,7 @@ layers before the next parameter follows. Source: write_model in llm.c's train_g
 gpt2_write_to_checkpoint in its train_gpt2.cu.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.errors import CheckpointError, ConfigError, Warn
 from megatoken.convert.fill_model import AGAIN, fill_model
+from megatoken.convert.vocabulary import with_vocabulary
 from megatoken.model.gpt import GPT
+from megatoken.store.pretrained import Pretrained
 from megatoken.text.tokenizer import Tokenizer
 
 MAGIC = 20240326
@@ -27,6 +29,16 @@ SIZES = ("seq_len", "vocab_size", "n_layer", "n_head", "d_model")  # then the pa
 MODULES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
 TOKENIZER_MAGIC = 20240328
 TOKENIZER_VERSION = 2
+
+
+def find(path: Path) -> Path | None:
+    """Return the file to read, or None if the path holds another format."""
+    return path if path.is_file() or path.suffix == ".bin" else None
+
+
+def load(path: Path, warn: Warn) -> Pretrained:
+    """Load the model with the tokenizer in its folder. Raises CheckpointError."""
+    return with_vocabulary(read_llmc(path), path.parent, str(path))
 
 
 def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
@@ -60,14 +72,14 @@ def read_llmc(path: Path) -> GPT:
     values = torch.from_file(str(path), size=n_values, dtype=dtype)  # memory-mapped
     offset = HEADER_BYTES // dtype.itemsize
     tensors = {}
-    for name, view in read_content(path)[0].items():
+    for name, view in read_content(path)[0]:
         tensors[name] = values[offset : offset + view.numel()].view(view.shape)
         rows = padded_rows if name == "tokens.weight" else len(view)
         offset += rows * view[0].numel()
     return fill_model(config, tensors, _view_params, str(path))
 
 
-def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+def read_content(path: Path) -> tuple[Iterable[tuple[str, Tensor]], ModelConfig]:
     """Return a checkpoint's parameters and its architecture.
 
     The parameters are on the meta device, in file order, by megatoken's names.
@@ -75,7 +87,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     config, dtype, _ = read_header(path)
     with torch.device("meta"):
         views = _view_params(dict(GPT(config).named_parameters()), config)
-    return {name: view.to(dtype) for name, view in views.items()}, config
+    return ((name, view.to(dtype)) for name, view in views.items()), config
 
 
 def write_llmc(path: Path, model: GPT, dtype: str) -> None:

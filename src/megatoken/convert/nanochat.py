@@ -8,7 +8,7 @@ The files do not name nanochat's version; it is inferred from the tensors. Model
 2026 have a softcap of 20 instead of 15, which cannot be inferred.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.base.errors import CheckpointError
+from megatoken.base.errors import CheckpointError, Warn
 from megatoken.base.system.atomic_write import read_object
 from megatoken.convert.fill_model import AGAIN, fill_model
 from megatoken.convert.hf.families import OTHERS, build_config
 from megatoken.convert.nanogpt import WRAPPERS, load_archive, select_weights
+from megatoken.convert.vocabulary import with_vocabulary
 from megatoken.model.gpt import GPT
+from megatoken.store.pretrained import Pretrained
+from megatoken.text.tokenizer import TIKTOKEN_NAME
 
 FILES = "model_[0-9]*.pt"
 FAMILY = OTHERS["nanochat"]
@@ -54,6 +57,20 @@ MARCH_9 = Version(100_000.0, 1.15, 3.0, (3, 128))
 MARCH_14 = Version(100_000.0, 1.2, 3.0, (4, 128))
 
 
+def find(path: Path) -> Path | None:
+    """Return the file to read, or None if the path holds another format."""
+    path = max(path.glob(FILES), default=path)
+    return path if path.match(FILES) else None
+
+
+def load(path: Path, warn: Warn) -> Pretrained:
+    """Load the model with the tokenizer beside it. Raises CheckpointError."""
+    folder = path.parent
+    if not (folder / TIKTOKEN_NAME).is_file():
+        folder /= "../../tokenizer"  # where nanochat writes it
+    return with_vocabulary(read_nanochat(path), folder, str(path))
+
+
 def find_version(tensors: Mapping[str, Tensor]) -> Version:
     """Return the version of nanochat that wrote these tensors."""
     if "smear_lambda" in tensors:
@@ -62,7 +79,7 @@ def find_version(tensors: Mapping[str, Tensor]) -> Version:
     return MARCH_9 if channels[:1] == [12] else FIRST
 
 
-def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+def read_content(path: Path) -> tuple[Iterable[tuple[str, Tensor]], ModelConfig]:
     """Return a checkpoint's tensors by name, memory-mapped, and its architecture.
 
     Raises CheckpointError.
@@ -93,7 +110,7 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
         parts, multiple = version.window
         window = -(-config.seq_len // (parts * multiple)) * multiple + 1  # with the query
         config = replace(config, window=window, window_pattern=pattern)
-    return tensors, config
+    return tensors.items(), config
 
 
 def read_nanochat(path: Path) -> GPT:
@@ -101,14 +118,15 @@ def read_nanochat(path: Path) -> GPT:
 
     Raises CheckpointError for a file that is damaged, would run code, or has unsupported parts.
     """
-    tensors, config = read_content(path)
+    content, config = read_content(path)
+    tensors = dict(content)
     version = find_version(tensors)
 
     def view(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         root = {name: params[ROOT[name]].detach() for name in ROOT.keys() & tensors}
         return FAMILY.view_params(params, config) | root
 
-    weights = select_weights(tensors, FAMILY, config.vocab_size)
+    weights = select_weights(tensors.items(), FAMILY, config.vocab_size)
     for name, tensor in weights.items():
         if name.startswith("value_embeds."):  # the gates here are at most 2
             weights[name] = tensor[: config.vocab_size].float() * (version.gate_scale / 2)

@@ -3,7 +3,7 @@
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,12 @@ from torch.serialization import safe_globals
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import GPT2_VOCABULARY
-from megatoken.base.errors import CheckpointError
+from megatoken.base.errors import CheckpointError, Warn
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import OTHERS, Family, build_config
+from megatoken.convert.vocabulary import with_vocabulary
 from megatoken.model.gpt import GPT
+from megatoken.store.pretrained import Pretrained
 
 CHECKPOINT = "ckpt.pt"
 SUFFIXES = (".pt", ".pth", ".ckpt")
@@ -38,6 +40,20 @@ ALLOWED = re.compile(
 )
 
 
+def find(path: Path) -> Path | None:
+    """Return the file to read, or None if the path holds another format."""
+    path = path / CHECKPOINT if (path / CHECKPOINT).is_file() else path  # nanoGPT's out_dir
+    return path if path.suffix in SUFFIXES else None
+
+
+def load(path: Path, warn: Warn) -> Pretrained:
+    """Load the model with the tokenizer in its folder. Raises CheckpointError."""
+    model = read_nanogpt(path)  # the file does not name the GELU
+    gelu = "erf, as since June 2023" if model.config.mlp == "gelu-erf" else "tanh"
+    warn(f"{path.name}: nanoGPT's GELU is taken as {gelu}")
+    return with_vocabulary(model, path.parent, str(path))
+
+
 def read_nanogpt(path: Path) -> GPT:
     """Load the model of a checkpoint on the CPU in fp32.
 
@@ -49,13 +65,13 @@ def read_nanogpt(path: Path) -> GPT:
 
 
 def select_weights(
-    state: Mapping[str, Tensor], family: Family, vocab_size: int
+    state: Iterable[tuple[str, Tensor]], family: Family, vocab_size: int
 ) -> dict[str, Tensor]:
     """Return a checkpoint's weights without the rows that pad the vocabulary.
 
     Removes what torch.compile and DistributedDataParallel prepend to their names.
     """
-    tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
+    tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state}
     return {
         name: tensor[:vocab_size] if name in (EMBEDDING, HEAD) and tensor.ndim else tensor
         for name, tensor in tensors.items()
@@ -63,7 +79,7 @@ def select_weights(
     }
 
 
-def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+def read_content(path: Path) -> tuple[Iterable[tuple[str, Tensor]], ModelConfig]:
     """Return a checkpoint's tensors by name, memory-mapped, and its architecture.
 
     Raises CheckpointError.
@@ -90,11 +106,11 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     has_mask = any(re.search(FAMILY.buffers, name) for name in state)
     mlp = "gelu" if is_build_nanogpt or is_old or has_mask else "gelu-erf"
     config = build_config(sizes, FAMILY.fields, str(path), {"mlp": mlp})
-    weights = select_weights(state, FAMILY, config.vocab_size)
+    weights = select_weights(state.items(), FAMILY, config.vocab_size)
     if is_old and HEAD in weights:
         is_tied = torch.equal(weights[HEAD], weights.get(EMBEDDING, weights[HEAD]))
         config = replace(config, tie_embeddings=is_tied)
-    return state, config
+    return state.items(), config
 
 
 def load_archive(path: Path) -> dict[str, Any]:

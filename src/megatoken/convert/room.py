@@ -1,9 +1,15 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("posttrain", "text")
+NEEDS = ("text",)
 ENTRIES = {
+    "weights": {
+        "nanochat": "megatoken.convert.nanochat",
+        "nanogpt": "megatoken.convert.nanogpt",
+        "llmc": "megatoken.convert.llmc",
+        "hf": "megatoken.convert.hf.pretrained",  # last, as it takes any name
+    },
     "command": {
         "export": "megatoken.convert.commands.export",
         "consolidate": "megatoken.convert.commands.consolidate",
-    }
+    },
 }

@@ -49,6 +49,15 @@ class Vocabulary:
     fingerprint: str
     files: Mapping[str, str]
 
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each token."""
+        return self._inner.get_vocab()
+
+    def shares_ids(self, other: "Vocabulary") -> bool:
+        """Return whether both have the same tokens with the same ids."""
+        return self.ids == other.ids
+
     def describe(self) -> dict[str, Any]:
         """Return the tokenizer's entry in the manifest, also saved in megatoken_tokenizer.json."""
         return {
@@ -91,7 +100,7 @@ class Vocabulary:
         if "ByteLevel" not in json.dumps(content["decoder"]):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, id in self._inner.get_vocab().items():
+        for token, id in self.ids.items():
             lengths[id] = len(token)
         for token in content["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())

@@ -28,7 +28,7 @@ from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
-from megatoken.text.tokenizer import Tokenizer, open_tokenizer
+from megatoken.text.tokenizer import Tokenizer
 from megatoken.train.val_loss import validation_loss
 
 Tasks = Mapping[str, Sequence[Example] | CoreTask]  # examples by task name
@@ -204,7 +204,7 @@ def open_shards(data: Path, tokenizer: Tokenizer) -> Dataset:
     # External shards record only the size of their tokenizer's vocabulary.
     is_same = origin["vocab_size"] == tokenizer.vocab_size
     if origin["fingerprint"] and (data / "tokenizer").is_dir():
-        is_same = open_tokenizer(dataset.vocabulary).shares_ids(tokenizer)
+        is_same = dataset.vocabulary.shares_ids(tokenizer.vocabulary)
     if not is_same:
         what = f"shards of tokenizer {origin['name']}, but the model's is {tokenizer.name}"
         raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")

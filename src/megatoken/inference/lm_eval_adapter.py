@@ -16,7 +16,6 @@ from typing import Any
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, DataError, import_extra
 from megatoken.base.system.device import Device
-from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Request, decode
 from megatoken.inference.choose import Sampling
@@ -24,6 +23,7 @@ from megatoken.inference.generate import TextStream
 from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import ChatTemplate, Message, find_stop_ids, template_of
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.tokenizer import Tokenizer
 
 try:

@@ -10,7 +10,6 @@ import numpy as np
 from megatoken.base.config.load import ResolvedConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
 from megatoken.data.shard_format import SPLITS
@@ -24,6 +23,7 @@ from megatoken.posttrain.losses import PolicyLoss, PreferenceLoss
 from megatoken.posttrain.preferences import PairBatches, read_pairs
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.posttrain.settings import ObjectiveConfig
+from megatoken.store.pretrained import load_weights
 from megatoken.text.chat_dataset import open_rows
 from megatoken.text.chat_template import find_template
 from megatoken.text.tokenizer import open_tokenizer
@@ -205,11 +205,11 @@ def score_by_model(view: RunView, name: str) -> Score:
 
     Raises ConfigError if the run has no value head or another tokenizer.
     """
-    loaded = load_pretrained(name, view.console.warn)
+    loaded = load_weights(name, view.console.warn)
     if not loaded.model.config.value_head:
         fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
         raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
-    if not loaded.tokenizer.shares_ids(open_tokenizer(view.dataset.vocabulary)):
+    if not loaded.vocabulary.shares_ids(view.dataset.vocabulary):
         what = f"{name} has a different tokenizer"
         raise ConfigError(what, "objective.reward", "train it from the same model")
     device = view.device.torch_device

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatoken.base.errors import CheckpointError
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.batches import full_model
+from megatoken.store.pretrained import load_weights
 from megatoken.train.objective import RunView
 
 REFERENCE = "reference"
@@ -48,7 +48,7 @@ def load_reference(view: RunView, make: Callable[[GPT], dict[str, Tensor]]) -> d
     model = full_model(state, view.device)
     if state.step:
         view.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
-        weights = load_pretrained(view.config.model.init).model.state_dict()
+        weights = load_weights(view.config.model.init).model.state_dict()
         weights_hash = hash_tensors(sorted(weights.items()))
         if facts.get("weights") != weights_hash:
             what = f"{TENSORS} is lost, and model.init is not the model that this run started from"

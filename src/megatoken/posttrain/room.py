@@ -1,6 +1,6 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("convert", "inference", "text")
+NEEDS = ("inference", "text")
 ENTRIES = {
     "objective": {
         "sft": "megatoken.posttrain.objectives:Sft",
@@ -16,6 +16,7 @@ ENTRIES = {
         name: f"posttrain/recipes/{name}.yaml"
         for name in ("sft", "dpo", "kto", "reward", "grpo", "ppo")
     },
+    "new_tokens": {"rows": "megatoken.posttrain.new_tokens:add_tokens"},
     "extension": {
         "lora_rank": "megatoken.posttrain.lora",
         "value_head": "megatoken.posttrain.value_head",

@@ -2,7 +2,10 @@
 
 NEEDS: tuple[str, ...] = ()
 ENTRIES = {
-    "address": {"dataset": "megatoken.store.datasets:fetch_dataset"},
+    "address": {
+        "dataset": "megatoken.store.datasets:fetch_dataset",
+        "model": "megatoken.store.mirror:fetch_model",
+    },
     "fetch": {"mirror": "megatoken.store.live_mirror:fetch_from_mirror"},
     "observer": {"mirror": "megatoken.store.live_mirror:open_mirror"},
 }

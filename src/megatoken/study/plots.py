@@ -181,9 +181,9 @@ def draw_weights(
     channels: columns of the embeddings to plot as curves. Those beyond the model's width are left
     out; if none remains, the first 3 are plotted. block: index of the block, at most the last.
     """
-    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.store.pretrained import load_weights
 
-    model = load_pretrained(run, warn=lambda text: None).model
+    model = load_weights(run, warn=lambda text: None).model
     state = model.state_dict()
     paths = []
     if "positions.weight" in state:

@@ -1,6 +1,6 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("convert", "inference", "plan", "text")
+NEEDS = ("inference", "plan", "text")
 ENTRIES = {
     "observer": {
         "plots": "megatoken.study.observers:open_plots",

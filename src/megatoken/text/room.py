@@ -1,6 +1,6 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("convert",)
+NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "shards": {"external": "megatoken.text.external_shards:list_external"},
     "tokenizer": {"load": "megatoken.text.tokenizer:load_tokenizer"},

@@ -194,17 +194,6 @@ class Tokenizer:
         lost = "" if decoded == text else "".join((Counter(text) - Counter(decoded)).elements())
         return {"text": size, "decoded": len(decoded.encode()), "lost": len(lost.encode())}
 
-    def shares_ids(self, other: "Tokenizer") -> bool:
-        """Return whether both tokenizers have the same tokens with the same ids."""
-        return bool(self._inner.get_vocab() == other._inner.get_vocab())
-
-    def extends(self, other: "Tokenizer") -> bool:
-        """Return whether this vocabulary is `other`'s plus tokens with higher ids."""
-        ours = self._inner.get_vocab()
-        theirs = other._inner.get_vocab()
-        added = ours.keys() - theirs.keys()
-        return theirs.items() <= ours.items() and all(ours[t] >= other.vocab_size for t in added)
-
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """The id of each special token, by its text. `encode` never returns these ids."""

@@ -14,17 +14,15 @@ from megatoken.base.config.load import ResolvedConfig
 from megatoken.base.config.model_config import ADDED, ModelConfig
 from megatoken.base.config.validate import validate
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.convert.load_pretrained import load_pretrained, read_model_config
+from megatoken.base.rooms import call_entries
 from megatoken.data.mixture import load_mixture
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.store.commit import list_steps
+from megatoken.store.pretrained import load_weights, read_architecture
 from megatoken.store.run_folder import CHECKPOINTS
-from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.objective import load_objective
 from megatoken.train.run import RunPlan
 from megatoken.train.state import TrainState, build_state
-
-VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # also attention.value_tokens.weight
 
 
 def build_train_state(
@@ -59,7 +57,7 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
 
     A config may still set model.seq_len, and the fields in ADDED, which are not copied. Once the
     run in `out` has a checkpoint, the architecture is read from there, because `model.init` may no
-    longer exist. Raises what `load_pretrained` raises.
+    longer exist. Raises what `load_weights` raises.
     """
     model = resolved.config.model
     own_fields = {
@@ -69,7 +67,7 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     }
     if not model.init or own_fields - {"seq_len", *ADDED}:
         return resolved
-    source = read_model_config(out if list_steps(out / CHECKPOINTS) else model.init)
+    source = read_architecture(out if list_steps(out / CHECKPOINTS) else model.init)
     sizes = {
         name: value
         for name, value in source.architecture().items()
@@ -116,20 +114,6 @@ def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: 
             raise ConfigError(what, "optimizer", "build it over model.parameters()")
 
 
-def add_mean_rows(values: Tensor, n_old: int, n_new: int, config: ModelConfig) -> Tensor:
-    """Extend a table (vocabulary, width) by rows [n_old, n_new), each the mean of the old rows.
-
-    The result has the padded vocabulary of `config`. A new token's logit is then the mean of the
-    old logits, and its probability at most 1/n_old (Hewitt 2021). A row of zeros would instead give
-    the new token nearly all the probability wherever the old logits are far below 0.
-    """
-    table = values.new_zeros(config.padded_vocab_size, values.shape[1])
-    n_copied = min(len(table), len(values))
-    table[:n_copied] = values[:n_copied]
-    table[n_old:n_new] = values[:n_old].double().mean(0).to(values.dtype)
-    return table
-
-
 def _list_differences(actual: ModelConfig, expected: ModelConfig) -> list[str]:
     """Return the settings, as `model.field=value`, in which `actual` differs from `expected`."""
     expected_fields = expected.architecture()
@@ -145,47 +129,24 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
 
     A shorter context keeps the first rows of learned position embeddings.
     """
-    console = plan.console
-    name = plan.config.model.init
-    model_config = plan.data.model_config
-    tokenizer = open_tokenizer(plan.data.vocabulary)
-    loaded = load_pretrained(name, console.warn)
-    source = loaded.model.config
-    has_same_ids = loaded.tokenizer.shares_ids(tokenizer)
-    adds_tokens = not has_same_ids and tokenizer.extends(loaded.tokenizer)
-    if not has_same_ids and not adds_tokens:
-        what = f"model.init uses tokenizer {loaded.tokenizer.name}, the dataset {tokenizer.name}"
+    name, model_config = plan.config.model.init, plan.data.model_config
+    loaded = load_weights(name, plan.console.warn)
+    has_same_ids = loaded.vocabulary.shares_ids(plan.data.vocabulary)
+    if not has_same_ids and not call_entries("new_tokens", loaded, plan):
+        theirs, ours = loaded.vocabulary.name, plan.data.vocabulary.name
+        what = f"model.init uses tokenizer {theirs}, the dataset {ours}"
         fix = f"prepare the dataset with the model's tokenizer: --tokenizer {name}"
         raise DataError(what, name, fix)
-    vocab_size = source.vocab_size
-    if adds_tokens:
-        vocab_size = max(vocab_size, tokenizer.vocab_size)
-    expected = replace(
-        source,
-        seq_len=model_config.seq_len,
-        vocab_size=vocab_size,
-        **{name: getattr(model_config, name) for name in ADDED},
+    source = loaded.model.config
+    added = {name: getattr(model_config, name) for name in ADDED}
+    differences = _list_differences(
+        replace(source, seq_len=model_config.seq_len, **added), model_config
     )
-    differences = _list_differences(expected, model_config)
     if model_config.pos_emb == "learned" and source.seq_len < model_config.seq_len:
         differences.append(f"model.seq_len={source.seq_len}")
     if differences:
         fix = f"set {' '.join(differences)}"
         raise ConfigError("model.init has a different architecture", name, fix)
-    n_old = loaded.tokenizer.vocab_size
     for weight, values in loaded.model.state_dict().items():
-        if adds_tokens and weight.endswith(VOCABULARY_TABLES):
-            values = add_mean_rows(values, n_old, tokenizer.vocab_size, model_config)
-            if model_config.lora_rank:  # frozen rows that were equal could not be told apart
-                generator = torch.Generator().manual_seed(plan.config.seed)
-                new = values[n_old : tokenizer.vocab_size]
-                noise = torch.randn(new.shape, generator=generator)
-                new += noise * values[:n_old].std(0)
         yield weight, values[: model_config.seq_len] if weight == "positions.weight" else values
-    if adds_tokens:
-        start = "random rows" if model_config.lora_rank else "the mean of the others"
-        console.print(f"{tokenizer.vocab_size - n_old} new tokens start as {start}")
-        if not plan.objective.is_dense:
-            fix = "run megatoken train sft first"
-            console.warn(f"{name} has no chat template, so it has not learned to answer: {fix}")
-    console.print(f"weights from {loaded.source}")
+    plan.console.print(f"weights from {loaded.source}")

@@ -18,7 +18,6 @@ from megatoken.convert.hf.export import DTYPES
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import open_tensors
 from megatoken.model.gpt import GPT
-from megatoken.posttrain.lora import LoRA
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -99,8 +98,8 @@ def write_peft(folder: Path, model: GPT, dtype: str) -> None:
     for hf_module, our_module in family.modules.items():
         name, _, part = our_module.partition("/")
         for layer in range(config.n_layer):
-            adapter = modules.get(f"{name.format(layer)}.lora")
-            if not isinstance(adapter, LoRA):
+            adapter: Any = modules.get(f"{name.format(layer)}.lora")  # posttrain/lora.py
+            if adapter is None:
                 continue
             pair: Any = adapter.a, adapter.up * len(adapter.outputs)
             if part:

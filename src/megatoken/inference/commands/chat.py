@@ -22,9 +22,9 @@ except ImportError:  # input() then has no history
 
 if TYPE_CHECKING:
     from megatoken.base.system.device import Device
-    from megatoken.convert.load_pretrained import LoadedModel
     from megatoken.inference.choose import Sampling
     from megatoken.inference.conversation import Answer, Conversation
+    from megatoken.text.load_pretrained import LoadedModel
 
 HELP = "talk to a chat model in the terminal, or ask it once"
 EXAMPLE = "megatoken chat runs/sft"
@@ -56,8 +56,8 @@ def run(options: Namespace, console: Console) -> Data:
 
 def chat(options: Namespace, console: Console) -> Data:
     """Talk until the user leaves, or answer one message."""
-    from megatoken.cli.model import open_model
     from megatoken.inference.choose import Sampling
+    from megatoken.inference.open_model import open_model
 
     sampling = Sampling(
         options.tokens, options.temperature, options.top_k, options.top_p, options.seed

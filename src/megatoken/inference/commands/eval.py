@@ -10,6 +10,7 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.pictures import Line, Panel, check_picture, draw, number
+from megatoken.base.system.address import is_address
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.ranks import launch_ranks
@@ -22,8 +23,8 @@ from megatoken.study.published import SCORES as PUBLISHED_SCORES
 
 if TYPE_CHECKING:
     from megatoken.base.system.device import Device
-    from megatoken.convert.load_pretrained import LoadedModel
     from megatoken.distributed.comm import Comm
+    from megatoken.text.load_pretrained import LoadedModel
 
 HELP = "score models on tasks, or compute their loss"
 EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
@@ -139,16 +140,17 @@ def evaluate_models(options: Namespace) -> Data | None:
     scores and `parameters` of each.
     """
     from megatoken.base.system.device import open_device
-    from megatoken.convert.hf.load import refuse_missing_path
-    from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.distributed.comm import join_process_group
+    from megatoken.store.pretrained import find_weights
+    from megatoken.text.load_pretrained import load_pretrained
 
-    for name in options.models:
-        refuse_missing_path(name)
-    if options.plot:
-        check_picture(options.plot)
     dist_env = read_dist_env()
     console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
+    for name in options.models:
+        if not is_address(name):
+            find_weights(name, console.warn)  # refuses a missing path
+    if options.plot:
+        check_picture(options.plot)
     evaluate_model = choose_evaluation(options, console)
     device = open_device(
         MachineConfig(device=options.device, precision=options.precision),

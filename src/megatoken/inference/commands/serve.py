@@ -32,10 +32,10 @@ def serve(options: Namespace, console: Console) -> Data:
     in use, or if other machines could connect without a key.
     """
     http = import_extra("megatoken.inference.http_server", "serve")
-    from megatoken.cli.model import open_model
     from megatoken.inference.app import MORE_CONNECTIONS, build_app
     from megatoken.inference.engine import Engine
     from megatoken.inference.kv_cache import token_bytes
+    from megatoken.inference.open_model import open_model
     from megatoken.inference.protocol import ServedModel
     from megatoken.text.chat_template import find_template
 

@@ -158,8 +158,8 @@ def draw_overlay(
 def compare_scores(model: dict[str, str], options: Namespace, console: Console) -> Result:
     """Score OpenAI's weights on HellaSwag, and compare with the published scores of the model."""
     from megatoken.base.system.device import open_device
-    from megatoken.convert.load_pretrained import load_pretrained
     from megatoken.inference.evaluate import evaluate
+    from megatoken.text.load_pretrained import load_pretrained
 
     loaded = load_pretrained(model["weights"], console.warn)
     gpt = loaded.model.to(open_device(MachineConfig()).torch_device)

@@ -111,7 +111,7 @@ def load_tokenizer_and_context(
     is_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
     is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     if (path.is_dir() and not is_tokenizer) or is_model:
-        from megatoken.convert.load_pretrained import load_pretrained
+        from megatoken.text.load_pretrained import load_pretrained
 
         loaded = load_pretrained(options.tokenizer, console.warn)
         seq_len = options.context or loaded.model.config.seq_len

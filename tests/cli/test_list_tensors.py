@@ -8,7 +8,7 @@ from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
-from megatoken.convert.load_pretrained import read_model_config
+from megatoken.store.pretrained import read_architecture
 from tests.conftest import Ask
 from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_run
 from tests.convert.test_recipes_nanogpt import save_nanogpt
@@ -50,7 +50,7 @@ def test_sizes_are_read_without_weights(tmp_path: Path):
     weights = save_run(tmp_path / "run", draw_model()) / "model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     for name in ("hf", "run"):
-        assert read_model_config(tmp_path / name) == TINY_GPT
+        assert read_architecture(tmp_path / name) == TINY_GPT
 
 
 def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask):

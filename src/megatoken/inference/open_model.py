@@ -5,8 +5,8 @@ from argparse import Namespace
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import Warn
 from megatoken.base.system.device import Device, open_device
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.inference.generate import prepare_decoding
+from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 
 
 def open_model(options: Namespace, warn: Warn, *, int8: bool = False) -> tuple[LoadedModel, Device]:

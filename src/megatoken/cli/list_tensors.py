@@ -8,10 +8,9 @@ from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import Warn
-from megatoken.convert.hf.load import find_folder, open_tensors
-from megatoken.convert.load_pretrained import READERS, find_format
 from megatoken.model.gpt import GPT
 from megatoken.store.commit import find_checkpoint
+from megatoken.store.pretrained import find_weights
 from megatoken.store.tensor_files import MODEL, TensorReader
 
 
@@ -26,21 +25,17 @@ class TensorInfo(NamedTuple):
 def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
     """Return a model's tensors in the order of its file.
 
-    name, warn: as in `load_pretrained`, which raises the same errors.
+    name, warn: as in `load_weights`, which raises the same errors.
     """
-    kind, path = find_format(name, warn)
-    if kind == "run":
+    path, reader = find_weights(name, warn)
+    if reader is None:
         folder, manifest = find_checkpoint(path, warn)
-        reader = TensorReader(folder, manifest, MODEL)
+        file = TensorReader(folder, manifest, MODEL)
         return [
-            TensorInfo(name, shape, str(reader.dtype(name)).removeprefix("torch."))
-            for name, shape in reader.shapes.items()
+            TensorInfo(name, shape, str(file.dtype(name)).removeprefix("torch."))
+            for name, shape in file.shapes.items()
         ]
-    if kind in READERS:
-        read_content, _ = READERS[kind]
-        return _describe(read_content(path)[0].items())
-    tensors = open_tensors(find_folder(name))
-    return _describe((tensor, file.get_tensor(tensor)) for tensor, file in tensors)  # memory-mapped
+    return _describe(reader.read_content(path)[0])
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
