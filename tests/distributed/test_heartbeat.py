@@ -14,8 +14,8 @@ import pytest
 
 from megatoken.base.errors import ExitCode
 from megatoken.base.system.environment import HEARTBEAT
-from megatoken.distributed import heartbeat
-from megatoken.distributed.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
+from megatoken.distributed.heartbeat import Heartbeat, stacks_file
+from megatoken.distributed.watchdog import Watchdog, waits_in_collective
 from tests.processes import HANG_SECONDS, find_processes, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -60,7 +60,7 @@ for step in range(9):
     (folder / f"step-{step}").touch()
 """
 LAUNCH = (
-    "import sys; from megatoken.launch import local; local.LOST_SECONDS = 0.2; "
+    "import sys; from megatoken.distributed import local_launch as local; local.LOST_SECONDS = 0.2; "
     "sys.exit(local.launch([sys.executable, *sys.argv[1:]], 2, 2))"
 )
 
@@ -233,7 +233,7 @@ def test_a_collective_that_others_do_not_join_is_named(
             assert number == signal.SIGQUIT
             self.file.write_text(self.stack)
 
-    monkeypatch.setattr(heartbeat, "DUMP_SECONDS", 0)
+    monkeypatch.setattr("megatoken.distributed.watchdog.DUMP_SECONDS", 0)
     watchdog = Watchdog(tmp_path, list(ranks), world_size)
     for file in watchdog.files.values():
         file.write_text("8.0 7 step")

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from megatoken import __main__
 from megatoken.base.errors import ExitCode
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.local_launch import STOP_SIGNALS, launch, reserve_port
+from megatoken.distributed.local_launch import launch, reserve_port
+from megatoken.distributed.signals import STOP_SIGNALS
 from tests.processes import HANG_SECONDS, wait_until
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from megatoken.distributed.local_launch import stop_at_once
+from megatoken.distributed.signals import stop_at_once
 with stop_at_once(*map(Path, sys.argv[1:])):
     print("ready", flush=True)
     time.sleep(1000)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatoken.base.errors import ExitCode
-from megatoken.distributed.local_launch import FORWARDED, not_ignored, stop_at_once
 from megatoken.distributed.preemption import PreemptionHandler
+from megatoken.distributed.signals import FORWARDED, not_ignored, stop_at_once
 from tests.processes import HANG_SECONDS
 
 LOOP = """

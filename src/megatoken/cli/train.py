@@ -23,7 +23,8 @@ from megatoken.cli.recipe import (
     render_with_notes,
 )
 from megatoken.distributed.env import read_dist_env
-from megatoken.distributed.local_launch import RESTARTS, stop_at_once, write_stop_marker
+from megatoken.distributed.local_launch import RESTARTS
+from megatoken.distributed.signals import stop_at_once, write_stop_marker
 from megatoken.inference.rewards import REWARDS
 from megatoken.store.run_folder import find_changes
 

@@ -17,7 +17,7 @@ from typing import Self
 from megatoken.base.console import format_duration
 from megatoken.base.errors import ExitCode
 from megatoken.base.system.environment import heartbeat_file
-from megatoken.distributed.local_launch import FORWARDED, RepeatedSignal, handle_signals, name_cause
+from megatoken.distributed.signals import FORWARDED, RepeatedSignal, handle_signals, name_cause
 
 _RECENT_STEPS = 16  # few enough to forget compilation soon
 _MARGIN = 1.5

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megatoken.distributed.env import prepare_torchrun
-from megatoken.distributed.local_launch import FORWARDED, not_ignored, stop_at_once
+from megatoken.distributed.signals import FORWARDED, not_ignored, stop_at_once
 
 SAVE_SECONDS = 300  # after a signal, until processes that still run are killed
 

@@ -19,7 +19,7 @@ from megatoken.base.errors import MegatokenError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.system.environment import python_command
 from megatoken.base.system.process import NULL, Child, at_parent_death
-from megatoken.distributed.local_launch import FORWARDED
+from megatoken.distributed.signals import FORWARDED
 from megatoken.store.commit import list_steps
 from megatoken.store.mirror import check_owner, fetch_run, update_mirror
 from megatoken.store.objects import ObjectStore

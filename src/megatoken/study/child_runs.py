@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.process import Child
-from megatoken.distributed.local_launch import COMMAND, handle_signals
+from megatoken.distributed.local_launch import COMMAND
+from megatoken.distributed.signals import handle_signals
 
 POLL_SECONDS = 0.5
 

@@ -7,7 +7,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, import_extra
 from megatoken.cli import Data
 from megatoken.cli.arguments import add_options
-from megatoken.distributed.local_launch import handle_signals
+from megatoken.distributed.signals import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
 EXAMPLE = "megatoken serve runs/mine --port 8000"
