@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatoken.base.console import format_step
 from megatoken.base.errors import ExitCode
 from megatoken.model.gpt import GPT
+from megatoken.posttrain.objectives import Policy
 from megatoken.text.chat_template import find_template
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.train import Summary
@@ -143,7 +143,7 @@ def test_rollouts_are_logged(folder: Path, name: str):
     rows, held_out = (read_rows(folder / "whole" / name, kind) for kind in ("train", "val"))
     assert abs(rows[0]["kl"]) < 1e-6 < rows[-1]["kl"]  # the model is its reference
     assert 0 < rows[0]["stopped"] < 1
-    assert "| reward 0." in format_step(rows[0], 6, 0, 0.0).split("| loss")[0]
+    assert Policy().show(rows[0])[0].startswith("reward 0.")
     assert [row["step"] for row in held_out] == [0, 2, 4, 6]
     assert all(row["loss"] == -row["reward"] and row["prompts"] > 0 for row in held_out)
 

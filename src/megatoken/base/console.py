@@ -24,12 +24,6 @@ ACCENT = "color(31)"
 MUTED = "color(243)"
 WARNING = "color(130)"
 SEPARATOR = " | "
-SHOWN_FIRST = {  # keys of a train row that come before the loss, and their names
-    "reward": "reward",
-    "groups_without_difference": "no difference",
-    "accuracy": "in order",
-    "stopped": "stopped",
-}
 FILE_WIDTH = 80  # of rules in a file
 
 
@@ -67,12 +61,13 @@ def format_count(number: int, noun: str, plural: str = "") -> str:
 
 
 def format_step(
-    row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float
+    row: Mapping[str, Any],
+    shown: Sequence[str],
+    total_steps: int,
+    memory_bytes: int,
+    remaining_seconds: float,
 ) -> str:
-    """Format a train row of metrics.jsonl as a line, with the most important values first.
-
-    GRPO's loss is left out if the rewards within every group are equal, because it is then 0.
-    """
+    """Format a train row of metrics.jsonl as a line. shown: texts of the most important values."""
     step = row["step"]
     total = f"{total_steps:,}"
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
@@ -80,11 +75,7 @@ def format_step(
         f"{100 * step // total_steps:3d}%",
         f"left {format_duration(remaining_seconds)}",
         f"step {step:>{len(total)},}/{total}",
-    ]
-    parts += [f"{name} {row[key]:.3f}" for key, name in SHOWN_FIRST.items() if key in row]
-    if row.get("groups_without_difference") != 1:
-        parts.append(f"loss {row['loss']:.4f}")
-    parts += [
+        *shown,
         f"{row['tokens_per_second']:,.0f} tokens/s",
         f"lr {row['lr']:.2e}",
         f"norm {row['grad_norm']:.3f}",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.suggest import suggest
 from megatoken.base.system.address import path_or_address, run_folder
 from megatoken.base.system.atomic_write import local_path
@@ -106,7 +107,8 @@ def add_options(
     The file has a table per argument, named as the argument is, with the keyword arguments of
     `add_argument`; `group` is the title of a group in the help. "$NAME" as a value stands for
     `names[NAME]` or a type of TYPES, and {NAME} in the help for the text of `names[NAME]`. A table
-    named "*SECTION" adds a section of arguments.toml, with the table as its `names`.
+    named "*SECTION" adds a section of arguments.toml, with the table as its `names`, and "*option"
+    what rooms add: options of objectives.
     """
     names = TYPES | names
     table = read_table(module_file)
@@ -118,6 +120,10 @@ def add_options(
 
     groups: dict[str, Any] = {"": parser}
     for words, given in (table[section] if section else table).items():
+        if words == "*option":
+            for name in list_entries("option"):
+                parser.add_argument(f"--{name}", metavar="NAME", help=load_entry("option", name))
+            continue
         if words.startswith("*"):
             add_options(parser, section=words[1:], **given)
             continue

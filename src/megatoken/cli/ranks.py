@@ -22,8 +22,7 @@ def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = 
     if restarts < 0 or nproc < 1:
         raise ConfigError("not a positive number", "--nproc, --restarts", "give 1 or more")
     if nproc > 1 and dist_env.local_world_size == 1:
-        is_sized = config is not None and not config.model.init
-        if config is not None and is_sized and config.objective.name == "pretrain":
+        if config is not None and not config.model.init:
             world = DistEnv(world_size=dist_env.world_size * nproc, local_world_size=nproc)
             fit_batch(config, world, "--nproc")
         return launch([*COMMAND, *options.words], nproc, restarts, dist_env)

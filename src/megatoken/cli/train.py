@@ -10,6 +10,7 @@ from megatoken.base.config.load import format_value
 from megatoken.base.config.schema import FIELDS, resume_class
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode
+from megatoken.base.rooms import list_entries
 from megatoken.base.system.environment import heartbeat_file
 from megatoken.base.system.process import at_parent_death
 from megatoken.cli import Result
@@ -25,7 +26,6 @@ from megatoken.cli.recipe import (
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.local_launch import RESTARTS
 from megatoken.distributed.signals import stop_at_once, write_stop_marker
-from megatoken.inference.rewards import REWARDS
 from megatoken.store.run_folder import find_changes
 
 HELP = "train a recipe, or resume a run"
@@ -34,21 +34,19 @@ EXAMPLE = "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.l
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    rewards = ", ".join(REWARDS)
-    add_options(
-        parser, __file__, length=_length, restarts=RESTARTS, rewards=rewards, hidden=SUPPRESS
-    )
+    add_options(parser, __file__, length=_length, restarts=RESTARTS, hidden=SUPPRESS)
     parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
 
 
 def run(options: Namespace, console: Console) -> Result:
     order = "one-batch" if options.overfit_batch else None
+    given = {name: getattr(options, name) for name in list_entries("option")}
     apply_options(
         options,
         {
             "--init": ("model.init", options.init),
             "--overfit-batch": ("data.order", order),
-            "--reward": ("objective.reward", options.reward),
+            **{f"--{name}": (f"objective.{name}", value) for name, value in given.items()},
         },
     )
     with stop_at_once(options.ending):
@@ -81,7 +79,7 @@ def run(options: Namespace, console: Console) -> Result:
             console=console,
             explain=options.explain,
             allow_changes=options.allow_changes,
-            reward=options.reward,
+            **given,
         ).fit()
         data = asdict(summary) if dist_env.is_main_process else None
         return Result(convert_stop(summary.code, options.ending), data)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatoken.base.console import SHOWN_FIRST
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
@@ -12,6 +11,13 @@ from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer
 from megatoken.train.objective import Poll, RunView
 from megatoken.train.state import TrainState, gather_model
+
+SHOWN = {  # values that are printed before the loss of a step, and their names
+    "reward": "reward",
+    "groups_without_difference": "no difference",
+    "accuracy": "in order",
+    "stopped": "stopped",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +66,7 @@ class RowBatches:
         """Return `measure` and its text."""
         row = self.measure(poll)
         values = [
-            f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}"
-            for name, value in row.items()
+            f"{SHOWN.get(name, name).replace('_', ' ')} {value:.4g}" for name, value in row.items()
         ]
         return row, f"held out: {', '.join(values)}"
 

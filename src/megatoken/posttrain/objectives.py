@@ -1,9 +1,10 @@
 """The objectives that this room adds: fine-tuning on conversations, preferences and sampled answers."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Completion
 from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.posttrain.answer_scores import take_last
-from megatoken.posttrain.batches import open_scorer
+from megatoken.posttrain.batches import SHOWN, open_scorer
 from megatoken.posttrain.chat_batches import ChatBatches, ChatLoader
 from megatoken.posttrain.losses import PolicyLoss, PreferenceLoss
 from megatoken.posttrain.preferences import PairBatches, read_pairs
@@ -81,6 +82,11 @@ class RowObjective(ChatObjective):
             raise ConfigError(what, "data.path", "prepare the rows together")
         n_rows = len(dataset.train) // (config.model.seq_len + 1) // self.rows
         return None, n_rows * self.sequences_per_row(config) * config.model.seq_len
+
+    def show(self, row: Mapping[str, Any]) -> list[str]:
+        """Leave out the loss if no rewards differ within a group, because it is then 0."""
+        texts = [f"{name} {row[key]:.3f}" for key, name in SHOWN.items() if key in row]
+        return texts if row.get("groups_without_difference") == 1 else [*texts, *super().show(row)]
 
 
 class Dpo(RowObjective):

@@ -10,6 +10,7 @@ ENTRIES = {
         "grpo": "megatoken.posttrain.objectives:Policy",
         "ppo": "megatoken.posttrain.objectives:Policy",
     },
+    "option": {"reward": "megatoken.posttrain.settings:REWARD"},
     "section": {"objective": "megatoken.posttrain.settings:ObjectiveConfig"},
     "check": {"objective": "megatoken.posttrain.check:check_objective"},
     "recipe": {

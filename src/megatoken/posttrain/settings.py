@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatoken.inference.rewards import REWARDS
+
+REWARD = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"  # --reward
 SAMPLING = ("grpo", "ppo")  # objectives that train on answers sampled from the model
 
 

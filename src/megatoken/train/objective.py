@@ -114,6 +114,10 @@ class Objective:
     def open_batches(self, view: RunView) -> BatchSource:
         return TextBatches(view)
 
+    def show(self, row: Mapping[str, Any]) -> list[str]:
+        """Return texts of the values of a step that matter most."""
+        return [f"loss {row['loss']:.4f}"]
+
     def next_command(self, config: Config, out: Path) -> str:
         """Return the words after `megatoken` that use the finished run."""
         run = shlex.quote(str(out))

@@ -125,7 +125,8 @@ class StepLog:
         )
         if is_last or run.console.is_step_due:
             memory = run.device.peak_memory_bytes()
-            line = format_step({"step": step.step, **row}, total_steps, memory, left)
+            shown = run.objective.show(row)
+            line = format_step({"step": step.step, **row}, shown, total_steps, memory, left)
             run.console.step(line, share=step.step / total_steps, last=is_last)
 
 
