@@ -15,6 +15,7 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.machine import free_memory_bytes
 from megatoken.base.system.timing import Timing, time_calls
@@ -23,7 +24,7 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.flops import count_parameters, describe_mfu, flops_per_token
 from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row, show_rows
+from megatoken.study.bench.report import Row
 from megatoken.study.bench.workload import (
     SPEED,
     Workload,

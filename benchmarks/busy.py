@@ -27,11 +27,11 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config, MachineConfig, OptimConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import PeerError
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import open_device
 from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.timing import Timing
 from megatoken.study.bench import workload
-from megatoken.study.bench.report import show_rows
 from megatoken.study.bench.runner import Worker, count_steps
 from megatoken.study.bench.training import Training, build_training
 from megatoken.study.bench.worker import WorkerSpec

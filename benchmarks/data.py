@@ -15,6 +15,7 @@ import tokenizers
 from megatoken.base.config.presets import GPT2_VOCABULARY
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, NumericsError
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.timing import time_interleaved
 from megatoken.data.dataloader import DataLoader
@@ -27,7 +28,6 @@ from megatoken.data.shard_format import (
     make_header,
     write_manifest,
 )
-from megatoken.study.bench.report import show_rows
 from megatoken.text.gpt2_vocab import find_local_merges
 from megatoken.text.prepare import MAX_SHARD_TOKENS, prepare
 from megatoken.text.sources import find_source

@@ -17,9 +17,10 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import FIELDS, MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row, show_rows
+from megatoken.study.bench.report import Row
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import SPEED, describe_peak, format_peak
 

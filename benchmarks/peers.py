@@ -15,9 +15,9 @@ from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
 from benchmarks.rounds import ProbedWorker, measure_workers
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device
 from megatoken.base.system.timing import Timing
-from megatoken.study.bench.report import show_rows
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import SPEED, describe_seconds
 

@@ -18,10 +18,10 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
 from megatoken.model.gpt import GPT, Linear
 from megatoken.model.kernels.cross_entropy import torch_matmul
-from megatoken.study.bench.report import show_rows
 
 TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
 CHUNKS = {"cpu": (512,), "mps": (4096,), "cuda": (4096, 16384)}

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.records import choose_headline, describe_hardware, list_leaves, read_records
 from benchmarks.scoreboard import show_scoreboard
 from megatoken.base.console import Console
-from megatoken.study.bench.report import format_cell, show_rows
+from megatoken.base.markdown_table import format_cell, show_rows
 
 FEWEST_REPEATS = 3  # fewer have no quartiles
 

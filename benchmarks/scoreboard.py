@@ -16,9 +16,10 @@ from benchmarks.records import MOST_HEADLINES, describe_hardware, list_leaves, r
 from benchmarks.sweep import AXES
 from megatoken.base.console import Console
 from megatoken.base.errors import DataError
+from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.study.bench.ladder import list_published
-from megatoken.study.bench.report import format_cell, save_picture, show_rows
+from megatoken.study.bench.report import save_picture
 
 NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in a figure's last key
 SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")

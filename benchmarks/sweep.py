@@ -21,13 +21,14 @@ from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
+from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.timing import time_calls
 from megatoken.model.kernels.attention import BUILT_IN, CUDA_ONLY, find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.plan.tuning.peak import cache_peak, product_calls, with_peak
-from megatoken.study.bench.report import format_cell, save_picture, show_rows
+from megatoken.study.bench.report import save_picture
 from megatoken.study.bench.workload import (
     build_workload,
     describe_peak,

@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatoken.base.published import MODELS, RUNS
 from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import build_parser
-from megatoken.study.published import MODELS, RUNS
 
 ROOT = Path(__file__).parents[1]
 STEP = "model optim distributed train"

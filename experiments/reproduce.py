@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatoken.study.published import RUNS
+from megatoken.base.published import RUNS
 
 
 def replay(name: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, object]:

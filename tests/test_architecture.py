@@ -71,7 +71,6 @@ megatoken.study.plots
 KNOWN = """\
 cli/recipe.py imports megatoken.convert.recipes
 cli/sync.py imports megatoken.study.settings
-study/report_page.py imports megatoken.cli.runs
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.

@@ -9,7 +9,7 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.distributed.local_launch import COMMAND
-from megatoken.study import child_runs
+from megatoken.study import experiment
 from megatoken.text.prepare import prepare
 from tests.ranks import start_process
 
@@ -67,10 +67,10 @@ def run_command(words: Sequence[str], log: Path) -> None:
 
 def run_forked(words: Sequence[str], log: Path) -> None:
     """Run `megatoken WORDS`, whose runs are forks."""
-    child_runs.Child = ForkedChild
+    experiment.Child = ForkedChild
     run_command(words, log)
 
 
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_runs, "Child", ForkedChild)
+    monkeypatch.setattr(experiment, "Child", ForkedChild)

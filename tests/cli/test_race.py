@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatoken.base.errors import ExitCode
-from megatoken.cli.runs import read_config
 from megatoken.distributed.local_launch import COMMAND
+from megatoken.store.run_state import read_config
 from megatoken.study import race_report
 from megatoken.study.commands import race
 from megatoken.study.commands.race import CALIBRATION_STEPS

@@ -17,8 +17,8 @@ import pytest
 
 from megatoken.base.config.load import render, resolve
 from megatoken.base.console import Console
+from megatoken.base.published import LADDER, SCORES
 from megatoken.study.commands.report import run as run_report
-from megatoken.study.published import LADDER, SCORES
 from megatoken.study.report_page import MAX_POINTS, build_page, read_curves
 from tests.cli.browser import Browser
 from tests.conftest import Call

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatoken.base.errors import ExitCode
+from megatoken.base.published import LADDER, MODELS, RUNS, SCORES, SOURCES
 from megatoken.base.system.gpus import GPUS
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.dataset import load_dataset
 from megatoken.study.commands import reproduce
-from megatoken.study.published import LADDER, MODELS, RUNS, SCORES, SOURCES
 from megatoken.text.tokenizer import load_tokenizer
 from tests.conftest import Call
 from tests.convert.models import draw_model

@@ -11,15 +11,8 @@ from megatoken.base.config.load import load_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.arguments import parse
-from megatoken.study import child_runs
-from megatoken.study.commands.sweep import (
-    Sweep,
-    TrialLosses,
-    draw_losses,
-    format_values,
-    parse_space,
-    report,
-)
+from megatoken.study import experiment
+from megatoken.study.commands.sweep import Sweep, draw_losses, format_values, parse_space, report
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask, Call
 from tests.processes import wait_until
@@ -104,10 +97,12 @@ def draw_trials(
     """
     search = open_sweep(words, out, trials)
     values: list[tuple[str, ...]] = []
-    while trial := search.ask():
-        if trial.number in kill_in:
+    while run := search.ask():
+        if run.trial.number in kill_in:
             search = open_sweep(words, out, trials)
-            trial = search.ask()
+            run = search.ask()
+            assert run
+        trial = run.trial
         assert trial.number == len(values)
         values.append(tuple(format_values(trial.params).values()))
         search.study.tell(trial, float(len(values)))
@@ -130,7 +125,9 @@ def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(t
     search = open_sweep(CHOICES, tmp_path, 3)
     for loss in (0.7, 0.0, None):
         state = optuna.trial.TrialState.PRUNED if loss is None else None
-        search.study.tell(search.ask(), loss, state)
+        run = search.ask()
+        assert run
+        search.study.tell(run.trial, loss, state)
     assert [row["loss"] for row in report(search, Console())["trials"]] == [0.0, 0.7, None]
     picture = draw_losses(search.study, search.space, tmp_path / "sweep.svg").read_text()
     assert re.findall(r"<!-- (\de-\d) -->", picture) == ["4e-3", "1e-3", "2e-3"]
@@ -145,7 +142,8 @@ def test_a_restarted_search_draws_the_same_values(tmp_path: Path):
 
 def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
     """A search does not depend on when logs are read: all losses are there at the first look."""
-    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
+    search = open_sweep(["optim.lr=1e-3..2e-3"], tmp_path, 3)
+    search.study.pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
     for logged, counted in (
         ([3.0, 2.0, 1.0], [3.0, 2.0, 1.0]),
         ([3.5, 1.5, 0.5], [3.5]),
@@ -155,13 +153,13 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
             {"kind": "val", "step": step, "tokens": step, "loss": loss}
             for step, loss in enumerate(logged, 1)
         ]
-        write_jsonl(tmp_path / "metrics.jsonl", rows)
-        (tmp_path / "status.json").write_text('{"total_steps": 3}')
-        trial = study.ask()
-        losses = TrialLosses(trial, tmp_path)
-        assert losses.update() == (counted != logged)
-        assert losses.losses == counted
-        study.tell(trial, counted[-1])
+        run = search.ask()
+        assert run
+        write_jsonl(run.folder / "metrics.jsonl", rows)
+        (run.folder / "status.json").write_text('{"total_steps": 3}')
+        assert run.is_hopeless() == (counted != logged)
+        assert run.losses == counted
+        search.study.tell(run.trial, counted[-1])
 
 
 @pytest.mark.long
@@ -183,7 +181,7 @@ def test_a_sweep_that_is_killed_resumes_its_run(
         assert process.exitcode == code
         wait_until(lambda: "stopped" in (trial / "status.json").read_text())
         step = newest_step(trial)
-    monkeypatch.setattr(child_runs, "Child", ForkedChild)
+    monkeypatch.setattr(experiment, "Child", ForkedChild)
     (row,) = ask(line)["trials"]
     assert (row["trial"], row["state"]) == ("trial-000", "complete")
     assert f"step {step}" in (tmp_path / "out/trial-000.log").read_text()

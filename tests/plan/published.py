@@ -2,7 +2,7 @@
 prints the table of docs/numbers.md.
 
 A few rows set constants of plan/speed.py (`sets` names them); the others only test. Journey,
-Notebook and Lecture are megatoken.study.published.LADDER. Other sources: llm.c: its discussions 481 and
+Notebook and Lecture are megatoken.base.published.LADDER. Other sources: llm.c: its discussions 481 and
 677, its scripts, and modded-nanogpt's copy of its log; Composer: MosaicML's posts on GPT-3 of 2022;
 foundry: llm-foundry's table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs
 of modded-nanogpt; torchtitan: its benchmark of December 2024; megatoken:
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from megatoken.base.config.load import resolve_preset
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
+from megatoken.base.published import LADDER
 from megatoken.base.system.gpus import GPUS
 from megatoken.plan.speed import Layout, estimate_step
-from megatoken.study.published import LADDER
-from megatoken.study.switches import plan_rungs
+from megatoken.plan.switches import plan_rungs
 from tests.tables import read_table
 
 # Layers, heads and width.

@@ -7,6 +7,7 @@ import pytest
 
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, PeerError
+from megatoken.base.markdown_table import format_cell
 from megatoken.cli.main import main
 from megatoken.study.bench import ladder
 from megatoken.study.bench.ladder import (
@@ -18,7 +19,7 @@ from megatoken.study.bench.ladder import (
     list_scalings,
     measure_rungs,
 )
-from megatoken.study.bench.report import Row, format_cell
+from megatoken.study.bench.report import Row
 from megatoken.study.bench.runner import Worker
 from megatoken.study.bench.worker import WorkerSpec
 from tests.conftest import Ask

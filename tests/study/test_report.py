@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.scoreboard import list_speeds
-from megatoken.study.bench.report import format_cell, write_record
+from megatoken.base.markdown_table import format_cell
+from megatoken.study.bench.report import write_record
 from megatoken.study.report_page import build_page
 
 

@@ -8,9 +8,9 @@ import pytest
 from megatoken.base.config.load import resolve_run
 from megatoken.base.errors import ExitCode
 from megatoken.cli.main import main
-from megatoken.cli.runs import read_config
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.store.commit import list_steps
+from megatoken.store.run_state import read_config
 from megatoken.train.train import Trainer
 from tests import tiny_run
 from tests.tiny_run import TINY, newest_step, read_column, read_events

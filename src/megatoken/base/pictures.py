@@ -26,92 +26,73 @@ OUTSIDE = {  # a legend at the right of its panel, with colored texts instead of
 }
 
 
-class Line:
-    """Points of a panel, joined by a line, or dots if `fmt` is a marker such as "o"."""
-
-    def __init__(
-        self,
-        x: Any,
-        y: Any,
-        label: str = "",
-        *,
-        band: Any = None,
-        notes: Sequence[str] = (),
-        place: str = "below",
-        **style: Any,
-    ) -> None:
-        """Describe a line.
-
-        x, y: values; NaN leaves a gap. label: its entry in the legend. band: the lowest and the
-        highest y, drawn pale. notes: a text for each point. place: of the notes, a key of PLACES.
-        style: arguments of matplotlib's `Axes.errorbar`.
-        """
-        self._points = x, y
-        self._band = band
-        self._notes = notes
-        self._place = PLACES[place]
-        self._style = {"label": label} | style
-
-    def draw(self, axis: Any) -> None:
-        """Draw the line on a matplotlib axis."""
-        line, *_ = axis.errorbar(*self._points, **self._style)
-        if self._band is not None:
-            x, _ = self._points
-            axis.fill_between(x, *self._band, color=line.get_color(), alpha=0.15, lw=0)
-        for note, *point in zip(self._notes, *self._points, strict=False):
-            axis.annotate(note, point, textcoords="offset points", fontsize=8, **self._place)
+Draw = Callable[[Any], None]  # a function that draws on a matplotlib axis
 
 
-class Panel:
-    """A rectangle with axes, in which lines or an image are drawn."""
+def line(
+    x: Any,
+    y: Any,
+    label: str = "",
+    *,
+    band: Any = None,
+    notes: Sequence[str] = (),
+    place: str = "below",
+    **style: Any,
+) -> Draw:
+    """Return a line through points, or dots if `fmt` is a marker such as "o".
 
-    def __init__(
-        self,
-        *lines: Line,
-        names: Sequence[str] = (),
-        image: Any = None,
-        outside: str | None = None,
-        formats: tuple[str | Callable[..., str], ...] = (),
-        log2: bool = False,
-        **axes: Any,
-    ) -> None:
-        """Describe a panel.
+    x, y: values; NaN leaves a gap. label: its entry in the legend. band: the lowest and the
+    highest y, drawn pale. notes: a text for each point. place: of the notes, a key of PLACES.
+    style: arguments of matplotlib's `Axes.errorbar`.
+    """
 
-        names: of the rows at y = 0, 1, ..., from the top. image: a matrix of weights. outside:
-        title of a legend at the right; None puts it inside. formats: of the ticks on the x axis and
-        the y axis. log2: whether x is logarithmic with base 2. axes: arguments of `Axes.set`.
-        """
-        self._lines = lines
-        self._names = names
-        self._image = image
-        self._outside = outside
-        self._formats = formats
-        self._log2 = log2
-        self._axes = axes
+    def draw_line(axis: Any) -> None:
+        drawn, *_ = axis.errorbar(x, y, label=label, **style)
+        if band is not None:
+            axis.fill_between(x, *band, color=drawn.get_color(), alpha=0.15, lw=0)
+        for note, *point in zip(notes, x, y, strict=False):
+            axis.annotate(note, point, textcoords="offset points", fontsize=8, **PLACES[place])
 
-    def draw(self, axis: Any) -> None:
-        """Draw the panel on a matplotlib axis."""
-        for line in self._lines:
-            line.draw(axis)
-        if self._image is None:
+    return draw_line
+
+
+def panel(
+    *lines: Draw,
+    names: Sequence[str] = (),
+    image: Any = None,
+    outside: str | None = None,
+    formats: Sequence[str | Callable[..., str]] = (),
+    **axes: Any,
+) -> Draw:
+    """Return a rectangle with axes, in which lines or an image are drawn.
+
+    names: of the rows at y = 0, 1, ..., from the top. image: a matrix of weights. outside: title
+    of a legend at the right; None puts it inside. formats: of the ticks on the x axis and the y
+    axis. axes: arguments of matplotlib's `Axes.set`.
+    """
+
+    def draw_panel(axis: Any) -> None:
+        if image is None:
             axis.grid(alpha=0.25)
         else:
-            image = axis.imshow(self._image, aspect="auto", cmap="gray")
-            axis.figure.colorbar(image, label="weight")
-        if self._names:
-            axis.set_yticks(range(len(self._names)), self._names)
-            axis.set_ylim(len(self._names) - 0.5, -0.5)
-        axis.set(**self._axes)
-        if self._log2:
-            axis.set_xscale("log", base=2)
-        for each, form in zip((axis.xaxis, axis.yaxis), self._formats, strict=False):
-            each.set_major_formatter(form)
+            shown = axis.imshow(image, aspect="auto", cmap="gray")
+            axis.figure.colorbar(shown, label="weight")
+        for each in lines:
+            each(axis)
+        if names:
+            axis.set_yticks(range(len(names)), names)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set(**axes)
+        for side, form in zip((axis.xaxis, axis.yaxis), formats, strict=False):
+            side.set_major_formatter(form)
         if axis.get_legend_handles_labels()[1]:
-            axis.legend(**({} if self._outside is None else {"title": self._outside} | OUTSIDE))
+            axis.legend(**({} if outside is None else {"title": outside} | OUTSIDE))
+
+    return draw_panel
 
 
 def draw(
-    rows: Sequence[Sequence[Panel]],
+    rows: Sequence[Sequence[Draw]],
     target: Path,
     *,
     width: float = 5.5,
@@ -129,17 +110,16 @@ def draw(
     """
     pyplot = load_pyplot()
     columns = max(map(len, rows))
-    places = [
-        [f"{row} {column}" if column < len(panels) else "." for column in range(columns)]
-        if len(panels) > 1
-        else [f"{row} 0"] * columns
-        for row, panels in enumerate(rows)
-    ]
+    panels: list[Draw] = []
+    places = []
+    for row in rows:
+        numbers = [*range(len(panels), len(panels) + len(row)), *[-1] * (columns - len(row))]
+        places.append(numbers if len(row) > 1 else numbers[:1] * columns)
+        panels += row
     figure = pyplot.figure(figsize=(width * columns, sum(heights)), layout="constrained")
-    axes = figure.subplot_mosaic(places, height_ratios=heights)
-    for row, panels in enumerate(rows):
-        for column, panel in enumerate(panels):
-            panel.draw(axes[f"{row} {column}"])
+    axes = figure.subplot_mosaic(places, height_ratios=heights, empty_sentinel=-1)
+    for number, each in enumerate(panels):
+        each(axes[number])
     if key:
         handles = [pyplot.Line2D([], [], label=name, **line_style(i)) for i, name in enumerate(key)]
         figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)

@@ -34,7 +34,7 @@ from megatoken.base.system.metrics_log import (
     read_new_rows,
 )
 from megatoken.cli import Data
-from megatoken.cli.runs import find_state, read_config
+from megatoken.store.run_state import find_state, read_config
 from megatoken.study.settings import SINKS, split_sinks
 
 HELP = "send the metrics of a run to tensorboard, wandb or trackio"

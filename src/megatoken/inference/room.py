@@ -1,6 +1,6 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("study", "text")
+NEEDS = ("text",)
 ENTRIES = {
     "action": {
         "tasks": "megatoken.inference.actions:open_tasks",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.base.pictures import Line, Panel, draw
+from megatoken.base.pictures import draw, line, panel
 from megatoken.plan.estimate import Plan
 
 
@@ -26,10 +26,16 @@ def draw_plan(
     counts = np.array([plan.layout.gpus for plan in scaled])
     rates = np.array([plan.tokens_per_second for plan in scaled])
     low, high = scaled[0].spread
-    axes: dict[str, Any] = {"xlabel": "GPUs", "yscale": "log", "log2": True, "formats": ("{x:g}",)}
-    speed = Panel(
-        Line(counts, counts * rates[0] / counts[0], "linear", fmt="--", color="gray"),
-        Line(
+    axes: dict[str, Any] = {
+        "xlabel": "GPUs",
+        "xscale": "log",
+        "yscale": "log",
+        "xticks": counts,
+        "formats": ("{x:g}",),
+    }
+    speed = panel(
+        line(counts, counts * rates[0] / counts[0], "linear", fmt="--", color="gray"),
+        line(
             counts,
             rates,
             "predicted",
@@ -45,9 +51,9 @@ def draw_plan(
     for model, plans in families.items():
         fitting = [plan for plan in plans if plan.fits]
         gpus = [plan.layout.gpus for plan in fitting]
-        lines.append(Line(gpus, [plan.hours for plan in fitting], model, fmt="o-", markersize=3))
+        lines.append(line(gpus, [plan.hours for plan in fitting], model, fmt="o-", markersize=3))
     title = f"hours to train on {length}"
-    hours = Panel(*lines, ylabel="hours", title=title, outside="", **axes)
+    hours = panel(*lines, ylabel="hours", title=title, outside="", **axes)
     return draw([[speed, hours]], target, width=6.5, heights=(4.8,))
 
 
@@ -57,13 +63,13 @@ def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) ->
     published = [rung["published"] or math.nan for rung in rungs]
     notes = [f"{rate:,.0f}" for rate in rates]
     rows = range(len(rungs))
-    panel = Panel(
-        Line(published, rows, "published", fmt="o", color="C1", alpha=0.5, markersize=10),
-        Line(rates, rows, "predicted", fmt="o", color="C0", notes=notes, place="right"),
+    shown = panel(
+        line(published, rows, "published", fmt="o", color="C1", alpha=0.5, markersize=10),
+        line(rates, rows, "predicted", fmt="o", color="C0", notes=notes, place="right"),
         names=[rung["name"] for rung in rungs],
         title=title,
         xlabel="tokens/s",
         xscale="log",
         xlim=(rates[0] / 2, 4 * max(rates)),
     )
-    return draw([[panel]], target, width=9, heights=(1.5 + 0.4 * len(rungs),))
+    return draw([[shown]], target, width=9, heights=(1.5 + 0.4 * len(rungs),))

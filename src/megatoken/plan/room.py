@@ -1,6 +1,6 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS = ("study",)
+NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "peak": {"measured": "megatoken.plan.tuning.peak:with_peak"},
     "tuner": {"measured": "megatoken.plan.tuning.prepare:tune"},

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.base.errors import DataError, Warn
-from megatoken.base.pictures import Line, Panel, draw, format_tick, line_style, number
+from megatoken.base.pictures import Draw, draw, format_tick, line, line_style, number, panel
 from megatoken.base.system.metrics_log import Row, of_kind, read_metrics
 from megatoken.inference.tasks import SCORES
 
@@ -83,7 +83,7 @@ def draw_curves(
     panels = []
     for key in keys:
         title, ticks, form = PANELS[key]
-        lines: list[Line] = []
+        lines: list[Draw] = []
         for log, style in zip(logs, styles, strict=True):
             lines += (
                 _list_losses(log, style)
@@ -91,12 +91,12 @@ def draw_curves(
                 else [_line(log, "train", key, form, lw=1, **style)]
             )
         zero: dict[str, Any] = {} if key == "loss" else {"ylim": (0, None)}
-        panels.append(Panel(*lines, title=title, formats=(format_tick, ticks), **zero, **axes))
+        panels.append(panel(*lines, title=title, formats=(format_tick, ticks), **zero, **axes))
     for task in sorted({row["task"] for row in of_kind(rows, "eval")}):
         lines = []
         for log, style in zip(logs, styles, strict=True):
             lines += _list_scores([row for row in log if row.get("task") == task], style)
-        panels.append(Panel(*lines, title=task, formats=(format_tick, "{x:.0%}"), **axes))
+        panels.append(panel(*lines, title=task, formats=(format_tick, "{x:.0%}"), **axes))
     small = [panels[start : start + 3] for start in range(1, len(panels), 3)]
     heights = [4.5, *[2.6] * len(small)]
     return draw([panels[:1], *small], target, width=3.7, heights=heights, key=[*map(str, runs)])
@@ -117,18 +117,18 @@ def _set_x(rows: Sequence[Row], x: str) -> str:
     return label
 
 
-def _list_losses(rows: Sequence[Row], style: dict[str, Any]) -> list[Line]:
+def _list_losses(rows: Sequence[Row], style: dict[str, Any]) -> list[Draw]:
     """Return the training loss, raw and smoothed, and the validations as dots."""
     x, y = _read_points(rows, "train", "loss")
     dots = {"marker": "o", "mec": "white", "color": style["color"], "ls": ""}
     return [
         _line(rows, "train", "loss", "{:.4f} train", lw=0.6, alpha=0.3, **style),
-        Line(x, _smooth(y) if len(y) else y, lw=1.6, **style),
+        line(x, _smooth(y) if len(y) else y, lw=1.6, **style),
         _line(rows, "val", "loss", "{:.4f} val", **dots),
     ]
 
 
-def _list_scores(rows: Sequence[Row], style: dict[str, Any]) -> list[Line]:
+def _list_scores(rows: Sequence[Row], style: dict[str, Any]) -> list[Draw]:
     """Return the scores of one run on a task, with standard errors and a marker per score."""
     lines = []
     for score, marker in zip(SCORES, "osv", strict=True):
@@ -148,7 +148,7 @@ def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, 
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 
-def _line(rows: Sequence[Row], kind: str, key: str, form: str, **style: Any) -> Line:
+def _line(rows: Sequence[Row], kind: str, key: str, form: str, **style: Any) -> Draw:
     """Return the curve of `key`, with its last value as its label; a single point is a cross.
 
     form: format of the value.
@@ -156,7 +156,7 @@ def _line(rows: Sequence[Row], kind: str, key: str, form: str, **style: Any) -> 
     x, y = _read_points(rows, kind, key)
     values = y[np.isfinite(y)]
     style.setdefault("marker", "+" if len(values) == 1 else "")
-    return Line(x, y, form.format(values[-1]) if len(values) else "", **style)
+    return line(x, y, form.format(values[-1]) if len(values) else "", **style)
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
@@ -191,11 +191,11 @@ def draw_weights(
         shown = [n for n in channels if n < positions.shape[1]] or range(3)
         places = range(len(positions))
         image, columns = (
-            Panel(
+            panel(
                 image=positions, title="position embeddings", xlabel="channel", ylabel="position"
             ),
-            Panel(
-                *(Line(places, positions[:, n], f"channel {n}") for n in shown),
+            panel(
+                *(line(places, positions[:, n], f"channel {n}") for n in shown),
                 outside="",
                 title="columns of the embeddings",
                 xlabel="position",
@@ -205,7 +205,7 @@ def draw_weights(
         paths.append(draw([[image, columns]], folder / "positions.png"))
     name = f"blocks.{min(block, model.config.n_layer - 1)}.attention.qkv"
     weight = state[f"{name}.weight"].numpy()
-    matrix = Panel(
+    matrix = panel(
         image=weight[:SHOWN, :SHOWN],
         title=f"corner of {name}" if max(weight.shape) > SHOWN else name,
         xlabel="input channel",

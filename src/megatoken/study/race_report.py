@@ -13,14 +13,15 @@ import numpy as np
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, Warn
-from megatoken.base.pictures import Line, Panel, draw, format_tick, line_style
+from megatoken.base.markdown_table import format_cell
+from megatoken.base.pictures import draw, format_tick, line, line_style, panel
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.device import open_device
 from megatoken.base.system.metrics_log import STATUS, Row, of_kind, read_metrics
 from megatoken.base.system.timing import Timing
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.store.run_folder import CHECKPOINTS
-from megatoken.study.bench.report import format_cell, save_picture, write_record
+from megatoken.study.bench.report import save_picture, write_record
 from megatoken.study.bench.workload import describe_seconds
 from megatoken.study.paired_test import compute_p_value
 from megatoken.study.plots import choose_time_unit
@@ -252,14 +253,14 @@ def draw_race(
         ("seconds", divisor, longest, f"training time ({unit})"),
     ):
         lines = [
-            Line(getattr(curve, key) / scale, curve.losses, lw=1.2, alpha=0.7, **line_style(index))
+            line(getattr(curve, key) / scale, curve.losses, lw=1.2, alpha=0.7, **line_style(index))
             for index, curve in all_curves
         ]
         lines += [
-            Line([0, right / scale], [target] * 2, color="k", ls="--", lw=0.8)
+            line([0, right / scale], [target] * 2, color="k", ls="--", lw=0.8)
             for target in set(targets)
         ]
-        panels.append(Panel(*lines, xlabel=label, formats=(format_tick,), ylabel=ylabel, **axes))
+        panels.append(panel(*lines, xlabel=label, formats=(format_tick,), ylabel=ylabel, **axes))
     names = [
         " ".join([Path(recipe).stem, *settings]) for recipe, *settings in map(str.split, curves)
     ]

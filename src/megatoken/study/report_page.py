@@ -21,19 +21,20 @@ from megatoken import __version__
 from megatoken.base.console import format_duration, format_quantity
 from megatoken.base.errors import ConfigError, Warn
 from megatoken.base.pictures import number
+from megatoken.base.published import LADDER, shorten_source
+from megatoken.base.published import SCORES as PUBLISHED
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import Gpu, find_driver
 from megatoken.base.system.machine import read_load
 from megatoken.base.system.metrics_log import METRICS, Row, of_kind, read_metrics
-from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_run
 from megatoken.inference.tasks import SCORES
-from megatoken.study.published import LADDER, shorten_source
-from megatoken.study.published import SCORES as PUBLISHED
+from megatoken.store.run_state import average_rate, list_differences, read_run
 
 MAX_POINTS = 1500
 MAX_SAMPLES = 12  # per run, evenly spread
 MAX_EVENTS = 200
+PRETRAIN = "pretrain"  # the objective that is not shown
 MAX_SHOWN = 8  # runs on a live page at first, which have different colors
 AXES = ("step", "tokens", "elapsed_seconds")
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")

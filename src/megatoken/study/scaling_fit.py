@@ -11,7 +11,7 @@ import numpy as np
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.base.pictures import Line, Panel, check_picture, draw
+from megatoken.base.pictures import check_picture, draw, line, panel
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.metrics_log import STATUS, find_last_rows
 from megatoken.model.flops import count_matmul_parameters
@@ -249,15 +249,15 @@ def draw_law(
         color = f"C{index % 10}"
         x = [run.flops for run in same]
         label = f"N {format_quantity(size)}"
-        lines.append(Line(x, [run.loss for run in same], label, fmt="o", color=color))
+        lines.append(line(x, [run.loss for run in same], label, fmt="o", color=color))
         if law.terms == ("N", "D"):
             tokens = np.geomspace(same[0].tokens / 2, same[-1].tokens * 10, CURVE_POINTS)
-            lines.append(Line(6 * size * tokens, law.loss(size, tokens), lw=1, color=color))
+            lines.append(line(6 * size * tokens, law.loss(size, tokens), lw=1, color=color))
     budgets = np.geomspace(runs[0].flops, flops, CURVE_POINTS)
     lowest, *others = [each.loss(*spend(each, budgets, runs[-1])) for each in (law, *laws)]
     band = np.nanquantile(others, INTERVAL, axis=0)
     label = "lowest loss by the law (80% of resamples)"
-    lines.append(Line(budgets, lowest, label, band=band, fmt="k--", lw=1))
+    lines.append(line(budgets, lowest, label, band=band, fmt="k--", lw=1))
     ylabel = "validation loss (nats per token)"
-    panel = Panel(*lines, xscale="log", xlabel="training FLOPs (6 N D)", ylabel=ylabel)
-    return draw([[panel]], path, width=8, heights=(5,))
+    shown = panel(*lines, xscale="log", xlabel="training FLOPs (6 N D)", ylabel=ylabel)
+    return draw([[shown]], path, width=8, heights=(5,))

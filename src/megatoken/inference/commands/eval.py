@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
-from megatoken.base.pictures import Line, Panel, check_picture, draw, number
+from megatoken.base.pictures import check_picture, draw, line, number, panel
+from megatoken.base.published import SCORES as PUBLISHED_SCORES
 from megatoken.base.system.address import is_address
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.ranks import launch_ranks
-from megatoken.cli.runs import find_own_data
 from megatoken.distributed.env import read_dist_env
 from megatoken.inference.rewards import REWARDS, load_reward
 from megatoken.inference.tasks import CORE, SCORES, TASKS, find_tasks
 from megatoken.model.flops import count_parameters
-from megatoken.study.published import SCORES as PUBLISHED_SCORES
+from megatoken.store.run_state import find_own_data
 
 if TYPE_CHECKING:
     from megatoken.base.system.device import Device
@@ -254,11 +254,11 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
             errors = [row.get("stderr", {}).get(score) or 0 for row in rows]
             places = range(len(rows))
             label = score if tasks else ""
-            lines.append(Line(values, places, label, xerr=errors, fmt=marker, mfc="none"))
+            lines.append(line(values, places, label, xerr=errors, fmt=marker, mfc="none"))
         if title == HELLASWAG:
             ends = [-0.5, len(rows) - 0.5]
-            lines.append(Line([0.25, 0.25], ends, "chance", color="gray", ls="--"))
+            lines.append(line([0.25, 0.25], ends, "chance", color="gray", ls="--"))
         title = "loss (nats per token)" if title == "loss" else title.replace("_", " ")
         percent: dict[str, Any] = {"formats": ("{x:.0%}",)} if tasks else {}
-        panels.append(Panel(*lines, names=names, title=title, outside="", **percent))
+        panels.append(panel(*lines, names=names, title=title, outside="", **percent))
     return draw([panels], target, width=9, heights=(1.5 + 0.45 * len(models),))

@@ -34,7 +34,7 @@ from megatoken.plan.estimate import (
     plan_run,
     scale_gpus,
 )
-from megatoken.study.switches import list_rungs, plan_rungs
+from megatoken.plan.switches import list_rungs, plan_rungs
 
 HELP = "plan a run on given GPUs: does it fit, how fast, how long, how much"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
@@ -131,8 +131,8 @@ def list_gpus(console: Console) -> Result:
 
 def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Result:
     """Predict and print the software ladder on one kind of GPU."""
+    from megatoken.base.markdown_table import show_rows
     from megatoken.plan.plot import draw_ladder
-    from megatoken.study.bench.report import show_rows
 
     _, gpu = parse_gpus(options.gpus)
     rungs = plan_rungs(config, model, gpu, list_rungs(gpu))

@@ -26,32 +26,25 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
-from megatoken.base.pictures import Line, Panel, draw, format_tick
+from megatoken.base.markdown_table import format_cell, format_rows
+from megatoken.base.pictures import draw, format_tick, line, panel
+from megatoken.base.published import LADDER, SOURCES
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.machine import cpu_count, find_compiler
+from megatoken.base.system.table import read_table
 from megatoken.model.native.selection import NO_LIBRARY, find_library
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row, format_cell, format_rows, save_picture
+from megatoken.study.bench.report import Row, save_picture
 from megatoken.study.bench.runner import Worker, count_steps, run_rounds
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import count_seqs, describe_peak, format_peak
-from megatoken.study.published import LADDER, SOURCES
 
 BATCH_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # per process, in the last rungs
 LONGEST_SECONDS = 400.0  # for all rounds; slow steps get fewer repeats, at least 3
 SLOWER = 0.98  # a rung below this fraction of the last kept speedup is left out of later rungs
-PLAIN: dict[str, Any] = {
-    "precision": "fp32",
-    "tf32": False,
-    "compile": "off",
-    "master_weights": "off",
-    "gemm_backend": "torch",
-    "attention": "explicit",
-    "adamw": "loop",
-    "fused": "off",
-    "loss_chunk": 0,
-}
+TABLE = read_table(__file__)
+PLAIN: dict[str, Any] = TABLE["plain"]
 COLUMNS = {
     "name": "rung",
     "batch_tokens": "tokens",
@@ -76,7 +69,7 @@ KINDS = {  # names and colors of rungs by `kept`
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rung:
     """One switch of the ladder.
 
@@ -150,16 +143,6 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     save_picture(picture, options.out / f"{options.name}.png", console)
 
 
-NATIVE = {
-    "gemm_backend": "native",
-    "attention": "native",
-    "fused": "on",
-    "adamw": "native",
-    "compile": "off",
-}
-TUNED = dict.fromkeys(("gemm_backend", "attention", "master_weights", "fused", "adamw"), "auto")
-
-
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Return all rungs in order, with `missing` set for those that cannot run here.
 
@@ -167,58 +150,45 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
     of 2, 4, 8, ... processes, up to the number of GPUs or cores.
     """
     on_cpu = device.type == "cpu"
-    low_precision = device.precision != "fp32"
+    is_low = device.precision != "fp32"
     only_cpu = "" if on_cpu else "for CPUs"
     no_compiler = on_cpu and not find_compiler()
     no_library = f"not compiled ({NO_LIBRARY})" if on_cpu and not find_library() else ""
-    return [
-        Rung(name="plain: fp32, explicit attention, loop AdamW"),
-        Rung(
-            name="TF32 products",
-            machine={"tf32": True},
-            missing="" if device.is_ampere else "for NVIDIA GPUs since Ampere",
-        ),
-        Rung(
-            name=f"{device.precision if low_precision else 'bf16'} products",
-            machine={"precision": device.precision},
-            missing="" if low_precision else f"{device.name} is fastest in fp32",
-        ),
-        Rung(name="flash attention", machine={"attention": "flash"}),
-        Rung(
-            name="compile",
-            machine={"compile": "on"},
-            missing="no C++ compiler found (install g++)" if no_compiler else "",
-        ),
-        Rung(name="fused AdamW", machine={"adamw": "fused"}),
-        Rung(name="padded vocabulary", fields={"model_config": model_config}),
-        Rung(
-            name="fused loss in chunks",
-            machine={"loss_chunk": "auto", "fused": "off" if on_cpu else "auto"},
-        ),
-        Rung(
-            name="kept memory, resting threads", fields={"prepare_process": True}, missing=only_cpu
-        ),
-        Rung(
-            name="native kernels",
-            machine=NATIVE | {"master_weights": "on" if low_precision else "off"},
-            missing=only_cpu or no_library,
-        ),
-        Rung(name="kernels tuned here", machine=TUNED | ({"compile": "off"} if on_cpu else {})),
-        Rung(
-            name=f"{batch_seqs * model_config.seq_len:,} tokens per step",
-            fields={"batch_seqs": batch_seqs, "micro_batch": 0},
-            missing="the batch is one sequence (--batch-tokens)" if batch_seqs == 1 else "",
-            note=f"{batch_seqs} times the batch, so another loss",
-        ),
-        *(
+    missing = {
+        "ampere": "" if device.is_ampere else "for NVIDIA GPUs since Ampere",
+        "low_precision": "" if is_low else f"{device.name} is fastest in fp32",
+        "compiler": "no C++ compiler found (install g++)" if no_compiler else "",
+        "cpu": only_cpu,
+        "library": only_cpu or no_library,
+    }
+    values = {
+        "PRECISION": device.precision if is_low else "fp32",
+        "MASTERS": "on" if is_low else "off",
+        "FUSED": "off" if on_cpu else "auto",
+        "PADDED": model_config,
+    }
+    rungs = []
+    for row in TABLE["rungs"]:
+        machine, fields = (
+            {key: values.get(value, value) for key, value in row.get(name, {}).items()}
+            for name in ("machine", "fields")
+        )
+        if on_cpu and "cpu_compile" in row:
+            machine["compile"] = row["cpu_compile"]
+        name = row["name"].replace("PRECISION", device.precision if is_low else "bf16")
+        rungs.append(Rung(name, machine, fields, missing.get(row.get("needs"), "")))
+    for nproc in list_counts(device):
+        seqs = nproc * batch_seqs
+        tokens = f"{batch_seqs * model_config.seq_len:,} tokens per step"
+        rungs.append(
             Rung(
-                name=f"data parallel on {nproc}",
-                fields={"nproc": nproc, "batch_seqs": nproc * batch_seqs, "micro_batch": 0},
-                note=f"{nproc * batch_seqs} times the batch, so another loss",
+                tokens if nproc == 1 else f"data parallel on {nproc}",
+                fields={"nproc": nproc, "batch_seqs": seqs, "micro_batch": 0},
+                missing="the batch is one sequence (--batch-tokens)" if seqs == 1 else "",
+                note=f"{seqs} times the batch, so another loss",
             )
-            for nproc in list_counts(device)[1:]
-        ),
-    ]
+        )
+    return rungs
 
 
 def list_scalings(device: Device, batch_seqs: int) -> list[Rung]:
@@ -371,7 +341,7 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
             x, y = [row[key] for _, row in places], [place for place, _ in places]
             label_of_dots = kind if is_rate and places else ""
             lines.append(
-                Line(x, y, label_of_dots, fmt="o", color=color, notes=notes, place="right")
+                line(x, y, label_of_dots, fmt="o", color=color, notes=notes, place="right")
             )
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
         scale = "log" if sources and is_rate else "linear"
@@ -381,7 +351,7 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
             "xmargin": 0.4,
             "formats": (tick,),
         }
-        panels.append(Panel(*lines, names=names if is_rate else [""] * len(names), **axes))
+        panels.append(panel(*lines, names=names if is_rate else [""] * len(names), **axes))
     note = "\n".join(dict.fromkeys(sources))
     heights = [3 + 0.3 * len(rungs)]
     return draw([panels], path, heights=heights, title=title, note=note)
@@ -390,15 +360,15 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
 def draw_scaling(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Plot the speedup by number of processes next to linear scaling."""
     counts = [row["nproc"] for row in rows]
-    lines = [Line([0, max(counts)], [0, max(counts)], "linear", ls="--", color="gray")]
+    lines = [line([0, max(counts)], [0, max(counts)], "linear", ls="--", color="gray")]
     for scaling, place in SCALINGS.items():
         points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
         notes = [
             f"{row['tokens_per_second']:,.0f}\n{format_cell('mfu', row['mfu'])}" for row in points
         ]
         x, y = [row["nproc"] for row in points], [row["speedup"] for row in points]
-        lines.append(Line(x, y, scaling, fmt="o-", notes=notes, place=place))
+        lines.append(line(x, y, scaling, fmt="o-", notes=notes, place=place))
     ends: dict[str, Any] = {"xlim": (0, None), "ylim": (0, None), "xmargin": 0.15, "ymargin": 0.15}
     ylabel = "speedup (at each point: tokens/s and MFU)"
-    panel = Panel(*lines, title=title, xlabel="processes", ylabel=ylabel, xticks=counts, **ends)
-    return draw([[panel]], path)
+    shown = panel(*lines, title=title, xlabel="processes", ylabel=ylabel, xticks=counts, **ends)
+    return draw([[shown]], path)

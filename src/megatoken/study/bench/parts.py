@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatoken.base.config.load import resolve_preset
 from megatoken.base.console import Console
+from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import Device
 from megatoken.base.system.table import read_table
@@ -28,7 +29,7 @@ from megatoken.base.system.timing import Timing, time_once
 from megatoken.model.flops import count_matmul_parameters, describe_mfu, flops_per_token
 from megatoken.model.native.library import Library
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row, show_rows
+from megatoken.study.bench.report import Row
 from megatoken.study.bench.workload import (
     Workload,
     build_workload,

@@ -12,9 +12,8 @@ trains on. The budget is fixed from then on, so schedules end with it and runs a
 
 import re
 import shlex
-import threading
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,15 +23,14 @@ from megatoken.base.config.fields import parse_time
 from megatoken.base.config.load import ALTERNATIVES, RUN_CONFIG, list_changes, resolve
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
-from megatoken.base.errors import ConfigError, DataError, ExitCode, error_from_code
-from megatoken.base.system.atomic_write import read_object
+from megatoken.base.errors import ConfigError, DataError, ExitCode
 from megatoken.base.system.file_lock import lock_folder
-from megatoken.base.system.metrics_log import STATUS, find_last_rows, read_metrics
+from megatoken.base.system.metrics_log import find_last_rows, read_metrics
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
-from megatoken.cli.runs import read_config
-from megatoken.study.child_runs import read_error, stop_on_signal, train
+from megatoken.store.run_state import read_config
+from megatoken.study.experiment import Run, train_all
 
 if TYPE_CHECKING:
     from megatoken.data.mixture import Mixture
@@ -98,30 +96,6 @@ class Contender:
         return self.config.budget.tokens_before(self.config.total_steps(epoch_tokens=epoch_tokens))
 
 
-@dataclass
-class Run:
-    """The run of a contender with one seed.
-
-    turn_seconds: length of a turn; 0 to train the whole run in one turn.
-    """
-
-    name: str
-    folder: Path
-    words: list[str]
-    turn_seconds: int
-
-    @property
-    def step(self) -> int:
-        """The last step that was trained; 0 before the first."""
-        return int(read_object(self.folder / STATUS).get("step", 0))
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run has reached its end, or has failed because its loss was not finite."""
-        status = read_object(self.folder / STATUS)
-        return status.get("state") == "done" or status.get("exit_code") == ExitCode.NUMERICS
-
-
 def run(options: Namespace, console: Console) -> Result:
     """Train all unfinished runs, then compare the contenders, and draw and record the result."""
     from megatoken.study.race_report import report
@@ -132,27 +106,20 @@ def run(options: Namespace, console: Console) -> Result:
     contenders = [open_contender(label, options) for label in options.contenders]
     metric = check_contenders(contenders)
     options.out = options.out or Path("races") / contenders[0].folder
-    stopping = threading.Event()
+    rounds: dict[int, dict[str, Run]] = {}
     with lock_folder(options.out, "race"):
-        with stop_on_signal(stopping):
-            if options.minutes:
-                contenders = fit_budgets(contenders, options, stopping, console)
-            rounds = list_rounds(contenders, options)
-            for runs in rounds.values():
-                check_unchanged(list(runs.values()))
-            for runs in rounds.values():
-                run_round(list(runs.values()), stopping, console)
-        finished_rounds = {
+        train_all(list_turns(contenders, options, rounds, console))
+        finished = {
             seed: runs
             for seed, runs in rounds.items()
             if all(run.is_finished for run in runs.values())
         }
         folders = {
-            label: [runs[label].folder for runs in finished_rounds.values()]
+            label: [runs[label].folder for runs in finished.values()]
             for label in options.contenders
         }
-        data = report(options, metric, list(finished_rounds), folders, console)
-    return Result(ExitCode.DONE if finished_rounds == rounds else ExitCode.STOPPED, data)
+        data = report(options, metric, list(finished), folders, console)
+    return Result(ExitCode.DONE if rounds and finished == rounds else ExitCode.STOPPED, data)
 
 
 def open_contender(label: str, options: Namespace) -> Contender:
@@ -168,14 +135,41 @@ def open_contender(label: str, options: Namespace) -> Contender:
     return Contender(label, (recipe, *words), config, data)
 
 
+def list_turns(
+    contenders: list[Contender],
+    options: Namespace,
+    rounds: dict[int, dict[str, Run]],
+    console: Console,
+) -> Iterator[Run]:
+    """Yield the run that trains next, until all have ended. Fills `rounds`.
+
+    Raises ConfigError if a folder holds a run with other settings.
+    """
+    if options.minutes:
+        contenders = yield from fit_budgets(contenders, options, console)
+    rounds |= list_rounds(contenders, options)
+    for runs in rounds.values():
+        check_unchanged(list(runs.values()))
+    for runs in rounds.values():
+        while unfinished := [run for run in runs.values() if not run.is_finished]:
+            for run in unfinished:
+                step = run.status.get("step", 0)
+                yield run
+                now = run.status.get("step", 0)
+                val = find_last_rows(run.folder, ["val"]).get("val", {})
+                loss = float(val.get("loss", "nan"))
+                console.print(f"{run.name}: step {now:,}, validation loss {loss:.4f}")
+                if run.turn_seconds and now == step:
+                    run.turn_seconds *= 2  # setup or validation takes longer than a turn
+
+
 def fit_budgets(
-    contenders: list[Contender], options: Namespace, stopping: threading.Event, console: Console
-) -> list[Contender]:
+    contenders: Sequence[Contender], options: Namespace, console: Console
+) -> Generator[Run, None, list[Contender]]:
     """Return the contenders with the budgets that they train in `--minutes`.
 
     Paces are measured once, by CALIBRATIONS runs of each contender below OUT that take turns; the
-    fastest counts, because other work on the machine only slows a run down. If `stopping` is set
-    meanwhile, the contenders are returned unchanged.
+    fastest counts, because other work on the machine only slows a run down.
     """
     from megatoken.study.race_report import read_pace
 
@@ -185,11 +179,9 @@ def fit_budgets(
         for contender in contenders:
             folder = options.out / contender.folder / f"calibration-{number}"
             name = f"{contender.label}, {folder.name}"
-            run = Run(name, folder, [*contender.words, *settings], 0)
-            if not run.is_finished:
-                train_turn(run, stopping)
-            if not run.is_finished:
-                return contenders
+            run = Run(folder, [*contender.words, *settings], name, 0)
+            while not run.is_finished:
+                yield run
             _, pace = read_pace(read_metrics(folder, console.warn))
             paces[contender.label].append(float(median(pace)))
     fitted = []
@@ -244,7 +236,7 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
             words = [*contender.words, *FIXED, *words, f"seed={seed}"]
             folder = options.out / contender.folder / f"seed-{seed}"
             name = f"{contender.label}, seed {seed}"
-            rounds[seed][contender.label] = Run(name, folder, words, int(options.turn))
+            rounds[seed][contender.label] = Run(folder, words, name, int(options.turn))
     return rounds
 
 
@@ -258,38 +250,3 @@ def check_unchanged(runs: Sequence[Run]) -> None:
             if change.key in SHARED or change.resume != "free":
                 what = f"{run.name} has changed: {change}"
                 raise ConfigError(what, run.folder, "name another --out")
-
-
-def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) -> None:
-    """Train the runs of one seed in turns until all are finished or `stopping` is set."""
-    while not all(run.is_finished for run in runs):
-        for run in runs:
-            if stopping.is_set():
-                return
-            if not run.is_finished:
-                take_turn(run, stopping, console)
-
-
-def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
-    """Train a run for one turn, and print its progress. Raises what `train_turn` raises."""
-    step = run.step
-    train_turn(run, stopping)
-    val = find_last_rows(run.folder, ["val"]).get("val", {})
-    loss = float(val.get("loss", "nan"))
-    console.print(f"{run.name}: step {run.step:,}, validation loss {loss:.4f}")
-    if run.step == step:
-        run.turn_seconds *= 2  # setup or validation takes longer than a turn
-
-
-def train_turn(run: Run, stopping: threading.Event) -> None:
-    """Train a run for one turn.
-
-    Raises the error of a run that fails. If only its loss is not finite, the run ends without an
-    error.
-    """
-    limit = f"save.time_limit={run.turn_seconds or ''}"
-    code = train(run.folder, [*run.words, limit], stopping.is_set)
-    is_error = code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
-    if is_error and not stopping.is_set():
-        code = code if code in set(ExitCode) else ExitCode.PEER
-        raise error_from_code(code, f"{run.name}: {read_error(run.folder)}")

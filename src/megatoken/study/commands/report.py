@@ -8,7 +8,8 @@ from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.metrics_log import METRICS
 from megatoken.cli import Data
 from megatoken.cli.arguments import add_options
-from megatoken.cli.runs import DEFAULT, find_runs
+from megatoken.cli.runs import DEFAULT
+from megatoken.store.run_state import find_runs
 
 HELP = "write runs as one offline HTML page: curves, samples, scores, cost"
 EXAMPLE = "megatoken report runs/mine runs/other --out report.html"

@@ -15,11 +15,11 @@ from megatoken.base.config.load import ResolvedConfig, resolve
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.errors import DataError, ExitCode
+from megatoken.base.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 from megatoken.base.system.metrics_log import of_kind, read_metrics
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_options
 from megatoken.inference.tasks import SCORES as KINDS
-from megatoken.study.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
@@ -142,17 +142,17 @@ def draw_overlay(
     run: PublishedRun, steps: Sequence[int], losses: Sequence[float], target: Path
 ) -> Path:
     """Draw our losses over the published ones, and return the path of the picture."""
-    from megatoken.base.pictures import Line, Panel, draw
+    from megatoken.base.pictures import draw, line, panel
 
     label = f"published ({run.hardware}, {run.precision}): {run.losses[-1]:.4f}"
-    panel = Panel(
-        Line(range(1, len(run.losses) + 1), run.losses, label, color="0.7", lw=5),
-        Line(steps, losses, f"megatoken: {losses[-1]:.4f}"),
+    shown = panel(
+        line(range(1, len(run.losses) + 1), run.losses, label, color="0.7", lw=5),
+        line(steps, losses, f"megatoken: {losses[-1]:.4f}"),
         xlabel="step",
         ylabel="training loss (nats per token)",
         title=f"GPT-2 124M on tiny Shakespeare: {run.title}",
     )
-    return draw([[panel]], target, width=8, heights=(5,))
+    return draw([[shown]], target, width=8, heights=(5,))
 
 
 def compare_scores(model: dict[str, str], options: Namespace, console: Console) -> Result:

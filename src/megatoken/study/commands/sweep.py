@@ -7,11 +7,9 @@ search: repeating the command continues it, and unfinished trials resume from th
 
 import re
 import shlex
-import threading
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,16 +19,16 @@ from megatoken.base.config.load import render, resolve
 from megatoken.base.config.schema import FIELDS
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, DataError, ExitCode, import_extra
-from megatoken.base.pictures import Line, Panel, draw
+from megatoken.base.pictures import Draw, draw, line, panel
 from megatoken.base.redact import redact
-from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
 from megatoken.base.system.machine import cpu_count
-from megatoken.base.system.metrics_log import METRICS, START, STATUS, read_new_rows
+from megatoken.base.system.metrics_log import METRICS, START, read_new_rows
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
-from megatoken.study.child_runs import read_error, stop_on_signal, train
+from megatoken.study.experiment import Run, train_all
 
 HELP = "search hyperparameters with short runs"
 EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
@@ -57,9 +55,9 @@ def run(options: Namespace, console: Console) -> Result:
     options.out = options.out or Path("sweeps") / Path(options.recipe).stem
     with lock_folder(options.out, "sweep"), warnings.catch_warnings(action="ignore"):
         search = Sweep(options, space, settings, console)
-        search.run()
+        is_stopped = train_all(iter(search.ask, None), options.jobs)
         data = report(search, console)
-    return Result(ExitCode.STOPPED if search.stopping.is_set() else ExitCode.DONE, data)
+    return Result(ExitCode.STOPPED if is_stopped else ExitCode.DONE, data)
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
@@ -139,8 +137,6 @@ class Sweep:
         self.space = space
         self.settings = settings
         self.console = console
-        self.stopping = threading.Event()
-        self._asking = threading.Lock()
         journal = JournalFileBackend(str(options.out / JOURNAL))
         self.study = optuna.create_study(
             storage=optuna.storages.JournalStorage(journal),
@@ -161,101 +157,82 @@ class Sweep:
                 self.study.enqueue_trial(params, skip_if_exists=True)
             self._n_trials = len(self.study.trials)
 
-    def run(self) -> None:
-        """Run trials in `options.jobs` threads."""
-        jobs = self.options.jobs
-        with ThreadPoolExecutor(jobs) as pool, stop_on_signal(self.stopping):
-            list(pool.map(self._run_trials, range(jobs)))  # raises what a thread raised
-
-    def _run_trials(self, _: int) -> None:
-        while not self.stopping.is_set() and (trial := self.ask()):
-            self._run_trial(trial)
-
-    def ask(self) -> Any:
+    def ask(self) -> "Trial | None":
         """Return the next trial with its values, or None at the end; interrupted trials come first.
 
         The values are drawn with a seed per trial, so that a continued search draws the same ones.
         """
         import optuna
 
-        with self._asking:
-            trials = self.study.get_trials(deepcopy=False)
-            n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
-            number = self._interrupted_trials[0].number if self._interrupted_trials else len(trials)
-            self.study.sampler = optuna.samplers.TPESampler(
-                seed=self.options.seed + number, constant_liar=self.options.jobs > 1
-            )
-            if self._interrupted_trials:
-                trial = optuna.Trial(self.study, self._interrupted_trials.pop(0)._trial_id)
-            elif n_started < self._n_trials:
-                trial = self.study.ask()
-            else:
-                return None
-            for key, distribution in self.space.items():
-                trial._suggest(key, distribution)
-            return trial
-
-    def _run_trial(self, trial: Any) -> None:
-        """Train with the values of a trial, and record how it ended."""
-        from optuna.trial import TrialState
-
-        folder = find_folder(self.options.out, trial)
-        losses = TrialLosses(trial, folder)
-        threads = max(1, cpu_count() // self.options.jobs)
-        values = [f"{key}={text}" for key, text in format_values(trial.params).items()]
-        code = train(
-            folder,
-            [
-                self.options.recipe,
-                f"machine.threads={threads}",
-                *self.settings,
-                *values,
-                "save.mirror=",  # a mirror has room for one run
-            ],
-            lambda: losses.update() or self.stopping.is_set(),
+        trials = self.study.get_trials(deepcopy=False)
+        n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
+        number = self._interrupted_trials[0].number if self._interrupted_trials else len(trials)
+        self.study.sampler = optuna.samplers.TPESampler(
+            seed=self.options.seed + number, constant_liar=self.options.jobs > 1
         )
-        if losses.is_pruned:
-            state = TrialState.PRUNED
-        elif code == ExitCode.DONE and losses.losses:
-            state = TrialState.COMPLETE
-        elif self.stopping.is_set():
-            return  # Optuna keeps it as running, so the next start resumes it
+        if self._interrupted_trials:
+            trial = optuna.Trial(self.study, self._interrupted_trials.pop(0)._trial_id)
+        elif n_started < self._n_trials:
+            trial = self.study.ask()
         else:
-            state = TrialState.FAIL
-        self.study.tell(trial, losses.losses[-1] if state == TrialState.COMPLETE else None, state)
-        result = f"loss {losses.losses[-1]:.4f}" if losses.losses else f"exit {code}"
-        self.console.print(f"{folder.name}  {state.name.lower():<8}  {result}  {' '.join(values)}")
+            return None
+        for key, distribution in self.space.items():
+            trial._suggest(key, distribution)
+        return Trial(self, trial)
 
 
-class TrialLosses:
-    """The validation losses of a trial, reported to Optuna as its run logs them."""
+class Trial(Run):
+    """A run of a sweep, whose validation losses are reported to Optuna as it logs them."""
 
-    def __init__(self, trial: Any, folder: Path) -> None:
+    def __init__(self, search: Sweep, trial: Any) -> None:
+        threads = max(1, cpu_count() // search.options.jobs)
+        self.values = [f"{key}={text}" for key, text in format_values(trial.params).items()]
+        words = [search.options.recipe, f"machine.threads={threads}", *search.settings]
+        words += [*self.values, "save.mirror="]  # a mirror has room for one run
+        super().__init__(find_folder(search.options.out, trial), words)
+        self.trial = trial
         self.losses: list[float] = []
         self.is_pruned = False
-        self._trial = trial
-        self._folder = folder
+        self._search = search
         self._position = START
         self._step = 0
 
-    def update(self) -> bool:
+    def is_hopeless(self) -> bool:
         """Report new losses; return whether the trial must be stopped early.
 
         From then on, losses are ignored, so that the search does not depend on how often the log is
         read.
         """
-        if not (self._folder / METRICS).exists():
+        if not (self.folder / METRICS).exists():
             return False
-        rows, self._position = read_new_rows(self._folder, self._position)
-        total_steps = read_object(self._folder / STATUS).get("total_steps")
+        rows, self._position = read_new_rows(self.folder, self._position)
+        total_steps = self.status.get("total_steps")
         for row in rows:
             if row["kind"] == "val" and row["step"] > self._step and not self.is_pruned:
                 self._step = row["step"]
                 loss = row["loss"] if isinstance(row["loss"], float) else DIVERGED
-                self._trial.report(loss, len(self.losses))
+                self.trial.report(loss, len(self.losses))
                 self.losses.append(loss)
-                self.is_pruned = self._step != total_steps and self._trial.should_prune()
+                self.is_pruned = self._step != total_steps and self.trial.should_prune()
         return self.is_pruned
+
+    def end(self, code: int, *, is_stopping: bool) -> None:
+        """Record how the trial ended. Optuna keeps one that was told to stop, and resumes it."""
+        from optuna.trial import TrialState
+
+        if self.is_pruned:
+            state = TrialState.PRUNED
+        elif code == ExitCode.DONE and self.losses:
+            state = TrialState.COMPLETE
+        elif is_stopping:
+            return
+        else:
+            state = TrialState.FAIL
+        loss = self.losses[-1] if self.losses else None
+        self._search.study.tell(self.trial, loss if state == TrialState.COMPLETE else None, state)
+        result = f"exit {code}" if loss is None else f"loss {loss:.4f}"
+        line = f"{self.folder.name}  {state.name.lower():<8}  {result}  {' '.join(self.values)}"
+        self._search.console.print(line)
 
 
 def find_folder(out: Path, trial: Any) -> Path:
@@ -288,7 +265,7 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
         cells.append((row["trial"], row["state"], loss, *row["values"].values()))
     console.table(cells)
     if rows and all(row["state"] == "fail" for row in rows):
-        raise DataError(f"all trials failed: {read_error(out / rows[0]['trial'])}", out)
+        raise DataError(f"all trials failed: {Run(out / rows[0]['trial'], []).read_error()}", out)
     if not rows or rows[0]["state"] != "complete":
         return {"trials": rows, "best": None}
     words = [f"{key}={text}" for key, text in rows[0]["values"].items()]
@@ -314,13 +291,13 @@ def draw_losses(study: Any, space: Space, path: Path) -> Path:
         ("stopped early", "x", study.get_trials(states=[TrialState.PRUNED])),
         ("best", "r*", [study.best_trial]),
     )
-    panels: list[Panel] = []
+    panels: list[Draw] = []
     for key, distribution in space.items():
         lines = []
         for label, marker, trials in groups:
             x = [distribution.to_internal_repr(trial.params[key]) for trial in trials]
             y = [trial.value for trial in trials]
-            lines.append(Line(x, y, label if trials and not panels else "", fmt=marker))
+            lines.append(line(x, y, label if trials and not panels else "", fmt=marker))
         choices = getattr(distribution, "choices", ())  # their internal values are indices
         ticks: dict[str, Any] = (
             {"xticks": range(len(choices)), "xticklabels": choices} if choices else {}
@@ -331,5 +308,5 @@ def draw_losses(study: Any, space: Space, path: Path) -> Path:
             "ylabel": "validation loss (nats per token)",
             "xscale": scale,
         }
-        panels.append(Panel(*lines, **axes, **ticks))
+        panels.append(panel(*lines, **axes, **ticks))
     return draw([panels], path)

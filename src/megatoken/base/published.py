@@ -1,4 +1,4 @@
-"""Losses, speeds and scores that other people published, from a table (study/published.toml)."""
+"""Losses, speeds and scores that other people published, from a table (base/published.toml)."""
 
 import re
 from dataclasses import dataclass

@@ -7,11 +7,11 @@ from typing import Any
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config
+from megatoken.base.published import CONTEXT, LADDER, PublishedRung
 from megatoken.base.system.gpus import GPUS, Gpu
 from megatoken.base.system.table import read_table
 from megatoken.plan.estimate import plan_run
 from megatoken.plan.speed import ARCHITECTURES
-from megatoken.study.published import CONTEXT, LADDER, PublishedRung
 
 # Machine settings by rung; published rungs that are not listed change none.
 SWITCHES = read_table(__file__)
