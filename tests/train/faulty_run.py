@@ -17,6 +17,7 @@ from megatoken.store.commit import step_folder
 from megatoken.store.manifest import read_manifest
 from megatoken.train import step, step_log
 from megatoken.train import train as pretrain
+from megatoken.train.run import Run
 from megatoken.train.state import CrossEntropy, TrainState
 from tests.tiny_run import fingerprint, train
 
@@ -115,9 +116,9 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
 def skip_from_start(patch: pytest.MonkeyPatch, batches: Sequence[int]) -> None:
     restore = pretrain.restore
 
-    def restore_without(state: TrainState, *arguments: Any, **options: Any) -> Any:
-        manifest = restore(state, *arguments, **options)
-        state.skipped_batches = sorted({*state.skipped_batches, *batches})
+    def restore_without(run: Run, **options: Any) -> Any:
+        manifest = restore(run, **options)
+        run.state.skipped_batches = sorted({*run.state.skipped_batches, *batches})
         return manifest
 
     patch.setattr(pretrain, "restore", restore_without)

@@ -1,11 +1,15 @@
 """Start the processes of `--nproc`. No torch."""
 
+import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
 
+from megatoken.base.config.load import ResolvedConfig, render
 from megatoken.base.config.schema import Config
 from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv, read_dist_env
-from megatoken.distributed.local_launch import COMMAND, launch
+from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.distributed.parallel_dims import fit_batch
 
 
@@ -31,3 +35,20 @@ def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = 
         fix = "let torchrun or srun start one process on each machine, or leave it out"
         raise ConfigError(what, "--nproc", fix)
     return None
+
+
+def train_in_processes(
+    resolved: ResolvedConfig, out: Path, nproc: int, options: Mapping[str, object]
+) -> int:
+    """Train by the `megatoken` command in `nproc` processes, and return its exit code.
+
+    options: values by name; True for a switch; None and False are left out.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
+        recipe = Path(folder) / f"{resolved.name}.yaml"
+        recipe.write_text(render(resolved.config, resolved.origins), encoding="utf-8")
+        command = [*COMMAND, "train", str(recipe), "--out", str(out)]
+        for name, value in options.items():
+            if value is not None and value is not False:
+                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return launch(command, nproc, RESTARTS)

@@ -2,6 +2,7 @@
 
 NEEDS: tuple[str, ...] = ()
 ENTRIES = {
+    "launcher": {"local": "megatoken.cli.ranks:train_in_processes"},
     "command": {
         "train": "megatoken.cli.train",
         "runs": "megatoken.cli.runs",
@@ -11,5 +12,5 @@ ENTRIES = {
         "completion": "megatoken.cli.completion",
         "verify": "megatoken.cli.verify",
         "sync": "megatoken.cli.sync",
-    }
+    },
 }

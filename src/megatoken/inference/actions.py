@@ -87,7 +87,7 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
     names = [task for task in tasks if (task, state.step) not in logged]
     if not names:
         return
-    run.log.begin("tasks")
+    run.begin("tasks")
     is_gathered = state.dims.tp_size > 1
     model = gather_model(state) if is_gathered else state.model
     comm = Comm(DistEnv()) if is_gathered else run.comm
@@ -99,7 +99,7 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
         on_batch = None if is_gathered else poll
         scores = score_examples(model, tasks[task], run.device, comm, on_batch)
         metrics = compute_metrics(scores)
-        run.log.write("eval", task=task, **metrics)
+        run.write("eval", task=task, **metrics)
         run.console.print(f"step {state.step}: {task} {format_metrics(metrics)}")
 
 
@@ -112,7 +112,7 @@ def sample(run: Run, poll: Poll) -> None:
     step = run.state.step
     if ("sample", step) in run.progress.logged:
         return
-    run.log.begin("sample")
+    run.begin("sample")
     model = gather_model(run.state, run.device.dtype)
     run.progress.logged.add(("sample", step))
     if model is None:
@@ -157,5 +157,5 @@ def sample(run: Run, poll: Poll) -> None:
         file.write_text(RULE.join(texts) + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         run.console.warn(f"sample not saved: {error.strerror} — {file}")
-    run.log.write("sample", text=texts)
+    run.write("sample", text=texts)
     run.console.fence(f"step {step}: sample", texts)

@@ -13,7 +13,7 @@ from megatoken.plan.calibration import Calibration, count_run_bytes
 from megatoken.plan.estimate import build_layout
 from megatoken.plan.speed import estimate_step
 from megatoken.plan.tuning.kernels import step_key
-from megatoken.train.run import RunLog
+from megatoken.train.run import Run
 from megatoken.train.state import StepConfig
 
 CALIBRATIONS = "calibration.json"  # file in the measurement cache
@@ -80,47 +80,46 @@ class Comparison:
     batches, seconds: size of the steps so far in full batches, and their time.
     """
 
-    log: RunLog
+    run: Run
     expectation: Expectation | None = None
     batches: float = 0.0
     seconds: float = 0.0
 
     def __call__(self, row: Row) -> None:
-        plan = self.log.plan
+        run = self.run
         if row["kind"] == "start":
-            steps = replace(plan.step_config, micro_batch=row["micro_batch"])
-            self.expectation = expect(self.log, steps, compiled=row["compiled"])
+            steps = replace(run.step_config, micro_batch=row["micro_batch"])
+            self.expectation = expect(run, steps, compiled=row["compiled"])
             if self.expectation is None:
                 return
             message = self.expectation.describe(steps, row["step"])
-            plan.console.print(f"plan     {message}")
+            run.console.print(f"plan     {message}")
             rate = steps.batch_tokens / self.expectation.step_seconds
-            self.log.event("planned", message=message, tokens_per_second=rate)
+            run.event("planned", message=message, tokens_per_second=rate)
         elif row["kind"] == "train":
-            steps = plan.step_config
+            steps = run.step_config
             self.batches += steps.batch_size(row["step"] - 1) / steps.batch_tokens
             self.seconds += row["seconds"]
         elif row["kind"] == "end" and row["exit_code"] == 0 and self.expectation and self.batches:
-            memory = plan.device.peak_memory_bytes()
+            memory = run.device.peak_memory_bytes()
             message = self.expectation.describe_error(self.batches, self.seconds, memory)
-            plan.console.print(f"plan     {message}")
+            run.console.print(f"plan     {message}")
 
 
-def open_comparison(log: RunLog) -> Comparison | None:
-    return Comparison(log) if log.plan.is_main else None
+def open_comparison(run: Run) -> Comparison | None:
+    return Comparison(run) if run.is_main else None
 
 
-def expect(log: RunLog, steps: StepConfig, *, compiled: bool) -> Expectation | None:
+def expect(run: Run, steps: StepConfig, *, compiled: bool) -> Expectation | None:
     """Return the expected time and memory of a run, or None if they cannot be predicted.
 
     They come from a calibration by `megatoken plan --calibrate` if there is one. Otherwise they are
     computed from the specifications of the GPU, if it is a known model.
     """
-    plan = log.plan
-    config = plan.config
-    model = plan.data.model_config
-    device = plan.device
-    if plan.comm.is_single_process and not compiled:
+    config = run.config
+    model = run.data.model_config
+    device = run.device
+    if run.comm.is_single_process and not compiled:
         calibration = find_calibration(config, model, device, steps.micro_batch)
         if calibration:
             batch_seqs = steps.batch_tokens // model.seq_len
@@ -136,11 +135,11 @@ def expect(log: RunLog, steps: StepConfig, *, compiled: bool) -> Expectation | N
         config,
         model,
         gpu,
-        plan.dims,
+        run.dims,
         precision=device.precision,
         micro_batch=steps.micro_batch,
         compiled=compiled,
-        attention=log.state.model.attention_name,
+        attention=run.state.model.attention_name,
         checkpointing=config.machine.activation_checkpointing,
     )
     return Expectation(

@@ -54,33 +54,32 @@ def fetch_from_mirror(config: Config, context: Any) -> bool:
     return True
 
 
-def open_mirror(log: Any) -> "Mirror | None":
+def open_mirror(run: Any) -> "Mirror | None":
     """Return an observer that copies a run to `save.mirror`, on rank 0; None if that is empty.
 
     Raises ConfigError on all ranks if the mirror belongs to another run. If it is not writable,
     raises StorageError for a new run, but only warns when a run resumes.
 
-    log: a RunLog of train/run.py.
+    run: a Run of train/run.py.
     """
-    plan = log.plan
-    save = plan.config.save
+    save = run.config.save
     if not save.mirror:
         return None
 
     def check() -> None:
-        with _allow_failure(log.state.step > 0, plan.console, "cannot write to save.mirror now"):
-            check_owner(plan.out, ObjectStore(save.mirror))
+        with _allow_failure(run.state.step > 0, run.console, "cannot write to save.mirror now"):
+            check_owner(run.out, ObjectStore(save.mirror))
 
     def choose_rules() -> dict[str, Any]:
-        best = log.progress.best_step(log.progress.val_losses) if save.keep_best else None
-        keep_every = plan.step_config.steps(save.keep_every)
+        best = run.progress.best_step(run.progress.val_losses) if save.keep_best else None
+        keep_every = run.step_config.steps(save.keep_every)
         return {"keep_last": save.keep_last, "keep_every": keep_every, "best": best}
 
-    plan.comm.run_on_rank0(check)
-    if not plan.is_main:
+    run.comm.run_on_rank0(check)
+    if not run.is_main:
         return None
-    in_use = log.progress.in_use
-    return Mirror(plan.out, save.mirror, choose_rules, in_use, plan.console, log.event)
+    in_use = run.progress.in_use
+    return Mirror(run.out, save.mirror, choose_rules, in_use, run.console, run.event)
 
 
 @contextmanager

@@ -14,29 +14,27 @@ from megatoken.base.system.process import Child
 from megatoken.distributed.local_launch import COMMAND
 from megatoken.study.plots import draw_run
 from megatoken.study.settings import ReportConfig, split_sinks
-from megatoken.train.run import Observer, RunLog
+from megatoken.train.run import Observer, Run
 
 LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
 
 
-def open_plots(log: RunLog) -> Observer | None:
+def open_plots(run: Run) -> Observer | None:
     """Return an observer that draws the run's curves when it is done; None if they are off."""
-    plan = log.plan
-    settings = plan.config.section(ReportConfig)
+    settings = run.config.section(ReportConfig)
 
     def draw(row: Row) -> None:
         if row["kind"] == "end" and row["exit_code"] == 0:
-            plan.console.print(draw_run(plan.out, pictures=settings.pictures))
+            run.console.print(draw_run(run.out, pictures=settings.pictures))
 
-    return draw if settings.plots and plan.is_main else None
+    return draw if settings.plots and run.is_main else None
 
 
-def open_sinks(log: RunLog) -> "SinkProcesses | None":
+def open_sinks(run: Run) -> "SinkProcesses | None":
     """Return the observer of `log.sinks`, if any. Raises ConfigError as `check_sinks` does."""
-    plan = log.plan
-    names = plan.config.section(ReportConfig).sinks
+    names = run.config.section(ReportConfig).sinks
     check_sinks(names)
-    return SinkProcesses(names, plan.out, plan.console) if names and plan.is_main else None
+    return SinkProcesses(names, run.out, run.console) if names and run.is_main else None
 
 
 def check_sinks(names: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatoken.base.config.fields import Duration
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.objective import Poll
+from megatoken.train.objective import BatchSource, Poll
 from megatoken.train.run import Run
 
 
@@ -39,14 +39,16 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def list_actions(run: Run, saver: CheckpointSaver, added: Sequence[Action]) -> list[Action]:
+def list_actions(
+    run: Run, batches: BatchSource, saver: CheckpointSaver, added: Sequence[Action]
+) -> list[Action]:
     """Return the run's actions in the order in which they are called.
 
     Saving comes first: its files are then written in the background during the other actions.
     """
 
     def validate_and_save(run: Run, poll: Poll) -> None:
-        validate(run, poll)
+        validate(run, batches, poll)
         is_best = run.progress.best_step(run.progress.val_losses) == run.state.step
         if run.config.save.keep_best and is_best:
             saver.try_save()
@@ -58,7 +60,7 @@ def list_actions(run: Run, saver: CheckpointSaver, added: Sequence[Action]) -> l
     ]
 
 
-def validate(run: Run, poll: Poll) -> None:
+def validate(run: Run, batches: BatchSource, poll: Poll) -> None:
     """Measure, log and print the validation loss of the current step.
 
     Does nothing without held-out data, or if the loss of this step is already in the log.
@@ -69,10 +71,10 @@ def validate(run: Run, poll: Poll) -> None:
     parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
     if not parts or not run.config.evaluate.tokens or ("val", step) in run.progress.logged:
         return
-    run.log.begin("validate")
-    row, text = run.batches.validate(poll)
+    run.begin("validate")
+    row, text = batches.validate(poll)
     run.progress.val_losses[step] = row["loss"]
-    run.log.write("val", **row)
+    run.write("val", **row)
     run.console.print(f"step {step}: {text}")
 
 

@@ -41,7 +41,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
         return
     for change in changes:
         run.console.print(f"changed  {change}")
-        run.log.event(
+        run.event(
             "setting changed", key=change.key, old=change.old, new=change.new, message=str(change)
         )
     old = previous_steps(run.config, run.step_config, changes)
@@ -52,7 +52,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
     old_lr = old.schedule.lr(step - 1)
     message = describe_rates(new.schedule, step, new.total_steps, old_lr)
     run.console.print(f"schedule {message}")
-    run.log.event(
+    run.event(
         "schedule changed",
         message=message,
         old_total_steps=old.total_steps,

@@ -38,7 +38,7 @@ class CheckpointSaver:
         if ("save", step) in run.progress.logged:
             return
         self.try_commit()  # if that fails, this save still starts
-        with run.log.during("save", step):
+        with run.during("save", step):
             meta = {
                 "dataset": run.data.dataset.fingerprint,
                 "tokenizer": run.data.vocabulary.fingerprint,
@@ -61,7 +61,7 @@ class CheckpointSaver:
         pending = self._pending
         self._pending = None
         if pending is not None:
-            with self._run.log.during("save", pending.step):
+            with self._run.during("save", pending.step):
                 self._commit(pending)
 
     def _commit(self, pending: AsyncSave) -> None:
@@ -72,7 +72,7 @@ class CheckpointSaver:
             run.progress.logged.discard(("save", pending.step))
             raise
         run.stop.observe(save_seconds=pending.writing_seconds + pending.stall_seconds)
-        run.log.write(
+        run.write(
             "save",
             step=pending.step,
             elapsed_seconds=pending.meta["elapsed_seconds"],
@@ -82,12 +82,12 @@ class CheckpointSaver:
         )
         run.progress.verified[folder] = pending.files
         self._link_best()
-        with run.log.during("prune", pending.step):  # may hash old checkpoints, each once
+        with run.during("prune", pending.step):  # may hash old checkpoints, each once
             self._prune()
 
     def finish(self) -> None:
         """Let observers finish reading checkpoints, and prune those that they kept."""
-        self._run.log.write("finish", to_file=False)
+        self._run.write("finish", to_file=False)
         self._prune()
 
     def _prune(self) -> None:
@@ -107,7 +107,7 @@ class CheckpointSaver:
                 verified=run.progress.verified,
             )
         except MegatokenError as error:
-            run.log.event("old checkpoints not removed", message=str(error))
+            run.event("old checkpoints not removed", message=str(error))
 
     def find_best(self) -> int | None:
         """Return the step of the checkpoint with the lowest validation loss.
@@ -132,7 +132,7 @@ class CheckpointSaver:
             new_link.replace(link)
         except (OSError, NotImplementedError) as error:  # no symlinks on this file system
             message = f"{error}: it is step {step}"
-            run.log.event("no link to the best checkpoint", message=message)
+            run.event("no link to the best checkpoint", message=message)
 
     def save_last(self) -> None:
         """Save and commit the current step, retrying with pauses of LAST_SAVE_RETRY_SECONDS.
@@ -179,4 +179,4 @@ class CheckpointSaver:
             call()
         except (StorageError, CheckpointError) as error:  # others, such as a lost rank, end the run
             self._run.console.warn(f"checkpoint not saved: {error}")
-            self._run.log.event("save failed", message=str(error))
+            self._run.event("save failed", message=str(error))

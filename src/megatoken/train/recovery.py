@@ -19,6 +19,7 @@ from megatoken.distributed.replica_check import compare_replicas
 from megatoken.optim.spikes import RecentSteps
 from megatoken.store.load import list_optimizer_tensors
 from megatoken.train.checkpoint_saver import CheckpointSaver
+from megatoken.train.restore import restore
 from megatoken.train.run import Run
 from megatoken.train.step import StepMetrics, bad_step_error
 from megatoken.train.step_log import StepLog
@@ -132,7 +133,7 @@ def report(run: Run, step: StepMetrics, what: str, message: str) -> None:
     """Log an event and print a warning about a step and its batch."""
     batch = batch_of_step(step.step - 1, run.state.skipped_batches)
     numbers = {"step": step.step, "batch": batch, "loss": step.loss, "grad_norm": step.grad_norm}
-    run.log.event(what, **numbers, message=message)
+    run.event(what, **numbers, message=message)
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
     run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
 
@@ -160,7 +161,7 @@ def find_difference(run: Run) -> NumericsError | None:
     if found is None:
         return None
     message = found.message
-    run.log.event("replicas differ", ranks=found.ranks, tensors=found.tensors, message=message)
+    run.event("replicas differ", ranks=found.ranks, tensors=found.tensors, message=message)
     run.console.warn(f"step {state.step}: {message}")
     return NumericsError(message, f"step {state.step}", REPLICA_FIX)
 
@@ -170,12 +171,12 @@ def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
     state = run.state
     left_step = state.step
     saver.try_commit()
-    if run.restore() is None:
+    if restore(run, allow_changes=True) is None:
         raise decision.error
     skipped = range(state.batch, decision.last_bad_batch + 1)
     state.skipped_batches = sorted({*state.skipped_batches, *skipped})
     message = f"rewound from step {left_step} to {state.step}"
     if skipped:
         message += f", skipping batches {skipped[0]} to {skipped[-1]}"
-    run.log.event("rewind", message=f"{message}: {decision.error}")
+    run.event("rewind", message=f"{message}: {decision.error}")
     run.console.warn(message)

@@ -11,13 +11,10 @@ from megatoken.store.commit import remove_leftovers, step_folder
 from megatoken.store.load import restore_newest
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.store.run_folder import CHECKPOINTS
-from megatoken.train.run import Progress, RunPlan
-from megatoken.train.state import TrainState
+from megatoken.train.run import Run
 
 
-def restore(
-    state: TrainState, progress: Progress, plan: RunPlan, *, allow_changes: bool
-) -> CheckpointManifest | None:
+def restore(run: Run, *, allow_changes: bool) -> CheckpointManifest | None:
     """Load the newest checkpoint that is valid on every node, and rewind the log to its step.
 
     Returns its manifest, or None if the run has no checkpoint. Damaged checkpoints are reported and
@@ -26,11 +23,12 @@ def restore(
 
     allow_changes: whether to accept a different dataset, provided its tokenizer is the same.
     """
-    root = plan.out / CHECKPOINTS
-    if plan.is_main:
+    state, progress = run.state, run.progress
+    root = run.out / CHECKPOINTS
+    if run.is_main:
         remove_leftovers(root)
-    check = partial(_check_dataset, dataset=plan.data.dataset, allow_changes=allow_changes)
-    manifest = restore_newest(root, state, check, partial(_report_damage, plan))
+    check = partial(_check_dataset, dataset=run.data.dataset, allow_changes=allow_changes)
+    manifest = restore_newest(root, state, check, partial(_report_damage, run))
     seconds = 0.0
     if manifest is not None:
         meta = manifest.meta
@@ -39,9 +37,9 @@ def restore(
         state.recent.load(meta.get("recent_steps", []))
         progress.verified[step_folder(root, manifest.step)] = manifest.files
         seconds = meta.get("elapsed_seconds", 0.0)
-        plan.console.print(f"resuming from {step_folder(root, manifest.step).name}")
+        run.console.print(f"resuming from {step_folder(root, manifest.step).name}")
     progress.logged, progress.val_losses = state.comm.run_on_rank0(
-        lambda: _rewind_log(plan, state.step, seconds)
+        lambda: _rewind_log(run, state.step, seconds)
     )
     return manifest
 
@@ -55,26 +53,26 @@ def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -
 
 
 def _rewind_log(
-    plan: RunPlan, step: int, elapsed_seconds: float
+    run: Run, step: int, elapsed_seconds: float
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
     """Drop the log's rows after `step`, and summarize the remaining ones.
 
     Returns their (kind, step) pairs as a set, and a dict from step to validation loss. In the pair
     of a task score, the task's name stands in place of the kind.
     """
-    plan.log_file.rewind(step, elapsed_seconds)
-    rows = read_metrics(plan.out)
+    run.log_file.rewind(step, elapsed_seconds)
+    rows = read_metrics(run.out)
     logged = {(row.get("task") or row["kind"], row["step"]) for row in rows}
     return logged, {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
 
 
-def _report_damage(plan: RunPlan, folder: Path, message: str) -> None:
-    plan.console.warn(f"{message}: skipping {folder.name}")
-    plan.log_file.write(
+def _report_damage(run: Run, folder: Path, message: str) -> None:
+    run.console.warn(f"{message}: skipping {folder.name}")
+    run.log_file.write(
         "event",
         0,
         0,
-        elapsed_seconds=plan.log_file.elapsed_seconds,
+        elapsed_seconds=run.log_file.elapsed_seconds,
         what="damaged checkpoint",
         checkpoint=folder.name,
         message=message,

@@ -19,8 +19,8 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.preemption import PreemptionHandler, StopRequested
-from megatoken.store.manifest import CheckpointManifest, FileEntry
-from megatoken.train.objective import BatchSource, Objective
+from megatoken.store.manifest import FileEntry
+from megatoken.train.objective import Objective
 from megatoken.train.state import StepConfig, TrainState
 
 Observer = Callable[[dict[str, Any]], bool | None]
@@ -114,16 +114,16 @@ class RunPlan(RunContext):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLog:
-    """Sends rows to the metrics log and the observers, and phases to status.json and the watchdog.
+class Run(RunPlan):
+    """A run whose model is built. Only the contents of `state` and `progress` change.
 
-    plan: its step_config.micro_batch is only a placeholder. observers: called with a dict for every
-    row (kind, step, tokens, elapsed_seconds and values); one that returns True stops the run. Only
-    they get the rows of kind `start` (micro_batch, compiled), before the first step, `finish`,
-    after the last save, and `end` (exit_code, message), when the final status is written.
+    step_config: its micro-batch and loss are placeholders until set-up has ended. observers: called
+    with a dict for every row (kind, step, tokens, elapsed_seconds and values); one that returns
+    True stops the run. Only they get the rows of kind `start` (micro_batch, compiled), before the
+    first step, `finish`, after the last save, and `end` (exit_code, message), when the final status
+    is written.
     """
 
-    plan: RunPlan
     state: TrainState
     progress: Progress
     observers: Sequence[Observer]
@@ -131,8 +131,8 @@ class RunLog:
     @property
     def is_at_end(self) -> bool:
         """Whether no step is left, or the validation loss has stopped falling."""
-        patience = self.plan.config.evaluate.patience
-        is_last = self.state.step >= self.plan.step_config.total_steps
+        patience = self.config.evaluate.patience
+        is_last = self.state.step >= self.step_config.total_steps
         return is_last or self.progress.is_out_of_patience(patience)
 
     def write(
@@ -143,14 +143,14 @@ class RunLog:
         to_file: whether to write the row to the log; if False, only observers get it.
         """
         step = self.state.step if step is None else step
-        tokens = self.state.tokens_trained(self.plan.step_config, step)
-        values = {"elapsed_seconds": self.plan.log_file.elapsed_seconds, **values}
+        tokens = self.state.tokens_trained(self.step_config, step)
+        values = {"elapsed_seconds": self.log_file.elapsed_seconds, **values}
         if to_file:
-            self.plan.log_file.write(kind, step, tokens, **values)
+            self.log_file.write(kind, step, tokens, **values)
             self.progress.logged.add((values.get("task", kind), step))
         for observer in self.observers:
             if observer({"kind": kind, "step": step, "tokens": tokens, **values}):
-                self.plan.stop.request_stop("callback")
+                self.stop.request_stop("callback")
 
     def event(self, what: str, **values: Any) -> None:
         """Log an event by `write`."""
@@ -158,33 +158,18 @@ class RunLog:
 
     def begin(self, phase: str) -> None:
         """Report the current phase to the watchdog and status.json."""
-        self.plan.heartbeat.beat(phase, self.state.step)
-        self.plan.log_file.begin(phase)
+        self.heartbeat.beat(phase, self.state.step)
+        self.log_file.begin(phase)
 
     @contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
         """Report `phase` inside the context, then the surrounding phase again."""
-        with self.plan.heartbeat.during(phase, step):
-            outer = self.plan.log_file.begin(phase)
+        with self.heartbeat.during(phase, step):
+            outer = self.log_file.begin(phase)
             try:
                 yield
             finally:
-                self.plan.log_file.begin(outer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(RunPlan):
-    """A run that is ready to train. Only the contents of `state` and `progress` change.
-
-    restore: loads the newest checkpoint into `state` and `progress`, and returns its manifest, or
-        None if there is no checkpoint.
-    """
-
-    state: TrainState
-    progress: Progress
-    log: RunLog
-    batches: BatchSource
-    restore: Callable[[], CheckpointManifest | None]
+                self.log_file.begin(outer)
 
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks if any of them has to save and stop.

@@ -35,8 +35,8 @@ from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
 from megatoken.store.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
-from megatoken.train.run import RunContext, RunData, RunPlan
-from megatoken.train.state import StepConfig, TrainState, build_step_config
+from megatoken.train.run import Run, RunContext, RunData, RunPlan
+from megatoken.train.state import StepConfig, build_step_config
 
 MEMORY_MARGIN = 2  # a run may need twice the free memory: other programs may end or be swapped out
 
@@ -154,39 +154,38 @@ def choose_layout(
     return replace(config, machine=disable_unsupported(config.machine, dims)), dims
 
 
-def tune(state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool) -> StepConfig:
+def tune(run: Run, *, explain: bool) -> StepConfig:
     """Choose kernels, micro-batch and compilation: by a room that measures them, if there is one.
 
     Otherwise torch's operations run uncompiled, with the micro-batch of the config, or one sequence.
     Returns the step config with the micro-batch. Raises ConfigError for settings that cannot be
     applied.
 
-    is_at_end: whether no step is left, so that the micro-batch need not be measured.
     explain: whether to print the measurements.
     """
-    tuned: list[StepConfig] = call_entries("tuner", state, plan, is_at_end, explain)
+    tuned: list[StepConfig] = call_entries("tuner", run, explain)
     if tuned:
         return tuned[0]
-    machine = plan.config.machine
+    machine = run.config.machine
     for key in ("compile", "gemm_backend", "fp8", "fused", "master_weights"):
         if getattr(machine, key) not in ("auto", "off", "torch"):
             what = "this installation has no room that tunes steps"
             raise ConfigError(what, f"machine.{key}", "leave it out")
     if machine.attention != "auto":
-        set_attention(state.model, machine.attention)
-    set_thread_count(min(plan.comm.gather(thread_count())))  # rounding depends on it
+        set_attention(run.state.model, machine.attention)
+    set_thread_count(min(run.comm.gather(thread_count())))  # rounding depends on it
     size = 1 if machine.micro_batch == "auto" else machine.micro_batch
-    state.start_grad_reduction()
-    return replace(plan.step_config, micro_batch=size)
+    run.state.start_grad_reduction()
+    return replace(run.step_config, micro_batch=size)
 
 
-def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
+def write_run_files(resolved: ResolvedConfig, run: Run) -> None:
     """Check the free space, and write provenance, config, tokenizer and status.
 
     Call it on rank 0 only. Raises StorageError if the disk is too full or failing.
     """
-    out = plan.out
-    check_space(plan.config, plan.data.model_config, plan.step_config, step, out)
+    out = run.out
+    check_space(run.config, run.data.model_config, run.step_config, run.state.step, out)
     config_text = redact(render(resolved.config, resolved.origins))
     provenance = {
         "megatoken": __version__,
@@ -195,20 +194,20 @@ def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "device": plan.device.name,
-        "precision": plan.device.precision,
-        "processes": plan.comm.dist_env.world_size,
-        "peak_flops": plan.device.peak_flops,
-        "peak_source": plan.device.peak_source,
+        "device": run.device.name,
+        "precision": run.device.precision,
+        "processes": run.comm.dist_env.world_size,
+        "peak_flops": run.device.peak_flops,
+        "peak_source": run.device.peak_source,
         "command": [redact(word) for word in sys.argv],
     }
     with storage_errors(out):
         content = json.dumps(provenance, indent=1) + "\n"
         replace_file(out / PROVENANCE, content, durable=True)  # marks it as a run
         replace_file(out / CONFIG, config_text, durable=True)
-        plan.data.vocabulary.save(out / TOKENIZER)  # replaces one from a failed start
-    total_steps = plan.step_config.total_steps
-    plan.log_file.status(state="running", step=step, total_steps=total_steps, message="")
+        run.data.vocabulary.save(out / TOKENIZER)  # replaces one from a failed start
+    total_steps = run.step_config.total_steps
+    run.log_file.status(state="running", step=run.state.step, total_steps=total_steps, message="")
 
 
 def check_space(

@@ -41,7 +41,7 @@ class StepLog:
     def begin_step(self) -> None:
         """Start timing a step, unless steps are pending: their timing still runs."""
         if not self._pending:
-            self._run.log.begin("step")
+            self._run.begin("step")
             self._start = time.perf_counter()  # leaves actions out of the step's time
 
     def add(self, step: PendingStep, batch_values: dict[str, float]) -> None:
@@ -65,7 +65,7 @@ class StepLog:
         seconds = speed["seconds"] or 0.0
         run.stop.observe(seconds * len(steps))
         for slow in self.stragglers.find():
-            run.log.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
+            run.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
             run.console.warn(str(slow))
         start = run.log_file.elapsed_seconds - len(steps) * seconds
         times = [{"elapsed_seconds": start + n * seconds} for n in range(1, len(steps) + 1)]
@@ -110,12 +110,10 @@ class StepLog:
         }
         total_steps = run.step_config.total_steps
         is_last = step.step == total_steps
-        run.log.write(
-            "train", step=step.step, to_file=is_last or is_due(self._every, step.step), **row
-        )
+        run.write("train", step=step.step, to_file=is_last or is_due(self._every, step.step), **row)
         if step.overflowed:
             message = "fp16 gradients overflowed; loss scale lowered"
-            run.log.event("step skipped", message=message)
+            run.event("step skipped", message=message)
         left = self.estimate_left(step.step)
         run.log_file.progress(
             step=step.step,
@@ -137,7 +135,7 @@ def report_early_stop(run: Run) -> None:
     lowest = "never finite" if best is None else f"{progress.val_losses[best]:.4f} at step {best}"
     n = run.config.evaluate.patience
     message = f"the validation loss has not improved on {lowest} for {n} validations"
-    run.log.event("early stop", message=message)
+    run.event("early stop", message=message)
     run.console.print(f"step {run.state.step}: {message}: stopping early")
 
 
@@ -149,7 +147,7 @@ def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver)
     reason = "" if code == ExitCode.DONE else run.stop.stop_requested or "another rank"
     end: dict[str, Any] = {"exit_code": int(code), "message": reason}
     run.log_file.status(state=state, phase="", step=step, **end)
-    run.log.write("end", to_file=False, **end)
+    run.write("end", to_file=False, **end)
     if code != ExitCode.DONE:
         left = format_duration(steps.estimate_left(step))
         resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"

@@ -5,19 +5,17 @@ newest checkpoint, and trains it to the end of its budget. The loop is `run_loop
 its batches, step.py computes a step, restore.py resumes.
 """
 
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatoken.base.config.fields import parse_time
-from megatoken.base.config.load import ResolvedConfig, from_python, render
+from megatoken.base.config.load import ResolvedConfig, from_python
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
 from megatoken.base.errors import (
@@ -34,19 +32,17 @@ from megatoken.base.system.device import Device, memory_errors, open_device, res
 from megatoken.base.system.metrics_log import STATUS, find_last_rows
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
-from megatoken.distributed.local_launch import COMMAND, RESTARTS, launch
 from megatoken.distributed.preemption import PreemptionHandler, StopRequested
 from megatoken.model.gpt import GPT
-from megatoken.store.manifest import CheckpointManifest
 from megatoken.train import setup
 from megatoken.train.actions import Action, call_actions, is_due, list_actions
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.initial_state import build_train_state, take_architecture
-from megatoken.train.objective import RunView, load_objective
+from megatoken.train.objective import BatchSource, RunView, load_objective
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
-from megatoken.train.run import Observer, Progress, Run, RunContext, RunLog, RunPlan
+from megatoken.train.run import Observer, Progress, Run, RunContext
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, report_early_stop, report_end
 from megatoken.train.summary import print_summary
@@ -184,87 +180,69 @@ class Trainer:
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
             print_summary(resolved.name, plan)
-            state = build_train_state(plan, self.model, self.optimizer)
-            progress = Progress()
-            restore_newest = partial(
-                restore, state, progress, plan, allow_changes=self.allow_changes
-            )
-            manifest = restore_newest()  # into state and progress; None for a new run
-            changes += find_dataset_change(manifest, data.dataset)
             observers = [*self.callbacks]
-            log = RunLog(plan=plan, state=state, progress=progress, observers=observers)
-            observers += call_entries("observer", log)
-            is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
+            state = build_train_state(plan, self.model, self.optimizer)
+            run = Run(**vars(plan), state=state, progress=Progress(), observers=observers)
+            manifest = restore(run, allow_changes=self.allow_changes)  # None for a new run
+            changes += find_dataset_change(manifest, data.dataset)
+            observers += call_entries("observer", run)
+            code, reason = ExitCode.DONE, ""
+            is_done = run.is_at_end and read_object(self.out / STATUS).get("state") == "done"
             if comm.broadcast_from_rank0(is_done):
-                log.write("finish", to_file=False)
+                run.write("finish", to_file=False)
                 console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
-                tokens = state.tokens_trained(plan.step_config, state.step)
-                return ExitCode.DONE, state.step, tokens, ""
-            comm.run_on_rank0(lambda: setup.write_run_files(resolved, plan, state.step))
-            run = self._build_run(plan, log, restore_newest)
-            record_changes(run, changes)
-            code = train(run, actions)
-            reason = stop.stop_requested if code == ExitCode.STOPPED else ""
-            tokens = state.tokens_trained(plan.step_config, state.step)
-            return code, state.step, tokens, reason
-
-    def _build_run(
-        self, plan: RunPlan, log: RunLog, restore_newest: Callable[[], CheckpointManifest | None]
-    ) -> Run:
-        """Tune kernels and micro-batch, open the batches, and return a run ready to train."""
-        state = log.state
-        step_config = setup.tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
-        # Not before tuning, which measures steps with the cross-entropy, the default loss.
-        step_config = replace(step_config, loss=plan.objective.build_loss(plan.config))
-        plan = replace(plan, step_config=step_config)
-        view = RunView(
-            config=plan.config,
-            out=plan.out,
-            dataset=plan.data.dataset,
-            loader=plan.data.loader,
-            state=state,
-            step_config=step_config,
-            device=plan.device,
-            console=plan.console,
-            log_event=log.event,
-        )
-        return Run(
-            **{field.name: getattr(plan, field.name) for field in fields(plan)},
-            state=state,
-            progress=log.progress,
-            log=log,
-            batches=plan.objective.open_batches(view),
-            restore=restore_newest,
-        )
+            else:
+                comm.run_on_rank0(lambda: setup.write_run_files(resolved, run))
+                record_changes(run, changes)
+                code = train(*prepare(run, explain=self.explain), actions)
+                reason = stop.stop_requested if code == ExitCode.STOPPED else ""
+            return code, state.step, state.tokens_trained(plan.step_config, state.step), reason
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, int, str]:
         """Train in `nproc` processes of the `megatoken` command; return as `_fit` does."""
+        options = self.options | {"explain": self.explain, "allow-changes": self.allow_changes}
         resolved = take_architecture(self.resolved, self.out)
-        with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
-            recipe = Path(folder) / f"{resolved.name}.yaml"
-            recipe.write_text(render(resolved.config, resolved.origins), encoding="utf-8")
-            command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
-            for name, value in self.options.items():
-                command += [f"--{name}", str(value)] if value is not None else []
-            if self.explain:
-                command.append("--explain")
-            if self.allow_changes:
-                command.append("--allow-changes")
-            code = launch(command, self.nproc, RESTARTS)
-        if code not in (ExitCode.DONE, ExitCode.STOPPED):
+        codes = call_entries("launcher", resolved, self.out, self.nproc, options)
+        if not codes:
+            raise ConfigError("no room starts processes", "nproc", "start them with torchrun")
+        if codes[0] not in (ExitCode.DONE, ExitCode.STOPPED):
             what = f"training in {self.nproc} processes failed, see their output — {self.out}"
-            raise error_from_code(code, what)
+            raise error_from_code(codes[0], what)
         last_save = find_last_rows(self.out, ("save",)).get("save", {"step": 0, "tokens": 0})
-        return ExitCode(code), last_save["step"], last_save["tokens"], ""
+        return ExitCode(codes[0]), last_save["step"], last_save["tokens"], ""
 
 
-def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
+def prepare(run: Run, *, explain: bool) -> tuple[Run, BatchSource]:
+    """Tune kernels and micro-batch, then open the batches.
+
+    explain: whether to print the measurements.
+    """
+    step_config = setup.tune(run, explain=explain)
+    # Not before tuning, which measures steps with the cross-entropy, the default loss.
+    step_config = replace(step_config, loss=run.objective.build_loss(run.config))
+    run = replace(run, step_config=step_config)
+    view = RunView(
+        config=run.config,
+        out=run.out,
+        dataset=run.data.dataset,
+        loader=run.data.loader,
+        state=run.state,
+        step_config=step_config,
+        device=run.device,
+        console=run.console,
+        log_event=run.event,
+    )
+    batches = run.objective.open_batches(view)
+    start = {"micro_batch": step_config.micro_batch, "compiled": run.state.compute.is_compiled}
+    run.write("start", to_file=False, **start)
+    return run, batches
+
+
+def train(run: Run, batches: BatchSource, actions: Sequence[Action] = ()) -> ExitCode:
     """Train a run that is set up, and write its final status even if it fails.
 
     actions: called between steps, after save and validate.
     """
-    start = {"micro_batch": run.step_config.micro_batch, "compiled": run.state.compute.is_compiled}
-    run.log.write("start", to_file=False, **start)
     saver = CheckpointSaver(run)
     log = StepLog(run)
     run.log_file.start_clock()
@@ -274,7 +252,7 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
         ):
-            code = run_loop(run, saver, log, actions)
+            code = run_loop(run, batches, saver, log, actions)
     except Exception as error:
         record_failure(run, saver, error)
         raise
@@ -284,7 +262,9 @@ def train(run: Run, actions: Sequence[Action] = ()) -> ExitCode:
     return code
 
 
-def run_loop(run: Run, saver: CheckpointSaver, log: StepLog, actions: Sequence[Action]) -> ExitCode:
+def run_loop(
+    run: Run, batches: BatchSource, saver: CheckpointSaver, log: StepLog, actions: Sequence[Action]
+) -> ExitCode:
     """Train to the end of the budget or until a stop is requested, and save before returning."""
 
     def poll() -> None:
@@ -292,11 +272,11 @@ def run_loop(run: Run, saver: CheckpointSaver, log: StepLog, actions: Sequence[A
         saver.commit_if_written()
 
     state = run.state
-    actions = list_actions(run, saver, actions)
+    actions = list_actions(run, batches, saver, actions)
     guard = Guard(run.config.optim.max_skips, run.config.optim.spike != "off", state.step)
     code = ExitCode.DONE
     try:
-        with closing(run.batches):
+        with closing(batches):
             while state.step < run.step_config.total_steps:
                 # If a stop is requested, this raises StopRequested on all ranks. If any rank wants
                 # to read its losses, all ranks read theirs, because they rewind together.
@@ -308,9 +288,9 @@ def run_loop(run: Run, saver: CheckpointSaver, log: StepLog, actions: Sequence[A
                 saver.commit_if_written()
                 log.begin_step()
                 with log.stragglers.data:  # state.batch: the step plus skipped batches
-                    batch = run.batches.get(state.batch)
+                    batch = batches.get(state.batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
-                log.add(pending, run.batches.metrics)
+                log.add(pending, batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.
                 must_check = (
                     state.step == run.step_config.total_steps
@@ -324,7 +304,7 @@ def run_loop(run: Run, saver: CheckpointSaver, log: StepLog, actions: Sequence[A
     except StopRequested:
         code = ExitCode.STOPPED
         settle_steps(run, saver, guard, log, compares=True)
-    run.log.begin("finish")
+    run.begin("finish")
     saver.save_last()  # commits what try_save wrote; after a stop it saves
     saver.finish()
     return code
@@ -334,11 +314,11 @@ def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     """Write an error to status.json and the metrics log, and commit the pending checkpoint."""
     code = int(error.code) if isinstance(error, MegatokenError) else 1
     run.log_file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
-    run.log.event("failed", message=str(error))
+    run.event("failed", message=str(error))
     # All ranks raise NumericsError together; of other errors, this may be the only rank.
     if run.comm.is_single_process or isinstance(error, NumericsError):
         saver.try_commit()
         saver.finish()
     else:
         saver.try_commit_alone()
-    run.log.write("end", to_file=False, exit_code=code, message=str(error))
+    run.write("end", to_file=False, exit_code=code, message=str(error))

@@ -25,7 +25,7 @@ from megatoken.plan.tuning.compilation import compile_forward, wants_compile
 from megatoken.plan.tuning.kernels import KernelChoice, Kernels, apply_choice, autotune, step_key
 from megatoken.plan.tuning.micro_batch import find_rates, pick_micro_batch
 from megatoken.store.run_folder import MACHINE
-from megatoken.train.run import RunPlan
+from megatoken.train.run import Run
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 OWN_GPU_KERNELS = {"loss triton"}  # warn if they fail; others just do not support some head sizes
@@ -136,44 +136,44 @@ def build_step(
     return state, *prepared
 
 
-def tune(state: TrainState, plan: RunPlan, is_at_end: bool, explain: bool) -> StepConfig:
+def tune(run: Run, explain: bool) -> StepConfig:
     """Prepare the step with the choices in machine.json or with new ones, save and print them.
 
     Arguments and result are those of train/setup.py's `tune`.
     """
-    config, console = plan.config, plan.console
+    state, console = run.state, run.console
     start = time.monotonic()
-    saved = state.comm.run_on_rank0(lambda: _read_tuning(plan.out))
+    saved = state.comm.run_on_rank0(lambda: _read_tuning(run.out))
     step_config, tuning = prepare_step(
-        state, plan.step_config, config, plan.device, saved, measures_sizes=not is_at_end
+        state, run.step_config, run.config, run.device, saved, measures_sizes=not run.is_at_end
     )
     if state.step and str(saved) != str(tuning):
         old = saved or f"unknown, not in {MACHINE}"
         what = f"other kernels than before step {state.step}: {old} -> {tuning}"
         console.warn(f"{what}; the resume is not bit-identical")
-    state.comm.run_on_rank0(lambda: _save(plan.out, tuning))
-    _print(tuning, plan, explain=explain)
+    state.comm.run_on_rank0(lambda: _save(run.out, tuning))
+    _print(tuning, run, explain=explain)
     if state.compute.is_compiled:
         duration = format_duration(time.monotonic() - start)
         console.print(f"compiled (machine.compile={tuning.compile}), tuned in {duration}")
-    plan.device.reset_peak_memory()  # sizes that did not fit are not the run's memory
+    run.device.reset_peak_memory()  # sizes that did not fit are not the run's memory
     return step_config
 
 
-def _print(tuning: Tuning, plan: RunPlan, *, explain: bool) -> None:
+def _print(tuning: Tuning, run: Run, *, explain: bool) -> None:
     """Print the choices, warn of what makes training slower, and explain them if asked."""
-    console = plan.console
+    console = run.console
     forms = tuning.forms
     console.print(f"kernels  {forms}")
-    if plan.device.type == "cpu" and not find_library():
+    if run.device.type == "cpu" and not find_library():
         console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
-    elif plan.device.type == "cpu" and (fault := find_amx_fault()):
+    elif run.device.type == "cpu" and (fault := find_amx_fault()):
         console.warn(f"AMX is not used, so bf16 is slower: {fault}")
     for form in OWN_GPU_KERNELS & forms.errors.keys():
         console.warn(f"our {form} kernel failed, so training is slower: {forms.errors[form]}")
     if explain:
         reasons = forms.explain()
-        if plan.config.model.dropout and forms.kernels.attention in BUILT_IN:
+        if run.config.model.dropout and forms.kernels.attention in BUILT_IN:
             reason = "torch's kernels cannot apply our dropout masks"
             reasons.append(("dropout", f"attention trains by the explicit formula: {reason}"))
         for name, reason in reasons:
