@@ -41,37 +41,32 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[ShardFile]
     path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
     Raises DataError for shards of several formats, or a dataset in a format that is not read.
     """
-    splits = _find_files(path)
-    if not splits:
-        return None
-    files = [*splits]
-    layouts = [_read_layout(file) for file in files]
-    headers = [header for header, _ in layouts]
-    for file, header in zip(files, headers, strict=True):
+    shards: list[ShardFile] = []
+    for file, split in _find_files(path).items():
+        header, offset = _read_layout(file)
+        dtype = header.dtype
+        row = Shard(file=file.name, split=split, tokens=header.tokens, blocks="", header="")
+        shards.append(ShardFile(row, file, dtype, offset))
+        first = shards[0]
         if header.fingerprint:
             fix = f"name the folder with {MANIFEST_NAME}, or finish the preparation"
             raise DataError("a shard of megatoken without its manifest", file, fix)
-        if header.dtype != headers[0].dtype or file.suffix != files[0].suffix:
-            raise DataError(f"shards of two formats: also {files[0].name}", file, "use a pattern")
+        if dtype != first.dtype or file.suffix != first.path.suffix:
+            raise DataError(f"shards of two formats: also {first.path.name}", file, "use a pattern")
         if file.name in _HEADERLESS and tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
             fix = "prepare the text: megatoken prepare FILE --out DIR --tokenizer bytes"
             raise DataError("ids of a vocabulary in meta.pkl, which is not loaded", file, fix)
-    dtype = headers[0].dtype
-    if files[0].suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
+    if not shards:
+        return None
+    if file.suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
         tokenizer = "llama-3"  # only llm.c's LLaMA-3 shards have 32 bits
     unknown = (1 << 16 if dtype == "uint16" else 1 << 31, -1)
     vocab_size, eot = _PUBLISHED_TOKENIZERS.get(tokenizer, unknown)
-    shards = tuple(
-        Shard(file=file.name, split=splits[file], tokens=header.tokens, blocks="", header="")
-        for file, header in zip(files, headers, strict=True)
-    )
     description = {"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
-    manifest = Manifest(tokenizer=description, dtype=dtype, documents={}, shards=shards, source={})
-    opened = [
-        ShardFile(shard, file, dtype, offset)
-        for shard, file, (_, offset) in zip(shards, files, layouts, strict=True)
-    ]
-    return manifest, opened
+    rows = tuple(each.shard for each in shards)
+    return Manifest(
+        tokenizer=description, dtype=dtype, documents={}, shards=rows, source={}
+    ), shards
 
 
 def _find_files(path: Path) -> dict[Path, str]:

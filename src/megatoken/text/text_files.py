@@ -162,10 +162,10 @@ def _read_parquet(raw: BinaryIO, text_key: str) -> Iterator[Any]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(raw)
-    if text_key not in table.schema_arrow.names:
-        for batch in table.iter_batches(PARQUET_ROWS, use_threads=False):
+    columns = [text_key] if text_key in table.schema_arrow.names else None
+    for batch in table.iter_batches(PARQUET_ROWS, columns=columns, use_threads=False):
+        if columns:  # may be invalid UTF-8
+            texts = batch[0].cast("large_binary").to_pylist()
+            yield from ({text_key: text} for text in texts)
+        else:
             yield from batch.to_pylist()
-        return
-    for batch in table.iter_batches(PARQUET_ROWS, columns=[text_key], use_threads=False):
-        for text in batch[0].cast("large_binary").to_pylist():  # may be invalid UTF-8
-            yield {text_key: text}
