@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 import traceback
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +20,7 @@ from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
 from tests.ranks import start_process
+from tests.tiny_run import TINY, read_column, write_shards
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "megatoken"
@@ -90,6 +93,26 @@ def test_python_page(tmp_path: Path):
 def test_hacking_page(tmp_path: Path):
     program = read_python(ROOT / "docs" / "hacking.md") + "\nprint(config.optim.name)\n"
     assert run(program, tmp_path).splitlines()[-1] == "signum"
+
+
+@pytest.mark.long
+def test_an_objective_is_one_file(tmp_path: Path):
+    package = tmp_path / "megatoken"
+    package.mkdir()
+    for path in PACKAGE.iterdir():
+        (package / path.name).symlink_to(path)
+    (package / "zloss.py").write_text(
+        re.search(
+            r"## Objective.*?```python\n(.*?)```", (ROOT / "docs/hacking.md").read_text(), re.S
+        )[1]
+    )
+    settings = ["objective.name=zloss", write_shards(tmp_path / "data"), "budget.steps=2"]
+    command = [sys.executable, "-m", "megatoken", "train", str(TINY), *settings]
+    subprocess.run(
+        command, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
+    losses, z = (read_column(tmp_path / "runs" / "tiny", key) for key in ("loss", "z"))
+    assert losses[1] - 1e-4 * z[1] ** 2 == pytest.approx(5.543, abs=2e-2)
 
 
 @pytest.mark.long

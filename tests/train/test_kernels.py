@@ -230,7 +230,7 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
 def test_without_a_room_that_tunes_torchs_operations_train(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delitem(find_rooms()["plan"].ENTRIES, "tuner")
+    monkeypatch.delitem(find_rooms()["plan"].entries, "tuner")
     words = f"{data} machine.attention=explicit machine.micro_batch=2"
     for stop in (2, 4):
         train(tmp_path / "stopped", words, stop=stop)

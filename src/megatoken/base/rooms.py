@@ -4,30 +4,46 @@ A room is a package of megatoken with a module `room`, or a single module. CORE 
 training needs; each other one can be deleted, and what it adds goes with it. A room says what it
 adds in ENTRIES, a dict by kind of entry ("command", ...) of dicts from names to places, `module` or
 `module:attribute`. They are imported when they are used. NEEDS lists the rooms outside the core
-that it imports; without one of them, the room is left out.
+that it imports; without one of them, the room is left out. Both are literals, which are read
+without importing the module.
 """
 
+import ast
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 CORE = ("base", "data", "model", "optim", "distributed", "store", "train")
 PACKAGE = Path(__file__).parents[1]
 
 
+class Room(NamedTuple):
+    """What a room needs and adds."""
+
+    needs: tuple[str, ...]
+    entries: dict[str, Mapping[str, str]]
+
+
 @cache
-def find_rooms() -> dict[str, ModuleType]:
-    """Import and return the rooms that add something, by name, without those that lack another."""
-    places = {path.parent.name: ".room" for path in sorted(PACKAGE.glob("*/room.py"))}
-    places |= {path.stem: "" for path in sorted(PACKAGE.glob("[!_]*.py"))}
-    found = {name: import_module(f"megatoken.{name}{place}") for name, place in places.items()}
-    while lacking := [name for name, room in found.items() if {*room.NEEDS} - found.keys()]:
+def find_rooms() -> dict[str, Room]:
+    """Return the rooms that add something, by name, without those that lack another."""
+    paths = {path.parent.name: path for path in sorted(PACKAGE.glob("*/room.py"))}
+    paths |= {path.stem: path for path in sorted(PACKAGE.glob("[!_]*.py"))}
+    found = {name: _read(path) for name, path in paths.items()}
+    while lacking := [name for name, room in found.items() if {*room.needs} - found.keys()]:
         for name in lacking:
             del found[name]
     return found
+
+
+def _read(path: Path) -> Room:
+    values: dict[str, Any] = {"NEEDS": (), "ENTRIES": {}}
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in values:
+            values[name] = ast.literal_eval(node.value)
+    return Room(values["NEEDS"], values["ENTRIES"])
 
 
 def list_entries(kind: str) -> Mapping[str, str]:
@@ -35,7 +51,7 @@ def list_entries(kind: str) -> Mapping[str, str]:
     return {
         name: place
         for room in find_rooms().values()
-        for name, place in room.ENTRIES.get(kind, {}).items()
+        for name, place in room.entries.get(kind, {}).items()
     }
 
 

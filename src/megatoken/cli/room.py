@@ -1,6 +1,5 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "launcher": {"local": "megatoken.cli.ranks:train_in_processes"},
     "command": {

@@ -1,6 +1,5 @@
 """Where the implementations of the model's operations are (base/rooms.py, model/kernels)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "attention": {
         "explicit": "megatoken.model.kernels.attention:explicit_attention",

@@ -14,8 +14,12 @@ ENTRIES = {
     "section": {"objective": "megatoken.posttrain.settings:ObjectiveConfig"},
     "check": {"objective": "megatoken.posttrain.check:check_objective"},
     "recipe": {
-        name: f"posttrain/recipes/{name}.yaml"
-        for name in ("sft", "dpo", "kto", "reward", "grpo", "ppo")
+        "sft": "posttrain/recipes/sft.yaml",
+        "dpo": "posttrain/recipes/dpo.yaml",
+        "kto": "posttrain/recipes/kto.yaml",
+        "reward": "posttrain/recipes/reward.yaml",
+        "grpo": "posttrain/recipes/grpo.yaml",
+        "ppo": "posttrain/recipes/ppo.yaml",
     },
     "new_tokens": {"rows": "megatoken.posttrain.new_tokens:add_tokens"},
     "extension": {

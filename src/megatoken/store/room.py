@@ -1,6 +1,5 @@
 """What this room adds to the rest of the core, loaded when it is used (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "address": {
         "dataset": "megatoken.store.datasets:fetch_dataset",

@@ -1,6 +1,5 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "shards": {"external": "megatoken.text.external_shards:list_external"},
     "tokenizer": {"load": "megatoken.text.tokenizer:load_tokenizer"},

@@ -74,9 +74,8 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
         if name not in {*own_fields, *ADDED}
     }
     data = resolved.config.data
-    if load_objective(
-        resolved.config.objective.name
-    ).is_chat:  # the dataset's tokenizer may add control tokens
+    objective = load_objective(resolved.config.objective.name)
+    if objective.is_chat:  # the dataset's tokenizer may add control tokens
         dataset = load_mixture(data.path, external_tokenizer=data.tokenizer)
         sizes["vocab_size"] = max(sizes["vocab_size"], dataset.vocabulary.vocab_size)
     config = replace(resolved.config, model=replace(model, **sizes))
