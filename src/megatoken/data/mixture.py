@@ -13,6 +13,7 @@ from megatoken.data.vocabulary import Vocabulary
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
 _SMALLEST_SHARE = 1e-9
+SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,24 @@ def _identify(part: Part) -> tuple[str, str]:
     """
     manifest = part.dataset.manifest
     return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
+
+
+def find_document_start(dataset: Mixture) -> int:
+    """Return the id of the end-of-text token, which separates documents.
+
+    Raises ConfigError if the training split is a single document. Shards written by other programs
+    do not record their number of documents and may separate them by another token, so their first
+    tokens must include an end-of-text token.
+    """
+    eot = dataset.vocabulary.eot
+    counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
+    if 0 in counts:
+        n_scanned = min(len(dataset.train), SCANNED_TOKENS)
+        has_documents = bool((dataset.train.read(0, n_scanned) == eot).any())
+    else:
+        has_documents = max(counts) > 1
+    if not has_documents:
+        what = "data.document_mask has no effect: the training split is one document"
+        fix = "leave it out, or prepare the text as several documents"
+        raise ConfigError(what, "data.document_mask", fix)
+    return eot

@@ -1,10 +1,12 @@
 """Learning rate as a pure function of the step."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from megatoken.base.config.batch_ramp import BatchRamp
-from megatoken.base.config.schema import END_DECAYS
+from megatoken.base.config.fields import Duration
+from megatoken.base.config.schema import END_DECAYS, Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +72,49 @@ class LRSchedule:
         else:
             factor = 1 - share
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * factor)
+
+
+def build_schedule(
+    config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
+) -> LRSchedule:
+    """Return the learning-rate schedule, in steps or, with a batch ramp, in tokens."""
+    optim = config.optim
+    ramp = config.budget.ramp
+    total = ramp.before(total_steps) if ramp else total_steps
+
+    def measure(length: Duration) -> int:
+        sizes = {"batch_tokens": batch_tokens, "epoch_tokens": epoch_tokens}
+        if ramp:
+            return length.tokens(**sizes, total_tokens=total)
+        return length.steps(**sizes, total_steps=total)
+
+    if ramp and optim.warmup.unit == "steps":
+        warmup = ramp.before(round(optim.warmup.value))
+    else:
+        warmup = measure(optim.warmup)
+    return LRSchedule(
+        decay=optim.schedule,
+        peak_lr=optim.lr,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup=warmup,
+        decay_length=None if optim.decay_length is None else measure(optim.decay_length),
+        total=total,
+        ramp=ramp,
+    )
+
+
+def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: float) -> str:
+    """Describe the learning rate from `step` to the end. old_lr: the rate at the previous step."""
+    lr = schedule.lr(step)
+    end = schedule.lr(total_steps - 1)
+    if abs(lr - old_lr) <= 0.01 * old_lr:
+        text = f"learning rate stays {lr:.2e} at step {step:,}"
+    else:
+        verb = "rises" if lr > old_lr else "falls"
+        text = f"learning rate {verb} from {old_lr:.2e} to {lr:.2e} at step {step:,}"
+    turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < lr)
+    if turn > step + 1 and schedule.lr(step + 1) == lr:
+        text += f", constant until step {min(turn, total_steps):,}"
+    if end < lr:
+        text += f", ends at {end:.2e} at step {total_steps:,}"
+    return f"{schedule.decay}: {text}"

@@ -1,12 +1,11 @@
 """Report the settings that a resume changes, and their effect on the learning rate."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from megatoken.base.config.fields import parse_value
 from megatoken.base.config.load import Change
 from megatoken.base.config.schema import FIELDS, Config, build_config, flatten
-from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.optim.lr_schedule import describe_rates
 from megatoken.store.run_folder import BUDGET_KEYS
 from megatoken.train.run import Run
 from megatoken.train.state import StepConfig, build_step_config
@@ -61,20 +60,3 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
         lr_after=new.schedule.lr(step),
         lr_end=new.schedule.lr(new.total_steps - 1),
     )
-
-
-def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: float) -> str:
-    """Describe the learning rate from `step` to the end. old_lr: the rate at the previous step."""
-    lr = schedule.lr(step)
-    end = schedule.lr(total_steps - 1)
-    if abs(lr - old_lr) <= 0.01 * old_lr:
-        text = f"learning rate stays {lr:.2e} at step {step:,}"
-    else:
-        verb = "rises" if lr > old_lr else "falls"
-        text = f"learning rate {verb} from {old_lr:.2e} to {lr:.2e} at step {step:,}"
-    turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < lr)
-    if turn > step + 1 and schedule.lr(step + 1) == lr:
-        text += f", constant until step {min(turn, total_steps):,}"
-    if end < lr:
-        text += f", ends at {end:.2e} at step {total_steps:,}"
-    return f"{schedule.decay}: {text}"

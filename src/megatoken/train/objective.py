@@ -27,13 +27,11 @@ from megatoken.data.dataloader import (
     to_batch,
 )
 from megatoken.data.dataset import Dataset
-from megatoken.data.mixture import Mixture
+from megatoken.data.mixture import Mixture, find_document_start
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import build_dims, check_dims
 from megatoken.train.state import CrossEntropy, Loss, StepConfig, TrainState
 from megatoken.train.val_loss import validation_loss
-
-SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not record documents
 
 Poll = Callable[[], None]  # called on all ranks between parts of long work; may raise StopRequested
 
@@ -159,27 +157,6 @@ def open_loader(
         sources=[(len(part.dataset.train), part.share) for part in dataset.parts],
         **options,
     )
-
-
-def find_document_start(dataset: Mixture) -> int:
-    """Return the id of the end-of-text token, which separates documents.
-
-    Raises ConfigError if the training split is a single document. Shards written by other programs
-    do not record their number of documents and may separate them by another token, so their first
-    tokens must include an end-of-text token.
-    """
-    eot = dataset.vocabulary.eot
-    counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
-    if 0 in counts:
-        n_scanned = min(len(dataset.train), SCANNED_TOKENS)
-        has_documents = bool((dataset.train.read(0, n_scanned) == eot).any())
-    else:
-        has_documents = max(counts) > 1
-    if not has_documents:
-        what = "data.document_mask has no effect: the training split is one document"
-        fix = "leave it out, or prepare the text as several documents"
-        raise ConfigError(what, "data.document_mask", fix)
-    return eot
 
 
 class TextBatches(Prefetcher):

@@ -109,12 +109,7 @@ def plan_run(
     if context.is_main and not device.peak_flops:
         device = next(iter(call_entries("peak", device)), device)
     return RunPlan(
-        out=context.out,
-        console=context.console,
-        device=device,
-        comm=context.comm,
-        objective=context.objective,
-        heartbeat=context.heartbeat,
+        **vars(context) | {"device": device},
         config=config,
         data=data,
         step_config=build_step_config(

@@ -29,7 +29,7 @@ from megatoken.model.gpt import GPT, copy_kernels, separate_conversations
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
 from megatoken.model.memory import LOSS_CHUNK
-from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.optim.lr_schedule import LRSchedule, build_schedule
 from megatoken.optim.muon import Muon
 from megatoken.optim.optimizer import Update, adopt_optimizer, build_optimizer, find_optimizer
 from megatoken.optim.spikes import RecentSteps
@@ -331,7 +331,7 @@ def build_step_config(
     loss_chunk = config.machine.loss_chunk
     return StepConfig(
         seed=config.seed,
-        schedule=_build_schedule(config, **lengths),
+        schedule=build_schedule(config, **lengths),
         micro_batch=micro_batch,
         grad_clip=optim.grad_clip,
         loss_chunk=LOSS_CHUNK[device_type] if loss_chunk == "auto" else loss_chunk,
@@ -341,33 +341,4 @@ def build_step_config(
         momentum=optim.momentum,
         momentum_warmup=optim.momentum_warmup.steps(**lengths),
         **lengths,
-    )
-
-
-def _build_schedule(
-    config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
-) -> LRSchedule:
-    """Return the learning-rate schedule, in steps or, with a batch ramp, in tokens."""
-    optim = config.optim
-    ramp = config.budget.ramp
-    total = ramp.before(total_steps) if ramp else total_steps
-
-    def measure(length: Duration) -> int:
-        sizes = {"batch_tokens": batch_tokens, "epoch_tokens": epoch_tokens}
-        if ramp:
-            return length.tokens(**sizes, total_tokens=total)
-        return length.steps(**sizes, total_steps=total)
-
-    if ramp and optim.warmup.unit == "steps":
-        warmup = ramp.before(round(optim.warmup.value))
-    else:
-        warmup = measure(optim.warmup)
-    return LRSchedule(
-        decay=optim.schedule,
-        peak_lr=optim.lr,
-        min_lr_ratio=optim.min_lr_ratio,
-        warmup=warmup,
-        decay_length=None if optim.decay_length is None else measure(optim.decay_length),
-        total=total,
-        ramp=ramp,
     )
