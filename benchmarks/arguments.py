@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatoken.study.bench.arguments import add_preset, count
+from megatoken.study.commands.bench import add_preset, count
 
 SIZES = {
     "n_layer": "transformer blocks",

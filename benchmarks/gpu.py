@@ -27,7 +27,7 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import open_device
 from megatoken.distributed.memory import USABLE, estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.study.bench.arguments import DOCS
+from megatoken.study.commands.bench import DOCS
 
 SKIP_SECONDS = 20.0  # nothing useful is measured in less
 MOST_SEQS = {"gpt2-124m": 64, "gpt2-1558m": 32, "gpt2-355m": 64, "gpt2-774m": 32}

@@ -65,12 +65,11 @@ WITHOUT_TORCH = """
 megatoken megatoken.__main__ megatoken.cli.main megatoken.base.config.load megatoken.base.system.environment
 megatoken.text.prepare megatoken.data.dataset megatoken.data.permutation
 megatoken.store.commit megatoken.base.system.metrics_log megatoken.distributed.preemption
-megatoken.distributed.local_launch megatoken.study.bench.arguments megatoken.study.bench.worker megatoken.plan.estimate
+megatoken.distributed.local_launch megatoken.study.commands.bench megatoken.study.bench.worker megatoken.plan.estimate
 megatoken.study.plots
 """
 KNOWN = """\
 cli/recipe.py imports megatoken.convert.recipes
-cli/sync.py imports megatoken.study.settings
 """
 EMPTY_NAMES = "utils util common helpers misc manager factory core"
 # What runs code that a file brings: functions, and the arguments with which others do.

@@ -11,8 +11,8 @@ import pytest
 from megatoken.base.config.load import load_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, ExitCode
-from megatoken.cli import sync
 from megatoken.cli.main import main
+from megatoken.study.commands import sync
 from megatoken.study.observers import SinkProcesses, check_sinks
 from tests.processes import wait_until
 

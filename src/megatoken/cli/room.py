@@ -10,6 +10,5 @@ ENTRIES = {
         "doctor": "megatoken.cli.doctor",
         "completion": "megatoken.cli.completion",
         "verify": "megatoken.cli.verify",
-        "sync": "megatoken.cli.sync",
     },
 }

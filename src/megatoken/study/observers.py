@@ -1,6 +1,6 @@
 """What a run does with its rows beyond its folder: draw its curves, and send them to sinks.
 
-Each metrics sink (W&B, TensorBoard, trackio) has a process that runs cli/sync.py, so a failing sink
+Each metrics sink (W&B, TensorBoard, trackio) has a process that runs study/commands/sync.py, so a failing sink
 cannot stop the run.
 """
 

@@ -14,6 +14,7 @@ ENTRIES = {
         "bench": "megatoken.study.commands.bench",
         "plot": "megatoken.study.commands.plot",
         "report": "megatoken.study.commands.report",
+        "sync": "megatoken.study.commands.sync",
     },
     "section": {"log": "megatoken.study.settings:ReportConfig"},
     "check": {"sinks": "megatoken.study.check:check_names"},
