@@ -22,8 +22,8 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.timing import time_interleaved
 from megatoken.data.dataloader import Batch
-from megatoken.model.gpt import TreeMask, separate_conversations
 from megatoken.model.kernels import attention
+from megatoken.model.masks import TreeMask, separate_conversations
 from megatoken.study.bench.workload import build_workload, draw_batch
 from megatoken.train import step
 

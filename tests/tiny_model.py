@@ -10,7 +10,8 @@ from megatoken.base.config.schema import Config, OptimConfig, build_config
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.gpt import GPT, TreeMask
+from megatoken.model.gpt import GPT
+from megatoken.model.masks import TreeMask
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.system.device import open_device
-from megatoken.model.gpt import find_bounds, separate_conversations
 from megatoken.model.kernels.attention import (
     attend_documents,
     causal_mask,
@@ -18,6 +17,7 @@ from megatoken.model.kernels.attention import (
     flash_attention,
     supports_varlen,
 )
+from megatoken.model.masks import find_bounds, separate_conversations
 from tests.nullgpu.counters import is_loaded
 from tests.tiny_model import differentiate, draw
 

@@ -24,8 +24,9 @@ from megatoken.base.system.torch_compat import uncompiled
 from megatoken.data.vocabulary import Ints
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.tensor_parallel import gather_lm_head
-from megatoken.model.gpt import GPT, TreeMask
+from megatoken.model.gpt import GPT
 from megatoken.model.loss import cap_logits
+from megatoken.model.masks import TreeMask
 from megatoken.model.memory import LOSS_CHUNK
 
 BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # nodes per forward, including padding

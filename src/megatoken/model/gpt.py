@@ -39,9 +39,7 @@ vocabulary, S keys (cached and new).
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +48,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.torch_compat import mark_dynamic
 from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.extensions import load_extensions
 from megatoken.model.kernels.attention import (
@@ -62,28 +59,10 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.model.kernels.block import KERNELS, BlockKernels
 from megatoken.model.loss import cap_logits, cross_entropy
+from megatoken.model.masks import Cache, TreeMask, place_rows
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
 
 INIT_STD = 0.02
-
-
-class Cache(Protocol):
-    """Keys and values of earlier tokens in rows, one sequence each (inference/kv_cache.py).
-
-    length: number of tokens in the longest row.
-    """
-
-    @property
-    def length(self) -> int: ...
-
-    def place(self, T: int) -> Tensor:
-        """Return the positions of the next T tokens: (T,), or (B, 1) if rows differ in length."""
-
-    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, and return all of them, (B, K, S, D) each."""
-
-    def advance(self, T: int) -> None:
-        """Add T to every row's length, when all layers have appended."""
 
 
 class AddedModule(Module):
@@ -92,47 +71,6 @@ class AddedModule(Module):
     def draw_initial(self, name: str, generator: torch.Generator) -> Tensor:
         """Return the initial values of a parameter, unsharded, on the CPU: zeros by default."""
         return torch.zeros(self.get_parameter(name).shape, device="cpu")
-
-
-@dataclass(frozen=True)
-class TreeMask:
-    """Positions and attention mask of rows that are not just one sequence.
-
-    A row may pack several sequences, or hold a tree of alternative continuations.
-    """
-
-    positions_BT: Tensor
-    attn_mask: Tensor  # bool (B, 1, T, T): [b, 0, t, s]: t attends to s; or bounds of documents
-
-
-def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
-    """Return the mask for rows that pack several sequences, which must not attend to each other.
-
-    On CUDA, `attn_mask` holds the bounds of the sequences, copied asynchronously.
-
-    starts_BT: for each token, the index in the row at which its sequence begins; on the CPU.
-    """
-    index_T = torch.arange(starts_BT.shape[1])
-    if device.type == "cuda":
-        tensors = index_T - starts_BT, find_bounds(starts_BT)
-        positions_BT, bounds = (x.pin_memory().to(device, non_blocking=True) for x in tensors)
-        mark_dynamic(bounds)
-        return TreeMask(positions_BT, bounds)
-    starts_BT, index_T = starts_BT.to(device), index_T.to(device)
-    is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
-    mask_BTT = is_same_BTT & (index_T[:, None] >= index_T)
-    return TreeMask(index_T - starts_BT, mask_BTT[:, None])
-
-
-def find_bounds(starts_BT: Tensor) -> Tensor:
-    """Return the start of each sequence in the B * T tokens, padded with B * T; int32.
-
-    The size is a power of two, so that few sizes occur.
-    """
-    is_start_BT = starts_BT == torch.arange(starts_BT.shape[1])
-    begins = is_start_BT.flatten().nonzero()[:, 0].int()
-    size = 1 << len(begins).bit_length()
-    return F.pad(begins, (0, size - len(begins)), value=starts_BT.numel())
 
 
 class Linear(nn.Linear):
@@ -405,7 +343,7 @@ class GPT(Module):
         elif dropout_keys_B is None:
             dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
         T = ids_BT.shape[1]
-        positions, mask, window_mask = self._place(ids_BT, cache, tree_mask)
+        positions, mask, window_mask = place_rows(ids_BT, cache, tree_mask, self.config.window)
         cos_sin = local_cos_sin = rotary_cos_sin(self.config, positions)
         if self.config.rope_local_theta:
             local_cos_sin = rotary_cos_sin(self.config, positions, local=True)
@@ -449,7 +387,7 @@ class GPT(Module):
     ) -> Tensor:
         """Return the gated share of each preceding embedding; 0 for the first token.
 
-        positions, mask: as from `_place`.
+        positions, mask: as from `place_rows`.
         """
         assert self.smear_gate is not None
         assert self.smear_scale is not None
@@ -465,37 +403,6 @@ class GPT(Module):
             is_before = mask[:, 0] & (positions[:, None] == positions[..., None] - 1)
             x_BTC = x_BTC[rows_B1, is_before.int().argmax(-1)]
         return gate_BT1 * x_BTC
-
-    def _place(
-        self, ids_BT: Tensor, cache: Cache | None, tree_mask: TreeMask | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return positions (T,) or (B, T), and the masks of layers without and with a window.
-
-        A mask is bool (B or 1, 1, T, S), True where a query attends to a key, or bounds of
-        documents. It is None if plain causal attention is correct; in layers with a window, each
-        query then sees only the keys in its window.
-        """
-        T = ids_BT.shape[1]
-        device = ids_BT.device
-        past = 0 if cache is None else cache.length
-        positions = torch.arange(T, device=device) if cache is None else cache.place(T)
-        mask = None
-        if tree_mask is not None:
-            positions = tree_mask.positions_BT
-            mask = tree_mask.attn_mask
-            if mask.dim() == 1:
-                return positions, mask, mask
-        elif positions.dim() == 2:  # rows of different lengths, with one token each
-            mask = (torch.arange(past + 1, device=device) <= positions)[:, None, None]
-        elif past and T > 1:  # the lower right corner of the causal square
-            mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=device).tril(past)
-        if not self.config.window or (cache is None and mask is None):
-            return positions, mask, None
-        keys = positions if cache is None else torch.arange(past + T, device=device)
-        distance = positions[..., None] - keys[..., None, :]
-        distance = distance.view(-1, 1, *distance.shape[-2:])
-        in_window = distance < self.config.window
-        return positions, mask, in_window & (distance >= 0 if mask is None else mask)
 
     @property
     def lm_head_weight(self) -> Tensor:

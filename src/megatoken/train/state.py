@@ -25,9 +25,10 @@ from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.extensions import count_additions
-from megatoken.model.gpt import GPT, copy_kernels, separate_conversations
+from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
+from megatoken.model.masks import separate_conversations
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.optim.lr_schedule import LRSchedule, build_schedule
 from megatoken.optim.muon import Muon

@@ -17,9 +17,10 @@ from megatoken.data.vocabulary import CountBytes
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
-from megatoken.model.gpt import GPT, separate_conversations
+from megatoken.model.gpt import GPT
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
+from megatoken.model.masks import separate_conversations
 
 
 @torch.no_grad()
