@@ -20,9 +20,9 @@ import torch
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig, OptimConfig
 from megatoken.data.dataloader import Batch
-from megatoken.optim.costs import count_optimizer_flops
 from megatoken.optim.muon import WholeMatrices, list_hidden_matrices
 from megatoken.optim.optimizer import build_optimizer
+from megatoken.plan.speed import count_optimizer_flops
 from megatoken.study.bench.workload import build_workload, draw_ids
 from megatoken.train.step import clip_and_update, forward_backward
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatoken.model.loss import cross_entropy, token_log_probs
+from megatoken.model.loss import cross_entropy
+from megatoken.posttrain.answer_scores import token_log_probs
 from tests.tiny_model import differentiate, draw, relative_error
 
 

@@ -168,7 +168,9 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow():
         weight.data.copy_(start)
         weight.grad = gradient.clone()
         rates = {"lr": 0.1, "matrix_lr": 0.1, "weight_decay": 1.0}
-        build_optimizer(layer, OptimConfig(name="muon", cautious_decay=cautious, **rates)).step()
+        matrices = WholeMatrices(list_hidden_matrices(layer))
+        optim = OptimConfig(name="muon", cautious_decay=cautious, **rates)
+        build_optimizer(layer, optim, matrices=matrices).step()
         decayed = torch.where(shrinks, start * 0.9, start) if cautious else start * 0.9
         torch.testing.assert_close(weight.detach(), decayed - 0.1 * update)
 

@@ -20,7 +20,6 @@ from megatoken.convert.consolidate import consolidate
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_slice import TensorSlice, chunk
 from megatoken.model.gpt import GPT
-from megatoken.optim.optimizer import Update
 from megatoken.store import save as checkpoint_save
 from megatoken.store.commit import prune
 from megatoken.store.load import describe_optimizer, load_checkpoint_model, restore_state
@@ -133,7 +132,6 @@ def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
     state: Any = tiny_state(seed=seed, optim=OptimConfig(name=name))
     if optimizer in OPTIMIZERS:
         state.optimizer = OPTIMIZERS[optimizer](state.sharded.local_params.values())
-        state.update = Update(state.optimizer)
     return state
 
 

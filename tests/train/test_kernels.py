@@ -99,7 +99,8 @@ def test_options_follow_device_model_and_settings(line: str, monkeypatch: pytest
     model = replace(model, window=8) if "window" in traits else model
     pairs = (f"machine.{setting}".split("=") for setting in settings)
     machine = build_config({key: parse_value(FIELDS[key], text) for key, text in pairs}).machine
-    options = list_options(model, machine, place, 0.1 if "dropout" in traits else 0.0)
+    model = replace(model, dropout=0.1 * ("dropout" in traits))
+    options = list_options(model, machine, place)
     for setting in expected:
         name, _, forms = setting.partition("=")
         assert options[name] == forms.split(",")

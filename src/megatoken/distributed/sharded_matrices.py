@@ -22,7 +22,8 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, local_slice
 from megatoken.distributed.tensor_slice import Range, TensorSlice
 from megatoken.model.gpt import GPT
-from megatoken.optim.muon import Matrices, MatrixFn, WholeMatrices, list_hidden_matrices
+from megatoken.optim.muon import WholeMatrices, list_hidden_matrices
+from megatoken.optim.optimizer import Matrices, MatrixFn
 
 
 class Matrix(NamedTuple):

@@ -38,7 +38,7 @@ def cross_entropy(
     output_layer: what computes each chunk, an entry of the kind "loss" (model/room.py).
     """
     device = hidden_BTC.device.type
-    dtype = _product_dtype(hidden_BTC)
+    dtype = product_dtype(hidden_BTC)
     hidden_NC = hidden_BTC.flatten(0, 1)
     targets_N = targets_BT.flatten()
     count = (targets_N >= 0).sum()
@@ -67,43 +67,6 @@ def cross_entropy(
         return total, count
 
 
-def token_log_probs(
-    hidden_BTC: Tensor,
-    lm_head_VC: Tensor,
-    targets_BT: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-) -> Tensor:
-    """Return the targets' log probabilities (B, T) in nats, fp32; 0 where a target is below 0.
-
-    Differentiable. Logits are computed only for positions with a target.
-
-    chunk: how many rows of logits to hold in memory at once; they are recomputed in the backward.
-        With 0, all logits are computed in one piece and saved for the backward.
-    """
-    dtype = _product_dtype(hidden_BTC)
-    targets_N = targets_BT.flatten()
-    index_N = torch.nonzero(targets_N >= 0)[:, 0]
-    hidden_NC = hidden_BTC.flatten(0, 1)[index_N]
-    targets = targets_N[index_N]
-
-    def score(h_NC: Tensor, t_N: Tensor) -> Tensor:
-        logits_NV = F.linear(h_NC.to(dtype), lm_head_VC.to(dtype)).float()[:, :vocab_size]
-        return -F.cross_entropy(cap_logits(logits_NV, softcap) / temperature, t_N, reduction="none")
-
-    with torch.autocast(hidden_BTC.device.type, enabled=False):
-        if chunk == 0:
-            scores = score(hidden_NC, targets)
-        else:
-            chunks = zip(torch.split(hidden_NC, chunk), torch.split(targets, chunk), strict=True)
-            parts = [checkpoint(score, h_NC, t_N, use_reentrant=False) for h_NC, t_N in chunks]
-            scores = torch.cat(parts)
-        return scores.new_zeros(targets_N.shape).index_put((index_N,), scores).view_as(targets_BT)
-
-
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     """Return softcap * tanh(logits / softcap) in fp32 (Gemma 2); with 0, logits are not changed."""
     if not softcap:
@@ -111,7 +74,7 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap
 
 
-def _product_dtype(hidden_BTC: Tensor) -> torch.dtype:
+def product_dtype(hidden_BTC: Tensor) -> torch.dtype:
     """Return the dtype for matmuls: autocast's if it is enabled, else that of the hidden states."""
     device = hidden_BTC.device.type
     is_autocast = torch.is_autocast_enabled(device)

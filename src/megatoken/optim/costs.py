@@ -26,21 +26,3 @@ def count_optimizer_bytes(name: str, model: ModelConfig) -> int:
 def count_saved_bytes(name: str, model: ModelConfig) -> int:
     """Return the bytes of a checkpoint: fp32 weights and optimizer state, including padding."""
     return FP32 * count_padded_parameters(model) + count_optimizer_bytes(name, model)
-
-
-def count_optimizer_flops(name: str, model: ModelConfig) -> int:
-    """Return the matmul FLOPs of one optimizer step.
-
-    Only Muon has any, in its Newton-Schulz iteration.
-    """
-    if name != "muon" or count_additions(model).freezes:
-        return 0
-    d, f = model.d_model, model.d_ff
-    shapes = [
-        *((rows, d) for rows in model.qkv_rows),
-        (d, model.attention_width),
-        *[(f, d)] * (2 + model.is_gated),
-    ]
-    shapes = [*shapes * model.n_layer, *[(model.kv_heads, d)] * len(model.value_embedding_layers)]
-    sizes = [(min(shape), max(shape)) for shape in shapes]
-    return ORTHOGONALIZE_STEPS * sum(4 * n * n * m + 2 * n**3 for n, m in sizes)

@@ -7,47 +7,31 @@ widths (Yang et al. 2023; Bernstein 2025). Queries, keys and values are treated 
 matrices, although one parameter holds them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatoken.base.config.schema import OptimConfig
 from megatoken.base.system.torch_compat import follow_found_inf, step_inner
 from megatoken.model.gpt import GPT
-from megatoken.optim.costs import ORTHOGONALIZE_STEPS
+from megatoken.optim.costs import ORTHOGONALIZE_STEPS, STATE_BYTES
+from megatoken.optim.optimizer import (
+    Matrices,
+    MatrixFn,
+    MatrixOptimizer,
+    OptimizerSpec,
+    ParamGroup,
+    build_adamw,
+)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
 # Elements per batched matmul: few enough for a CPU's caches, enough to keep a GPU busy.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
-
-MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # takes and returns full matrices of equal shapes
-
-
-class Matrices(Protocol):
-    """Access to a model's hidden matrices in full, even if they are sharded over processes.
-
-    names: hidden parameters of which this process has a shard. dtype: the dtype in which updates
-    are computed.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Apply `function` to full matrices, and return this process's shards of the results.
-
-        All processes must call it. They divide the work: in each process, `function` gets a list of
-        only some of the matrices.
-
-        tensors: this process's shards of the matrices, in the order of `names`.
-        """
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,7 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixOptimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
     adamw: optimizer of all other parameters; its groups and state become part of this one's.
@@ -198,3 +182,25 @@ class Muon(torch.optim.Optimizer):
                 new_param = param * (1 - decay)
             new_param.sub_(update, alpha=group["lr"])
             param.copy_(new_param if is_bad is None else torch.where(is_bad, param, new_param))
+
+
+def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
+    """Build Muon for the last group and AdamW for the others.
+
+    Their learning rates keep the ratio of `optim.matrix_lr` to `optim.lr`.
+    """
+    *others, hidden = groups
+    hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
+    matrices = hidden.pop("matrices")
+    return Muon(
+        build_adamw(others, optim, implementation),
+        hidden,
+        matrices,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        cautious_decay=optim.cautious_decay,
+        equal_rows=optim.equal_rows,
+    )
+
+
+MUON = OptimizerSpec(build=build_muon, bytes_per_param=STATE_BYTES["muon"], hidden_group=True)

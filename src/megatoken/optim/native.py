@@ -35,42 +35,44 @@ class NativeUpdate(Update):
     copies: bf16 copy of each fp32 parameter, updated by `step`; empty without master weights.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, library: Library, copies: Mapping[Tensor, Tensor]
-    ) -> None:
-        super().__init__(optimizer)
+    def __init__(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
         self.library = library
         self.copies = copies
         self.updates_copies = bool(copies)
 
-    def grad_norm(self) -> Tensor:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    def grad_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [grad for grad in map(self._gradient, params) if grad is not None]
         values = [Values(grad.data_ptr(), grad.numel(), DTYPES[grad.dtype]) for grad in grads]
         return torch.tensor(self.library.call_all("sum_of_squares", values) ** 0.5)
 
     @torch.no_grad()
-    def step(self, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None
+    ) -> None:
         if found_inf:
             return
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        adamw: list[AdamWUpdate] = []
-        muon: list[MuonUpdate] = []
-        for group in self.optimizer.param_groups:
-            if "momentum" in group:
-                muon += self._muon_updates(group, scale)
-            else:
-                adamw += self._adamw_updates(group, scale)
+        *others, last = optimizer.param_groups
+        if isinstance(optimizer, Muon):
+            muon = list(self._muon_updates(optimizer, last, scale))
+        else:
+            others, muon = [*others, last], []
+        adamw = [
+            update for group in others for update in self._adamw_updates(optimizer, group, scale)
+        ]
         self.library.call_all("adamw", adamw)
         self.library.call_all("muon", muon)
 
-    def _adamw_updates(self, group: dict[str, Any], scale: float) -> Iterator[AdamWUpdate]:
+    def _adamw_updates(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], scale: float
+    ) -> Iterator[AdamWUpdate]:
         """Yield the update of each parameter that has a gradient."""
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
                 continue
-            state = self.optimizer.state[param]
+            state = optimizer.state[param]
             state["step"] += 1
             step = state["step"].item()
             beta1, beta2 = group["betas"]
@@ -80,10 +82,10 @@ class NativeUpdate(Update):
             corrections = 1 - beta1**step, 1 - beta2**step
             yield AdamWUpdate(*addresses(tensors), *sizes, *rates, *corrections, scale)
 
-    def _muon_updates(self, group: dict[str, Any], scale: float) -> Iterator[MuonUpdate]:
+    def _muon_updates(
+        self, optimizer: Muon, group: dict[str, Any], scale: float
+    ) -> Iterator[MuonUpdate]:
         """Yield the update of each matrix; without a gradient, as if it were 0."""
-        optimizer = self.optimizer
-        assert isinstance(optimizer, Muon)
         assert isinstance(optimizer.matrices, WholeMatrices)
         rates = group["lr"], group["weight_decay"], group["momentum"]
         settings = *rates, scale, optimizer.cautious_decay, optimizer.equal_rows

@@ -7,7 +7,7 @@ estimates then work without further changes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,44 @@ from torch import Tensor, nn
 from megatoken.base.config.fields import register_choice
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.torch_compat import fused_adamw_step
 from megatoken.optim.costs import STATE_BYTES
-from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
 # Keys: params, weight_decay, and lr_scale, by which the scheduled learning rate is multiplied.
 ParamGroup = dict[str, Any]
+
+
+MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # takes and returns full matrices of equal shapes
+
+
+class Matrices(Protocol):
+    """Access to a model's hidden matrices in full, even if they are sharded over processes.
+
+    names: hidden parameters of which this process has a shard. dtype: the dtype in which updates
+    are computed.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Apply `function` to full matrices, and return this process's shards of the results.
+
+        All processes must call it. They divide the work: in each process, `function` gets a list of
+        only some of the matrices.
+
+        tensors: this process's shards of the matrices, in the order of `names`.
+        """
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """An optimizer whose last group are full hidden matrices, with a momentum that is scheduled."""
+
+    matrices: Matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +64,7 @@ class OptimizerSpec:
     bytes_per_param: bytes of fp32 state per parameter, or a pair of them: for parameters in hidden
         matrices and for all others.
     hidden_group: whether `build` gets the hidden matrices as a separate, last group. The group's
-        `matrices` (muon.py) gives access to them in full, even if they are sharded.
+        `matrices` gives access to them in full, even if they are sharded.
     whole_matrices: whether the update needs full matrices but cannot gather them, so that the model
         must not be sharded.
     """
@@ -43,7 +75,8 @@ class OptimizerSpec:
     whole_matrices: bool = False
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {}
+OPTIMIZERS: dict[str, OptimizerSpec] = {}  # registered ones
+BUILT_IN = list_entries("optimizer")
 
 
 def register_optimizer(name: str, spec: OptimizerSpec) -> None:
@@ -60,11 +93,12 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
 
 def find_optimizer(name: str) -> OptimizerSpec:
     """Return the optimizer registered under a name. Raises ConfigError for an unknown name."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}"
-        )
-    return OPTIMIZERS[name]
+    names = {**BUILT_IN, **OPTIMIZERS}
+    if name not in names:
+        fix = f"choose one of {', '.join(names)}"
+        raise ConfigError(f"unknown optimizer {name!r}", "optim.name", fix)
+    spec: OptimizerSpec = OPTIMIZERS.get(name) or load_entry("optimizer", name)
+    return spec
 
 
 def build_optimizer(
@@ -99,9 +133,7 @@ def build_optimizer(
         )
     hidden: list[ParamGroup] = []
     if spec.hidden_group:
-        if matrices is None:
-            assert isinstance(model, nn.Module), "matrices must be passed with shards"
-            matrices = WholeMatrices(list_hidden_matrices(model))
+        assert matrices is not None
         hidden_params = [params.pop(name) for name in matrices.names]
         hidden = [
             {"params": hidden_params, "weight_decay": optim.weight_decay, "matrices": matrices}
@@ -139,7 +171,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
     """Set Muon's momentum. Does nothing for other optimizers."""
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MatrixOptimizer):
         optimizer.param_groups[-1]["momentum"] = momentum
 
 
@@ -158,16 +190,15 @@ class Update:
 
     updates_copies = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def grad_norm(self) -> Tensor | None:
+    def grad_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Return the L2 norm of all gradients (fp32), or None if the caller is to compute it."""
         return None
 
-    def step(self, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None
+    ) -> None:
         """Divide gradients by `grad_scale` and update, or do nothing if `found_inf` is 1."""
-        fused_adamw_step(self.optimizer, found_inf, grad_scale)
+        fused_adamw_step(optimizer, found_inf, grad_scale)
 
 
 def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> AdamW:
@@ -190,27 +221,4 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     return optimizer
 
 
-def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
-    """Build Muon for the last group and AdamW for the others.
-
-    Their learning rates keep the ratio of `optim.matrix_lr` to `optim.lr`.
-    """
-    *others, hidden = groups
-    hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
-    matrices = hidden.pop("matrices")
-    return Muon(
-        build_adamw(others, optim, implementation),
-        hidden,
-        matrices,
-        lr=optim.lr,
-        momentum=optim.momentum,
-        cautious_decay=optim.cautious_decay,
-        equal_rows=optim.equal_rows,
-    )
-
-
-OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, bytes_per_param=STATE_BYTES["adamw"])
-OPTIMIZERS["muon"] = OptimizerSpec(
-    build=build_muon, bytes_per_param=STATE_BYTES["muon"], hidden_group=True
-)
-BUILT_IN = frozenset(OPTIMIZERS)
+ADAMW = OptimizerSpec(build=build_adamw, bytes_per_param=STATE_BYTES["adamw"])

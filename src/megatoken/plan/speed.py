@@ -13,8 +13,9 @@ from typing import Any
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.system.gpus import Gpu
 from megatoken.base.system.table import read_table
+from megatoken.model.extensions import count_additions
 from megatoken.model.flops import count_padded_parameters, count_trained_parameters
-from megatoken.optim.costs import count_optimizer_flops
+from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 
 _TABLE = read_table(__file__)
 ARCHITECTURES: dict[str, dict[str, Any]] = _TABLE["architectures"]
@@ -293,3 +294,21 @@ def _tensor_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> fl
         return 0.0
     sent = layout.micro_batch * model.seq_len * model.d_model * layout.item_bytes * (tp - 1) / tp
     return layout.micro_steps * model.n_layer * 8 * (sent / (LINK_SHARE * gpu.link_rate) + LATENCY)
+
+
+def count_optimizer_flops(name: str, model: ModelConfig) -> int:
+    """Return the matmul FLOPs of one optimizer step.
+
+    Only Muon has any, in its Newton-Schulz iteration.
+    """
+    if name != "muon" or count_additions(model).freezes:
+        return 0
+    d, f = model.d_model, model.d_ff
+    shapes = [
+        *((rows, d) for rows in model.qkv_rows),
+        (d, model.attention_width),
+        *[(f, d)] * (2 + model.is_gated),
+    ]
+    shapes = [*shapes * model.n_layer, *[(model.kv_heads, d)] * len(model.value_embedding_layers)]
+    sizes = [(min(shape), max(shape)) for shape in shapes]
+    return ORTHOGONALIZE_STEPS * sum(4 * n * n * m + 2 * n**3 for n, m in sizes)

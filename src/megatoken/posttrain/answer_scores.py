@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
-from megatoken.model.loss import token_log_probs
+from megatoken.model.loss import cap_logits, product_dtype
 from megatoken.posttrain.value_head import predict_values
 from megatoken.train.step import fit_rows
 
@@ -35,6 +37,43 @@ def answer_log_probs(
         temperature=temperature,
         chunk=0 if saves_logits else loss_chunk,
     )
+
+
+def token_log_probs(
+    hidden_BTC: Tensor,
+    lm_head_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Return the targets' log probabilities (B, T) in nats, fp32; 0 where a target is below 0.
+
+    Differentiable. Logits are computed only for positions with a target.
+
+    chunk: how many rows of logits to hold in memory at once; they are recomputed in the backward.
+        With 0, all logits are computed in one piece and saved for the backward.
+    """
+    dtype = product_dtype(hidden_BTC)
+    targets_N = targets_BT.flatten()
+    index_N = torch.nonzero(targets_N >= 0)[:, 0]
+    hidden_NC = hidden_BTC.flatten(0, 1)[index_N]
+    targets = targets_N[index_N]
+
+    def score(h_NC: Tensor, t_N: Tensor) -> Tensor:
+        logits_NV = F.linear(h_NC.to(dtype), lm_head_VC.to(dtype)).float()[:, :vocab_size]
+        return -F.cross_entropy(cap_logits(logits_NV, softcap) / temperature, t_N, reduction="none")
+
+    with torch.autocast(hidden_BTC.device.type, enabled=False):
+        if chunk == 0:
+            scores = score(hidden_NC, targets)
+        else:
+            chunks = zip(torch.split(hidden_NC, chunk), torch.split(targets, chunk), strict=True)
+            parts = [checkpoint(score, h_NC, t_N, use_reentrant=False) for h_NC, t_N in chunks]
+            scores = torch.cat(parts)
+        return scores.new_zeros(targets_N.shape).index_put((index_N,), scores).view_as(targets_BT)
 
 
 def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:

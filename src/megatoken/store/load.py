@@ -14,8 +14,7 @@ from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
-from megatoken.optim.muon import Muon
-from megatoken.optim.optimizer import AdamW
+from megatoken.optim.optimizer import AdamW, MatrixOptimizer
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import (
     CheckpointManifest,
@@ -239,7 +238,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
     groups = []
-    if type(optimizer) is not Muon:
+    if not isinstance(optimizer, MatrixOptimizer):
         groups = [
             {
                 key: value

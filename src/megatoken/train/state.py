@@ -13,6 +13,7 @@ from torch import Tensor
 from megatoken.base.config.batch_ramp import BatchRamp
 from megatoken.base.config.fields import Duration
 from megatoken.base.config.schema import Config
+from megatoken.base.rooms import load_entry
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.data.dataloader import Batch, batch_of_step
@@ -21,7 +22,6 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
-from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.extensions import count_additions
@@ -31,8 +31,13 @@ from megatoken.model.loss import cross_entropy
 from megatoken.model.masks import separate_conversations
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.optim.lr_schedule import LRSchedule, build_schedule
-from megatoken.optim.muon import Muon
-from megatoken.optim.optimizer import Update, adopt_optimizer, build_optimizer, find_optimizer
+from megatoken.optim.optimizer import (
+    MatrixOptimizer,
+    Update,
+    adopt_optimizer,
+    build_optimizer,
+    find_optimizer,
+)
 from megatoken.optim.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 2024)
@@ -45,7 +50,7 @@ class Compute:
     model: runs forward and backward. It is a low-precision copy of the weights if there are master
         weights, else the model that holds the weights.
     forward: `model`, compiled or not.
-    update: applies the gradients, with the groups and the state of the optimizer.
+    update: applies the gradients.
     threads: number of torch's threads; 0 to leave it as it is.
     cuda_graphs: whether `forward` replays CUDA graphs, whose results the next replay overwrites.
     reducer: sums the gradients of replicas; None if there is one, or if FSDP2 does.
@@ -53,7 +58,7 @@ class Compute:
 
     model: GPT
     forward: Callable[..., Tensor]
-    update: Update
+    update: Update = Update()
     output_layer: type[OutputLayer] = OutputLayer
     threads: int = 0
     is_compiled: bool = False
@@ -123,7 +128,7 @@ class TrainState:
         """Whether the optimizer reads `found_bad` on the device and skips bad updates by itself."""
         if self.scaler.is_enabled() or self.found_bad.device.type not in ("cpu", "cuda"):
             return False
-        is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
+        is_fused = isinstance(self.optimizer, torch.optim.AdamW | MatrixOptimizer)
         return is_fused and supports_found_inf(self.optimizer)
 
     def enable_master_weights(self, low: GPT) -> None:
@@ -136,7 +141,7 @@ class TrainState:
 
     def global_grad_norm(self) -> Tensor:
         """Return the L2 norm of the full gradient, the same on every process."""
-        norm = self.compute.update.grad_norm() if self.dims.is_unsharded else None
+        norm = self.compute.update.grad_norm(self.optimizer) if self.dims.is_unsharded else None
         return self.sharded.global_grad_norm(self.comm) if norm is None else norm
 
     def zero_grad(self) -> None:
@@ -277,18 +282,21 @@ def build_state(
         optim = config.optim
         if uses_matrices and count_additions(model.config).freezes:  # no hidden matrix trains
             optim, uses_matrices = replace(optim, name="adamw"), False
+        matrices = None
+        if uses_matrices:
+            matrices = load_entry("matrices", "sharded")(model, sharded, device)
         optimizer = build_optimizer(
             sharded.updated,
             optim,
             sizes=sharded.full_shapes,
             implementation=config.machine.adamw,
-            matrices=open_matrices(model, sharded, device) if uses_matrices else None,
+            matrices=matrices,
         )
     else:
         adopt_optimizer(optimizer, config.optim.lr)
     return TrainState(
         model=model,
-        compute=Compute(model=model, forward=model, update=Update(optimizer)),
+        compute=Compute(model=model, forward=model),
         sharded=sharded,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),

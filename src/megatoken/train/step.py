@@ -253,7 +253,7 @@ def clip_and_update(
     # The optimizer divides gradients by `grad_scale` in its update and skips it if `found_inf` is
     # 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
-    state.compute.update.step(state.found_bad.float(), grad_scale)
+    state.compute.update.step(state.optimizer, state.found_bad.float(), grad_scale)
     return False
 
 

@@ -28,14 +28,14 @@ class Training:
         optim = OptimConfig(name=name, lr=0.01, matrix_lr=0.02, **values)
         optimizer = build_optimizer(self.model, optim, matrices=WholeMatrices(rows, dtype))
         assert is_supported(optimizer)
-        self.update = Update(optimizer)
+        self.update = Update()
         self.copies: dict[Tensor, Tensor] = {}
         if library:
             if dtype == torch.bfloat16:
                 self.copies = {
                     param: param.detach().bfloat16() for param in self.model.parameters()
                 }
-            self.update = NativeUpdate(optimizer, library, self.copies)
+            self.update = NativeUpdate(library, self.copies)
         self.optimizer = optimizer
 
     def parameters(self) -> list[Tensor]:
@@ -43,7 +43,7 @@ class Training:
 
     def step(self, step: int, found_inf: float = 0.0) -> None:
         """Update by the gradients, each time divided by another scale."""
-        self.update.step(torch.tensor(found_inf), torch.tensor(1.0 + step))
+        self.update.step(self.optimizer, torch.tensor(found_inf), torch.tensor(1.0 + step))
 
     def set_gradients(self, step: int) -> None:
         """Give every parameter a gradient, but one matrix in one step."""
@@ -67,7 +67,7 @@ def test_weights_are_those_of_torchs_operations(
         for each in (ours, torchs):
             each.set_gradients(step)
         grads = [p.grad.double() for p in torchs.model.parameters() if p.grad is not None]
-        norm = ours.update.grad_norm()
+        norm = ours.update.grad_norm(ours.optimizer)
         assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-6)
         for each in (ours, torchs):
             each.step(step)

@@ -32,8 +32,8 @@ def run_block(config: ModelConfig) -> list[Tensor]:
 def run_muon() -> list[Tensor]:
     training = Training(products.loaded_library(), torch.bfloat16)
     training.set_gradients(0)
-    norm = training.update.grad_norm()
-    training.optimizer.step()
+    norm = training.update.grad_norm(training.optimizer)
+    training.step(0)
     assert norm is not None
     return [norm, *training.parameters()]
 

@@ -61,21 +61,17 @@ class Kernels:
     mixed: str = "autocast"  # masters: weights held in low precision, with fp32 master weights
 
     def __str__(self) -> str:
-        parts = [f"attention {self.attention}"]
-        if self.loss == "triton":
-            parts.append("fused loss")
-        if self.block == "cublaslt":
-            parts.append("GELU in matmuls")
-        if self.block == "torch+native":
-            parts.append("native norms and activations")
-        if self.fp8 != "off":
-            parts.append(f"fp8 {self.fp8}")
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
-        if native:
-            parts.append(f"native {' + '.join(native)}")
-        if self.mixed == "masters":
-            parts.append("weights held in low precision")
-        return ", ".join(parts)
+        parts = {
+            f"attention {self.attention}": True,
+            "fused loss": self.loss == "triton",
+            "GELU in matmuls": self.block == "cublaslt",
+            "native norms and activations": self.block == "torch+native",
+            f"fp8 {self.fp8}": self.fp8 != "off",
+            f"native {' + '.join(native)}": native,
+            "weights held in low precision": self.mixed == "masters",
+        }
+        return ", ".join(part for part, is_used in parts.items() if is_used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +152,7 @@ def autotune(
     """
     compiled = compiled and device.type == "cuda"
     _check_requests(config, machine, device)
-    options = list_options(config, machine, device, config.dropout)
+    options = list_options(config, machine, device)
     library = find_library()
     seconds: Timings = {}
     errors: Errors = {}
@@ -212,7 +208,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
     if kernels.adamw == "native" and find_library() and is_supported(state.optimizer):
         pairs = state.grad_pairs() if state.uses_master_weights else []
         copies = {local: trained for trained, local in pairs}
-        update = NativeUpdate(state.optimizer, loaded_library(), copies)
+        update = NativeUpdate(loaded_library(), copies)
     state.compute = replace(
         state.compute,
         output_layer=load_entry("loss", kernels.loss + " fp8" * (kernels.fp8 != "off")),
@@ -222,7 +218,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
 
 
 def list_options(
-    config: ModelConfig, machine: MachineConfig, device: Device, dropout: float
+    config: ModelConfig, machine: MachineConfig, device: Device
 ) -> dict[str, list[str]]:
     """Return the implementations of each operation that can run here, plain PyTorch first.
 
@@ -238,7 +234,7 @@ def list_options(
     is_low = device.precision == "bf16" and machine.master_weights != "off"
     if device.type == "cpu" and machine.compile in ("auto", "off"):  # else torch.compile's kernels
         native = ["native"] if find_library() else []
-        if not dropout:
+        if not config.dropout:
             # Native attention is at least as fast as torch matmuls on blocks.
             options["attention"] += native if native and not config.window else ["blocked"]
         if native and device.precision == "fp32":  # torch's matmuls may be faster
@@ -250,7 +246,12 @@ def list_options(
         elif machine.fused == "on" and native:
             options["loss"] = native
         options["adamw"] = native or ["torch"]  # not timed: it moves fewer bytes than torch's
-    if device.type == "cuda" and device.precision != "fp32" and not dropout and not config.window:
+    if (
+        device.type == "cuda"
+        and device.precision != "fp32"
+        and not config.dropout
+        and not config.window
+    ):
         options["attention"] += CUDA_ONLY
     replaced = machine.fp8 == "all" or machine.activation_checkpointing == "gelu"
     has_gelu = config.mlp == "gelu" and config.has_bias("mlp") and not replaced
@@ -300,18 +301,19 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
             heads = f"heads of {config.d_head} in {device.precision}"
             what = f"no {machine.attention} attention for {heads} on {device.name}"
             raise ConfigError(what, "machine.attention", "use auto")
+    on_cpu = device.type == "cpu"
     for key in ("attention", "gemm_backend", "adamw"):
-        if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
-            fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
+        if "native" in str(getattr(machine, key)) and not (on_cpu and find_library()):
+            fix = NO_LIBRARY if on_cpu else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     is_bf16 = device.precision == "bf16"
     if is_bf16 and machine.master_weights == "off" and "native" in machine.gemm_backend:
         what = "native kernels in bf16 need master weights, which are off (always off in sharding)"
         raise ConfigError(what, "machine.gemm_backend", "set it to auto")
-    has_fp8 = is_bf16 and device.has_fp8
-    if machine.fp8 != "off" and (
-        not has_fp8 or config.d_model % MULTIPLE or config.d_ff % MULTIPLE
-    ):
+    fits_fp8 = (
+        is_bf16 and device.has_fp8 and not (config.d_model % MULTIPLE or config.d_ff % MULTIPLE)
+    )
+    if machine.fp8 != "off" and not fits_fp8:
         what = f"FP8 needs bf16, an NVIDIA GPU since Ada, and widths divisible by {MULTIPLE}"
         raise ConfigError(what, "machine.fp8", "set it to off")
 
@@ -400,9 +402,8 @@ def _build_trials(
 
     x_BTC = make(B, T, C, dtype=torch.float32)
     low_x_BTC = make(B, T, C)
-    q = make(B, T, config.n_head, config.d_head).transpose(1, 2)
-    k = make(B, T, config.kv_heads, config.d_head).transpose(1, 2)
-    v = make(B, T, config.kv_heads, config.d_head).transpose(1, 2)
+    heads = (config.n_head, config.kv_heads, config.kv_heads)
+    q, k, v = (make(B, T, count, config.d_head).transpose(1, 2) for count in heads)
     rope = rotary_cos_sin(config, torch.arange(T, device=device.torch_device))
     window = {"window": config.window} if config.window else {}
     ids_BT = torch.zeros(B, T, dtype=torch.int64, device=device.torch_device)
