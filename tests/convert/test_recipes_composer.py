@@ -7,7 +7,7 @@ import torch
 
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
-from megatoken.convert.recipes.composer import translate_composer
+from megatoken.convert.recipes.composer import translate as translate_composer
 from megatoken.optim.optimizer import build_optimizer
 from tests.convert.models import translated_values
 from tests.tables import read_table

@@ -8,7 +8,7 @@ import pytest
 from megatoken.base.config.schema import flatten
 from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.main import main
-from megatoken.convert.recipes.llmc import translate_llmc
+from megatoken.convert.recipes.llmc import translate as translate_llmc
 from megatoken.convert.recipes.translation import load_table
 from megatoken.train.state import build_step_config
 from tests.conftest import Ask

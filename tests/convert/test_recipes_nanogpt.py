@@ -15,7 +15,7 @@ from megatoken.base.config.schema import flatten
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.convert.hf.families import OTHERS
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
-from megatoken.convert.recipes.nanogpt import translate_nanogpt
+from megatoken.convert.recipes.nanogpt import translate as translate_nanogpt
 from megatoken.model.gpt import GPT
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.state import build_step_config

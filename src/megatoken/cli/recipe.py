@@ -31,11 +31,9 @@ from megatoken.store.manifest import verify
 
 RECIPE_HELP = f"YAML file, run folder, or a built-in recipe: {', '.join(list_recipes())}"
 PRESET_HELP = f"recipe, or a preset: {', '.join(PRESETS)}"
-TRANSLATED = {  # options that read the recipe of another program in place of RECIPE
-    "llmc": ("FLAGS", "flags of llm.c's train_gpt2cu, in quotes"),
-    "nanogpt": ("WORDS", "nanoGPT config file and --name=value flags, in quotes"),
-    "composer": ("FILE", "YAML of Composer or llm-foundry"),
-}
+# Options that read the recipe of another program in place of RECIPE. A translator is a module with
+# OPTION, the option's metavar and help, and `translate(text, processes)`.
+TRANSLATED = tuple(list_entries("translator"))
 NEED_WEIGHTS = ("finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo")  # recipes
 
 
@@ -43,7 +41,8 @@ def add_recipe_arguments(parser: ArgumentParser, doc: str = RECIPE_HELP) -> None
     """Add RECIPE, described by `doc`, and the options that replace it."""
     parser.set_defaults(nproc=1)  # --llmc divides the batch by it
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=doc)
-    for name, (metavar, doc) in TRANSLATED.items():
+    for name in TRANSLATED:
+        metavar, doc = load_entry("translator", name).OPTION
         parser.add_argument(f"--{name}", metavar=metavar, help=f"instead of RECIPE: {doc}")
 
 
@@ -54,7 +53,7 @@ def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
     """
     names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
     if len(names) != 1:
-        fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
+        fix = f"give one of {', --'.join(['RECIPE', *TRANSLATED])}"
         what = f"both {names[0]} and {names[1]} are given" if names else "no recipe given"
         raise ConfigError(what, "command line", fix)
     if options.recipe is not None:
@@ -64,9 +63,8 @@ def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
         resolved = resolve(options.recipe, options.overrides)
         check_recipe(resolved.config)
         return resolved, None
-    from megatoken.convert.recipes import translate
-
-    translation = translate(options)
+    text = getattr(options, names[0])
+    translation = load_entry("translator", names[0]).translate(text, options.nproc)
     resolved = translation.resolve(options.overrides)
     check_recipe(resolved.config)
     return replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out

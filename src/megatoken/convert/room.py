@@ -8,6 +8,11 @@ ENTRIES = {
         "llmc": "megatoken.convert.llmc",
         "hf": "megatoken.convert.hf.pretrained",  # last, as it takes any name
     },
+    "translator": {
+        "llmc": "megatoken.convert.recipes.llmc",
+        "nanogpt": "megatoken.convert.recipes.nanogpt",
+        "composer": "megatoken.convert.recipes.composer",
+    },
     "command": {
         "export": "megatoken.convert.commands.export",
         "consolidate": "megatoken.convert.commands.consolidate",

@@ -17,6 +17,7 @@ from megatoken.base.config.load import NULL, Assignment, compose_yaml
 from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.translation import Functions, Translation, load_table
 
+OPTION = "FILE", "YAML of Composer or llm-foundry"
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # Other spellings of a key (wrapper sections, lists of one entry), and what replaces them.
 RENAMED = (
@@ -62,11 +63,12 @@ FUNCTIONS: Functions = {
 }
 
 
-def translate_composer(path: Path) -> Translation:
+def translate(file: str, processes: int = 1) -> Translation:
     """Translate a Composer or llm-foundry file.
 
     Raises ConfigError, naming file:line, for what cannot be translated.
     """
+    path = Path(file)
     settings = _read(path)
     table = load_table("composer")
     _add_optimizer_defaults(settings, table["optimizers"])
@@ -135,8 +137,6 @@ def _set_weight_decay(translation: Translation) -> None:
 def _set_budget(translation: Translation, settings: Mapping[str, Assignment]) -> None:
     get = translation.get
     seq_len = get("model.n_positions")
-    tokens = get("train_batch_size") * seq_len
-    translation.set("budget.batch_tokens", tokens, "train_batch_size", "model.n_positions")
     length = re.fullmatch("(.+?)([a-z]+)", get("max_duration"))
     assert length is not None
     amount = float(length[1])

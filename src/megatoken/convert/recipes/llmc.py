@@ -18,12 +18,12 @@ from megatoken.convert.recipes.translation import (
     split_program,
     split_words,
 )
-from megatoken.data.shard_format import MANIFEST_NAME
 
+OPTION = "FLAGS", "flags of llm.c's train_gpt2cu, in quotes"
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 
 
-def translate_llmc(command: str, processes: int = 1) -> Translation:
+def translate(command: str, processes: int = 1) -> Translation:
     """Translate a train_gpt2cu command; the program's name and mpirun may be left out.
 
     processes: the number of processes, if the command does not give it. llm.c's default batch size
@@ -108,7 +108,7 @@ def _set_data(translation: Translation) -> None:
         what = "cannot distinguish training and validation shards by name"
         fix = "put both into one folder, with `val` in the names of validation shards only"
         raise ConfigError(what, translation.where("-i", "-j"), fix)
-    if not (path / MANIFEST_NAME).exists():
+    if not (path / "manifest.json").exists():
         path /= f"{commonprefix([train.name, val.name])}*.bin"  # noqa: RUF071
         for file in sorted(path.parent.glob(path.name)):
             if not fnmatch(file.name, train.name) and not fnmatch(file.name, val.name):

@@ -18,8 +18,10 @@ from megatoken.convert.recipes.translation import (
     split_words,
 )
 
+OPTION = "WORDS", "nanoGPT config file and --name=value flags, in quotes"
 
-def translate_nanogpt(command: str) -> Translation:
+
+def translate(command: str, processes: int = 1) -> Translation:
     """Translate the arguments of nanoGPT's train.py: config files and --name=value.
 
     The command may include the launcher and train.py. Raises ConfigError, naming file:line, for
@@ -42,12 +44,6 @@ def translate_nanogpt(command: str) -> Translation:
     if files and not path.is_dir() and (files[-1].parent.parent / path).is_dir():
         path = files[-1].parent.parent / path
     translation.set("data.path", path, "dataset")
-    for field, key in (
-        ("budget.batch_tokens", "gradient_accumulation_steps"),
-        ("evaluate.tokens", "eval_iters"),
-    ):
-        tokens = get(key) * get("batch_size") * get("block_size")
-        translation.set(field, tokens, key, "batch_size", "block_size")
     return translation
 
 

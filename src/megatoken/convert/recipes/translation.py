@@ -2,10 +2,10 @@
 
 A table, NAME.yaml, has these parts. `settings` maps a setting's names to a `Row`: megatoken's
 fields and how to convert the value. `effects` holds, by setting and value, further fields and a
-`note`. `fixed` holds the fields whose value the program hard-codes. `out` names the setting of the
-run folder. `ignored` lists patterns of settings that do not affect training. Any other setting is
-an error. `notes` say what always differs.
-Recipes are never executed.
+`note`. `products` holds fields whose value is a product of settings. `fixed` holds the fields whose
+value the program hard-codes. `out` names the setting of the run folder. `ignored` lists patterns of
+settings that do not affect training. Any other setting is an error. `notes` say what always
+differs. Recipes are never executed.
 """
 
 import math
@@ -115,6 +115,10 @@ class Translation:
                     self.notes.append(value)
                 else:
                     self.set(field, value, key)
+        for field, keys in table["products"].items():
+            factors = [self.get(key) for key in keys]
+            if None not in factors:
+                self.set(field, math.prod(factors), *keys)
         out = self.get(table["out"])
         if out and "{" not in out:
             self.out = Path(out)
