@@ -115,7 +115,7 @@ def test_muon_adds_its_products_to_the_optimizer():
 
     def optimizer_seconds(gpus: int, name: str) -> float:
         layout = Layout(gpus=gpus, optimizer=name)
-        return estimate_step(PRESETS["gpt2-124m"], H100, layout).optimizer
+        return estimate_step(PRESETS["gpt2-124m"], H100, layout).parts["optimizer"]
 
     one, eight = (optimizer_seconds(n, "muon") - optimizer_seconds(n, "adamw") for n in (1, 8))
     assert one == pytest.approx(2.66e-3, rel=0.01)
@@ -139,7 +139,9 @@ def test_products_in_a_precision_that_the_card_lacks_are_fp32(row: str):
     plan = plan_recipe(f"shakespeare 1x{gpu} machine.micro_batch=1 machine.precision={given}")
     assert [plan.layout.precision, plan.layout.program] == expected
     plain = estimate_step(plan.model, plan.gpu, replace(plan.layout, precision="fp32"))
-    assert (plan.step.products == plain.products) == (plan.layout.precision != "tf32")
+    assert (plan.step.parts["products"] == plain.parts["products"]) == (
+        plan.layout.precision != "tf32"
+    )
 
 
 def test_the_form_of_adamw_counts():

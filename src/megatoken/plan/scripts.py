@@ -16,46 +16,12 @@ from string import Template
 
 from megatoken.base.console import format_count
 from megatoken.base.errors import ConfigError, ExitCode
+from megatoken.base.system.table import read_table
 from megatoken.distributed.env import PORT
 
-ENGINES = {
-    "torchrun": "torchrun.sh",
-    "slurm": "slurm.sh",
-    "k8s": "k8s.yaml",
-    "skypilot": "skypilot.yaml",
-}
-ENGINES_OF = {  # options that only some engines have
-    "partition": ("slurm",),
-    "account": ("slurm",),
-    "sbatch": ("slurm",),
-    "namespace": ("k8s",),
-    "image": ("k8s", "skypilot"),
-    "setup": ("slurm", "torchrun", "skypilot"),
-    "spot": ("skypilot",),
-}
-FORMATS = {
-    "time": r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}",  # 90, 12:00:00 or 2-12:00:00
-    "gpus": r"[A-Za-z][\w.-]*",
-    "image": r"\S*",
-    "namespace": r"|[a-z0-9]([a-z0-9-]{,61}[a-z0-9])?",
-    "sbatch": r"[a-z][a-z0-9-]*(=.*)?",
-}
-FIXES = {"gpus": "give a name such as A100; --nproc is the number"}
-# Options of sbatch that the script sets itself.
-SBATCH_RESERVED = [
-    "nodes",
-    "time",
-    "partition",
-    "account",
-    "ntasks",
-    "ntasks-per-node",
-    "signal",
-    "no-requeue",
-    "array",
-]
+TABLE = read_table(__file__)
+ENGINES = TABLE["engines"]
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
-GPU = "H100"  # default of --gpus
-TIME = "24:00:00"  # default of --time
 IMAGES = {False: "megatoken", True: "megatoken:cuda"}  # by whether there are GPUs
 CORES = 3  # of a process: for training, its backward, and data or saves
 MEMORY_GIB = 4  # of a process: CUDA's context, prefetched batches, its part of a save
@@ -104,17 +70,17 @@ class Job:
 
 def check_options(engine: str, job: Job) -> None:
     """Raise ConfigError for an option that the engine does not have or a value it cannot accept."""
-    for name in (*ENGINES_OF, "gpus", "time"):
+    for name, row in TABLE["options"].items():
         value = getattr(job, name)
         for text in [value] if isinstance(value, str) else value:
-            if text and engine not in ENGINES_OF.get(name, ENGINES):
+            if text and engine not in row.get("engines", ENGINES):
                 raise ConfigError(f"{engine} has no --{name}", f"--{name}", "leave it out")
-            if not text.isprintable() or not re.fullmatch(FORMATS.get(name, ".*"), text):
-                fix = FIXES.get(name, "see megatoken launch -h")
+            if not text.isprintable() or not re.fullmatch(row.get("format", ".*"), text):
+                fix = row.get("fix", "see megatoken launch -h")
                 raise ConfigError(f"cannot read {text!r}", f"--{name}", fix)
     for option in job.sbatch:
         name = option.split("=")[0]
-        if name in SBATCH_RESERVED:
+        if name in TABLE["reserved"]:
             raise ConfigError(f"the script sets {name} itself", "--sbatch", "leave it out")
     if 0 < _seconds(job.time) <= WARN_SECONDS:  # the job would stop and requeue forever
         what = f"--time {job.time} leaves no time before the save {WARN_SECONDS} s before its end"

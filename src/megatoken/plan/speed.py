@@ -7,6 +7,7 @@ error on published runs.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,25 +102,18 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of one step, by kind of work.
+    """The seconds of one step.
 
-    host, communication: only what computation does not hide. tokens: tokens per step of all GPUs.
+    parts: by kind of work; "host" and "communication" only where computation does not hide them.
+    tokens: tokens per step of all GPUs.
     """
 
-    products: float
-    attention: float
-    elements: float
-    loss: float
-    weights: float
-    optimizer: float
-    host: float
-    communication: float
+    parts: Mapping[str, float]
     tokens: int
 
     @property
     def seconds(self) -> float:
-        compute = self.products + self.attention + self.elements + self.loss + self.weights
-        return compute + self.optimizer + self.host + self.communication
+        return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,18 +130,18 @@ def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
     update = update_seconds(model, gpu, layout)
     waits = _data_parallel_seconds(model, gpu, layout, compute)
     waits += _tensor_parallel_seconds(model, gpu, layout)
-    slowest = WAIT_SHARE * math.log2(layout.gpus) * steps * compute
-    return StepTime(
-        **{name: steps * seconds for name, seconds in parts.items()},
-        optimizer=update,
-        host=max(0.0, LAUNCH * count_launches(model, layout) - steps * compute - update),
-        communication=waits + slowest,
-        tokens=layout.micro_batch * model.seq_len * steps * ranks,
-    )
+    waits += WAIT_SHARE * math.log2(layout.gpus) * steps * compute  # for the slowest
+    launches = LAUNCH * count_launches(model, layout)
+    parts = {name: steps * seconds for name, seconds in parts.items()} | {
+        "optimizer": update,
+        "host": max(0.0, launches - steps * compute - update),
+        "communication": waits,
+    }
+    return StepTime(parts=parts, tokens=layout.micro_batch * model.seq_len * steps * ranks)
 
 
 def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[str, float]:
-    """Return a GPU's seconds for one micro-batch's forward and backward, by field of StepTime."""
+    """Return a GPU's seconds for one micro-batch's forward and backward, by kind of work."""
     program = PROGRAMS[layout.program]
     tp = layout.tensor_parallel
     memory_rate = MEMORY_SHARE * gpu.memory_rate

@@ -17,22 +17,8 @@ Json = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 LETTERS = {FULL: "L", SLIDING: "S"}  # of window_pattern
 BIASES = {(True, True): "all", (True, False): "attention", (False, True): "mlp"}
-SCALINGS = {
-    "llama3": {
-        "rope_factor": "factor",
-        "rope_low": "low_freq_factor",
-        "rope_high": "high_freq_factor",
-        "rope_context": "original_max_position_embeddings",
-    },
-    "linear": {"rope_factor": "factor"},
-    "yarn": {
-        "rope_factor": "factor",
-        "rope_low": "beta_slow",
-        "rope_high": "beta_fast",
-        "rope_context": "original_max_position_embeddings",
-        "rope_attention": "attention_factor",
-    },
-}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SCALINGS: Mapping[str, Mapping[str, str]] = TABLE["scalings"]
 FIX = "use GPT-2, LLaMA, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 or Gemma 3 (text)"
 
 
@@ -273,8 +259,6 @@ def choose_family(config: ModelConfig) -> Family:
 
 
 FAMILIES, OTHERS = (
-    {name: Family(model_type=name, **row) for name, row in rows.items()}
-    for rows in yaml.safe_load(
-        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    ).values()
+    {name: Family(model_type=name, **row) for name, row in TABLE[kind].items()}
+    for kind in ("transformers", "others")
 )

@@ -15,7 +15,7 @@ from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import fit_batch
-from megatoken.plan.scripts import ENGINES, GPU, TIME, WORK, Job, name_job, write_script
+from megatoken.plan.scripts import ENGINES, WORK, Job, name_job, write_script
 
 HELP = "write a script that trains on many machines"
 EXAMPLE = "megatoken launch slurm gpt2-1558m --nodes 4 --write job.sh"
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("engine", choices=list(ENGINES), help=doc)
     add_recipe_arguments(parser)
     remove_dashes = methodcaller("removeprefix", "--")
-    add_options(parser, __file__, remove_dashes=remove_dashes, gpu=GPU, time=TIME)
+    add_options(parser, __file__, remove_dashes=remove_dashes)
 
 
 def run(options: Namespace, console: Console) -> Result:

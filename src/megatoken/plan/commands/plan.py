@@ -300,8 +300,6 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
     fit = "fits" if plan.fits else "does not fit"
     share = plan.memory.usable_share(plan.gpu.memory_bytes)
     room = f"plus {ERROR:.0%} for error {share:.0%} of {usable} usable ({USABLE:.0%} of the GPU)"
-    seconds = asdict(plan.step)
-    seconds.pop("tokens", None)
     ramp = plan.ramp
     parallel = f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     size = format_count(layout.micro_steps, "micro-batch", "micro-batches")
@@ -315,7 +313,7 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
         ("", describe_parts(asdict(plan.memory), lambda part: format_quantity(part, "B"))),
         ("layout", f"sharding {layout.sharding}{parallel}, {size}{recomputed}"),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
-        ("", describe_parts(seconds, lambda part: f"{part / plan.step.seconds:.0%}")),
+        ("", describe_parts(plan.step.parts, lambda part: f"{part / plan.step.seconds:.0%}")),
     ]
     if not plan.tokens:
         return [*rows, ("length", "unknown without the dataset; for hours, give --tokens")]
