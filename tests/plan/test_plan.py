@@ -18,7 +18,7 @@ from megatoken.cli.arguments import parse
 from megatoken.cli.recipe import find_model
 from megatoken.data.dataset import load_dataset
 from megatoken.model.flops import count_parameters, flops_per_token
-from megatoken.plan.compute_optimal import fitted_loss, split_compute
+from megatoken.plan.compute_optimal import FITTED, split_compute
 from megatoken.plan.estimate import Plan, count_evaluated_tokens, plan_run, scale_gpus
 from megatoken.plan.speed import Layout, estimate_step
 from tests.conftest import Ask, Call
@@ -156,9 +156,9 @@ def test_compute_optimal_split():
     parameters, tokens = split_compute(5.76e23, "chinchilla")
     assert (tokens, parameters) == pytest.approx((20 * parameters, 69.3e9), rel=0.01)
     fitted, fitted_tokens = split_compute(5.76e23, "fitted")
-    best = fitted_loss(fitted, fitted_tokens)
+    best = FITTED.loss(fitted, fitted_tokens)
     for factor in (0.9, 1.1):
-        assert fitted_loss(fitted * factor, fitted_tokens / factor) > best
+        assert FITTED.loss(fitted * factor, fitted_tokens / factor) > best
     assert [6 * parameters * tokens, 6 * fitted * fitted_tokens] == pytest.approx([5.76e23] * 2)
 
 

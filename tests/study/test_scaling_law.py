@@ -9,8 +9,9 @@ import pytest
 from megatoken.base.errors import ExitCode
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.model.flops import count_matmul_parameters
+from megatoken.plan.loss_law import list_variables
 from megatoken.store.manifest import CheckpointManifest, encode_manifest, encode_model_config
-from megatoken.study.scaling_law import choose_terms, fit_law, interval, list_variables, resample
+from megatoken.study.scaling_law import choose_terms, fit_law, interval, resample
 from tests.conftest import Ask, Call
 from tests.tiny_model import TINY_GPT
 from tests.tiny_run import write_jsonl

@@ -14,13 +14,14 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.gpus import Gpu
 from megatoken.model.flops import count_parameters
 from megatoken.plan.estimate import TOKENS_PER_PARAMETER, Plan, optimal_tokens, plan_run
+from megatoken.plan.loss_law import Law
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
     """The model size and number of tokens with the lowest loss for some FLOPs.
 
-    loss: in nats, predicted by `fitted_loss`.
+    loss: in nats, predicted by FITTED.
     """
 
     parameters: float
@@ -32,27 +33,20 @@ class Optimum:
     fitting: str  # nearest preset that fits on these GPUs and gives the speed
 
 
-# Approach 3: loss = E + A / parameters^ALPHA + B / tokens^BETA, in nats on MassiveText.
-E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
+# Approach 3, on MassiveText.
+FITTED = Law(("N", "D"), 1.69, factors=(406.4, 410.7), exponents=(0.34, 0.28))
 SMALLEST_FITTED = 44e6  # parameters of their smallest model (table A9)
-
-
-def fitted_loss(parameters: float, tokens: float) -> float:
-    """Return the loss in nats that the fitted scaling law predicts."""
-    return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
 
 
 def split_compute(flops: float, law: str) -> tuple[float, float]:
     """Return the optimal (parameters, tokens) for `flops`, at 6 FLOPs per parameter and token.
 
-    law: `chinchilla` (20 tokens per parameter) or `fitted` (the minimum of `fitted_loss`).
+    law: `chinchilla` (20 tokens per parameter) or `fitted` (the minimum of FITTED).
     """
     if law == "chinchilla":
         parameters = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
-    else:
-        total = ALPHA + BETA
-        parameters = math.pow(ALPHA * A / (BETA * B), 1 / total) * math.pow(flops / 6, BETA / total)
-    return parameters, flops / 6 / parameters
+        return parameters, flops / 6 / parameters
+    return FITTED.best_split(flops)
 
 
 def spend_budget(
@@ -87,7 +81,7 @@ def spend_budget(
     return Optimum(
         parameters=parameters,
         tokens=tokens,
-        loss=fitted_loss(parameters, tokens),
+        loss=FITTED.loss(parameters, tokens),
         flops=flops,
         law=law,
         nearest=nearest[0],

@@ -10,13 +10,12 @@ least sum of squared relative errors (variable projection, Golub & Pereyra 1973)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from megatoken.base.errors import DataError
+from megatoken.plan.loss_law import Law, Terms, list_variables
 
 EXPONENTS = (0.02, 1.5)  # search range; published ones are 0.05 to 0.5
 GRID = 13  # exponents per refinement
@@ -26,43 +25,6 @@ INTERVAL = (0.1, 0.9)
 FEWEST_VALUES = 3  # how many different values of N or D a term needs
 IN_STEP = 0.98  # correlation of log N and log D above which only a law of C can be fitted
 Array = np.ndarray
-
-
-Terms = tuple[str, ...]  # the variables of a law: N and D, or only one of N, D and C
-
-
-@dataclass(frozen=True)
-class Law:
-    """L = floor + sum of factor / variable^exponent over the terms, in nats."""
-
-    terms: Terms
-    floor: float
-    factors: tuple[float, ...]
-    exponents: tuple[float, ...]
-
-    def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
-        values = list_variables(self.terms, parameters, tokens)
-        parts = (f / x**e for f, x, e in zip(self.factors, values, self.exponents, strict=True))
-        return np.asarray(self.floor + sum(parts))
-
-    def best_split(self, flops: Array | float) -> tuple[Any, Any]:
-        """Return the compute-optimal N and D for 6 N D = flops (Hoffmann et al. 2022, eq. 4).
-
-        The law must have the terms N and D. Both are NaN if a factor is 0.
-        """
-        (a_factor, b_factor), (a, b) = self.factors, self.exponents
-        ratio = (
-            (a * a_factor / (b * b_factor)) ** (1 / (a + b)) if a_factor and b_factor else np.nan
-        )
-        parameters = ratio * (flops / 6) ** (b / (a + b))
-        return parameters, flops / 6 / parameters
-
-
-def list_variables(terms: Terms, parameters: Array | float, tokens: Array | float) -> list[Array]:
-    """Return the values of the terms' variables."""
-    n, d = np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float)
-    variables = {"N": n, "D": d, "C": 6.0 * n * d}
-    return [variables[name] for name in terms]
 
 
 def count_unknowns(terms: Terms) -> int:
@@ -138,7 +100,7 @@ def resample(law: Law, parameters: Array, tokens: Array, losses: Array) -> list[
 
     The relative noise is normal, with the standard deviation of the law's relative errors.
     """
-    fitted = law.loss(parameters, tokens)
+    fitted: Array = law.loss(parameters, tokens)
     freedom = max(len(losses) - count_unknowns(law.terms), 1)
     noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
     draws = np.random.default_rng(0).normal(0.0, noise, (RESAMPLES, len(losses)))
