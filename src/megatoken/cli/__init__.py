@@ -1,9 +1,9 @@
 """The `megatoken` command: one module per subcommand.
 
 A room lists its command modules in its ENTRIES. Each defines HELP (one line), EXAMPLE (a command
-line), `add_arguments(parser)` and `run(options, console)`, which returns what --json prints, or a
-`Result` with another exit code than 0. Importing it loads neither torch nor numpy; `run` imports
-what it needs.
+line) and `run(options, console)`, which returns what --json prints, or a `Result` with another exit
+code than 0. MODULE.toml describes its options, or its `add_arguments(parser)` adds them. Importing
+it loads neither torch nor numpy; `run` imports what it needs.
 """
 
 from argparse import Namespace

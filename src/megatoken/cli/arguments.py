@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from megatoken.base.errors import ConfigError
@@ -74,7 +75,7 @@ def build_parser(name: str) -> Parser:
         prog=f"megatoken {name}", description=command.HELP, epilog=f"example:\n  {command.EXAMPLE}"
     )
     add_options(parser, section="output", default=False)
-    command.add_arguments(parser)
+    fill_parser(parser, command)
     return parser
 
 
@@ -97,6 +98,14 @@ def split_settings(parser: Parser, words: Sequence[str]) -> tuple[list[str], lis
         (settings if is_setting else others).append(word)
         previous = word
     return others, settings
+
+
+def fill_parser(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Add the arguments of a command: by its `add_arguments`, or else those in its table."""
+    if hasattr(command, "add_arguments"):
+        command.add_arguments(parser)
+    else:
+        add_options(parser, str(command.__file__))
 
 
 def add_options(

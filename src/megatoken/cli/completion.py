@@ -9,6 +9,7 @@ from megatoken.base.config.schema import FIELDS
 from megatoken.base.console import Console
 from megatoken.base.errors import import_extra
 from megatoken.cli import COMMANDS, Data, load_command
+from megatoken.cli.arguments import fill_parser
 from megatoken.cli.recipe import PRESET_HELP
 
 HELP = "print a shell completion script"
@@ -31,10 +32,6 @@ BASH_END = """
 _megatoken() { _shtab_megatoken "$@"; [[ ${COMPREPLY[0]} != *= ]] || compopt -o nospace; }
 complete -o bashdefault -o default -F _megatoken megatoken
 """
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=list(PREAMBLE))
 
 
 def run(options: Namespace, console: Console) -> Data:
@@ -64,7 +61,7 @@ def build_full_parser(file: Any) -> ArgumentParser:
     for name in COMMANDS:
         command = load_command(name)
         parser = commands.add_parser(name, help=command.HELP)
-        command.add_arguments(parser)
+        fill_parser(parser, command)
         for action in parser._actions:
             if action.dest in ("recipe", "contenders"):
                 kind = "preset" if str(action.help).startswith(PRESET_HELP) else "recipe"

@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,6 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ExitCode, MegatokenError
 from megatoken.base.rooms import list_entries, load_entry
-from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.environment import python_command
 from megatoken.base.system.machine import cpu_count, find_compiler, free_memory_bytes
 from megatoken.base.system.process import run_child
@@ -62,11 +61,6 @@ class Finding(NamedTuple):
     state: Literal["good", "lacking", "bad"]
     found: str
     remedy: str = ""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    doc = "where to train (default .)"
-    parser.add_argument("folder", metavar="DIR", nargs="?", type=local_path, default=".", help=doc)
 
 
 def run(options: Namespace, console: Console) -> Result:

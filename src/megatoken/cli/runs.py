@@ -3,12 +3,11 @@
 Does not import torch.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from megatoken.base.console import Console, format_duration, format_quantity
 from megatoken.base.errors import DataError
-from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.metrics_log import Row
 from megatoken.cli import Data
 from megatoken.store.run_state import find_runs, is_run, list_differences, read_run
@@ -29,13 +28,6 @@ SORT_KEYS = {
 }
 DEFAULT = Path("runs")  # may be missing
 COLUMNS = ("run", "state", "objective", "step", "loss", "val loss", "tokens/s", "left", "size")
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    doc = "folder with runs at any depth (default runs); two or more RUNs are compared"
-    parser.add_argument("folders", metavar="DIR", nargs="*", type=local_path, help=doc)
-    doc = f"column to sort by, best first: {', '.join(SORT_KEYS)} (default: by folder)"
-    parser.add_argument("--sort", metavar="COLUMN", choices=list(SORT_KEYS), help=doc)
 
 
 def run(options: Namespace, console: Console) -> Data:

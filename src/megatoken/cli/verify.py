@@ -1,6 +1,6 @@
 """`megatoken verify PATH`: check every hash of a dataset, run or checkpoint."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from megatoken.base.config.load import resolve
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, DataError, ExitCode, MegatokenError
-from megatoken.base.system.address import path_or_address
 from megatoken.cli import Result
 from megatoken.store.commit import is_checkpoint, list_steps, step_folder
 from megatoken.store.manifest import verify
@@ -29,11 +28,6 @@ class Report(NamedTuple):
     kind: str
     checked: int
     errors: list[MegatokenError]
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    doc = "folder, or an address such as s3://bucket/data"
-    parser.add_argument("folder", metavar="DIR", type=path_or_address, help=doc)
 
 
 def run(options: Namespace, console: Console) -> Result:

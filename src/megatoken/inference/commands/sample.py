@@ -1,20 +1,15 @@
 """`megatoken sample MODEL PROMPT...`: continue prompts with a model."""
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatoken.base.console import Console, spell_controls
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_options
 
 HELP = "generate text from a trained model"
 EXAMPLE = 'megatoken sample runs/mine "Once upon a time" --tokens 100'
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

@@ -1,21 +1,16 @@
 """`megatoken serve MODEL`: serve a model over HTTP, with OpenAI's API and a chat page."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, import_extra
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_options
 from megatoken.distributed.signals import handle_signals
 
 HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
 EXAMPLE = "megatoken serve runs/mine --port 8000"
 LOOPBACK = ["127.0.0.1", "::1", "localhost"]
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

@@ -1,17 +1,12 @@
 """`megatoken scaling RUN...`: fit a scaling law to runs."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from megatoken.base.console import Console
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_options
 
 HELP = "fit a scaling law to runs, and extrapolate"
 EXAMPLE = "megatoken scaling runs/size-*"
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,6 @@ from megatoken.base.console import (
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.address import is_address
 from megatoken.cli import Data
-from megatoken.cli.arguments import add_options
 
 if TYPE_CHECKING:
     from megatoken.text.output_folder import PrepareResult
@@ -34,10 +33,6 @@ RECIPES = {
     "kto": "kto",
     "prompt": "grpo",
 }  # by the kind of rows
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Data:

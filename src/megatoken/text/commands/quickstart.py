@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.cli import Data, Result, run_parsed
-from megatoken.cli.arguments import add_options, parse
+from megatoken.cli.arguments import parse
 
 if TYPE_CHECKING:
     from megatoken.data.dataset import Dataset
@@ -29,10 +29,6 @@ RECIPE = "quickstart"
 EVAL_TOKENS = 250_000  # limit; the default corpus holds out fewer
 XZ_TOKENS = 3_000_000  # of training text for xz, at most: seconds, and fewer bytes than it holds
 SAMPLES = 3
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_options(parser, __file__)
 
 
 def run(options: Namespace, console: Console) -> Result | Data:
