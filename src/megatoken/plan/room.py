@@ -2,6 +2,7 @@
 
 NEEDS: tuple[str, ...] = ()
 ENTRIES = {
+    "summary": {"run": "megatoken.plan.summary:print_summary"},
     "peak": {"measured": "megatoken.plan.tuning.peak:with_peak"},
     "tuner": {"measured": "megatoken.plan.tuning.prepare:tune"},
     "observer": {"expectation": "megatoken.plan.expectation:open_comparison"},

@@ -1,8 +1,8 @@
 """Train a model: read this file first.
 
 `Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its
-newest checkpoint, and trains it to the end of its budget. The loop is `run_loop`; batches.py makes
-its batches, step.py computes a step, restore.py resumes.
+newest checkpoint, and trains it to the end of its budget. The loop is `run_loop`; objective.py opens
+its batches, step.py computes a step, recovery.py judges it, restore.py resumes.
 """
 
 import time
@@ -45,7 +45,6 @@ from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Observer, Progress, Run, RunContext
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, report_early_stop, report_end
-from megatoken.train.summary import print_summary
 
 MEMORY_FIX = (
     "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
@@ -179,7 +178,7 @@ class Trainer:
             PreemptionHandler(time_limit, self.objective.stop_interval(config)) as stop,
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
-            print_summary(resolved.name, plan)
+            call_entries("summary", resolved.name, plan)
             observers = [*self.callbacks]
             state = build_train_state(plan, self.model, self.optimizer)
             run = Run(**vars(plan), state=state, progress=Progress(), observers=observers)
