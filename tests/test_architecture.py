@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -137,14 +138,28 @@ def graph(*, in_functions: bool) -> dict[str, set[str]]:
 
 
 @cache
+def find_imported(module: str) -> set[str]:
+    """Return the module and all that importing it imports, but not the names of the package."""
+    found, new = set[str](), {module}
+    while new:
+        found |= new
+        imports = [graph(in_functions=False).get(name, set()) for name in new]
+        new = set().union(*imports) - found - {"megatoken"}
+    return found
+
+
 def is_heavy(module: str) -> bool:
     """Whether importing `module` imports one of HEAVY."""
-    needed, new = set[str](), {module}
-    while new:
-        needed |= new
-        imports = [graph(in_functions=False).get(name, set()) for name in new]
-        new = set().union(*imports) - needed
-    return bool({name.split(".")[0] for name in needed} & {*HEAVY.split()})
+    return bool({name.split(".")[0] for name in find_imported(module)} & {*HEAVY.split()})
+
+
+def count_tokens(file: str) -> int:
+    layout = {
+        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+        *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+    }
+    with FILES[file].open() as lines:
+        return sum(token.type not in layout for token in tokenize.generate_tokens(lines.readline))
 
 
 def _is_starter(file: str) -> bool:
@@ -177,10 +192,20 @@ def test_imports_go_one_way():
     check(found)
 
 
-def test_the_map_names_every_room():
+@pytest.mark.long
+def test_rooms_and_the_loop_keep_to_their_budgets():
+    """Tokens of code, without comments and layout, against those in the map of the rooms."""
     chart = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
-    rooms = [*CORE, *find_rooms()]
-    check([room for room in rooms if not re.search(rf"^{room}\b", chart, re.M)])
+    budgets = {
+        room: int(f"{a}{b}") for room, a, b in re.findall(r"^(\w+) +(\d+),(\d+) ", chart, re.M)
+    }
+    assert budgets.keys() == {*CORE, *find_rooms()}
+    sizes = {module: count_tokens(file) for module, file in MODULES.items()}
+    used = dict.fromkeys(budgets, 0)
+    for module in sizes.keys() - {"megatoken", "megatoken.__main__"}:
+        used[module.split(".")[1]] += sizes[module]
+    check([f"{room}: {used[room]:,}" for room, most in budgets.items() if used[room] > most])
+    assert sum(sizes.get(module, 0) for module in find_imported("megatoken.train.train")) <= 77_000
 
 
 def test_no_import_cycles():
