@@ -1,9 +1,10 @@
 """Run torchrun and exit with the run's exit code; launch scripts start this module.
 
 On each machine, torchrun starts a single `megatoken train --nproc N`. This process starts and
-watches the ranks (local.py). When one machine loses a rank, all machines restart. torchrun exits
-with 1 after any failure, and would count a run that was stopped and saved (75) as a failure. So a
-stopped run writes its code to a marker file and exits with 0 (`megatoken train --ending`).
+watches the ranks (distributed/local_launch.py). When one machine loses a rank, all machines
+restart. torchrun exits with 1 after any failure, and would count a run that was stopped and saved
+(75) as a failure. So a stopped run writes its code to a marker file and exits with 0 (`megatoken
+train --ending`).
 """
 
 import signal

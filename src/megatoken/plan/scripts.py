@@ -1,9 +1,9 @@
 """Write launch scripts for torchrun, Slurm, Kubernetes and SkyPilot from templates/.
 
 A script runs the same command on every machine. The command starts and watches the machine's ranks
-(local.py). The script passes on the scheduler's warning before the time limit, and restarts the run
-after exit codes 75 (stopped, can be resumed) and 7 (a rank was lost). The run folder and the
-dataset must be on a shared file system.
+(distributed/local_launch.py). The script passes on the scheduler's warning before the time limit,
+and restarts the run after exit codes 75 (stopped, can be resumed) and 7 (a rank was lost). The run
+folder and the dataset must be on a shared file system.
 """
 
 import json

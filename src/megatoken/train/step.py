@@ -6,7 +6,7 @@ processes gives the same step.
 
 Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host need not
 wait for each step. A step is bad if its loss or gradient norm is not finite, if it is a spike to be
-skipped (spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged.
+skipped (optim/spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged.
 torch's fused AdamW and our Muon check this on the device: they skip the bad step's update and all
 later ones, until the host reads the losses. With any other optimizer, the host checks every step.
 """
