@@ -94,9 +94,11 @@ class PeerError(MegatokenError):
 
 
 def error_from_code(code: int, message: str) -> MegatokenError:
-    """Return an error of the subclass with the exit code `code`.
+    """Return an error of the subclass with the exit code `code`, or else a PeerError.
 
     code: exit code of another process.
     """
-    classes = {error.code: error for error in MegatokenError.__subclasses__()}
-    return classes[ExitCode(code)](message)
+    classes: dict[int, type[MegatokenError]] = {
+        error.code: error for error in MegatokenError.__subclasses__()
+    }
+    return classes.get(code, PeerError)(message)

@@ -2,7 +2,7 @@
 
 from megatoken.base.config.schema import Config
 from megatoken.base.config.validate import Conflicts
-from megatoken.posttrain.settings import SAMPLING, ObjectiveConfig
+from megatoken.posttrain.settings import OBJECTIVES, SAMPLING, ObjectiveConfig
 
 
 def check_objective(config: Config) -> Conflicts:
@@ -12,7 +12,7 @@ def check_objective(config: Config) -> Conflicts:
     if has_head != (name in ("reward", "ppo")):
         problem = f"objective {name} {'has no' if has_head else 'needs a'} value head"
         yield "model.value_head", problem, f"set model.value_head={str(not has_head).lower()}"
-    if name == "pretrain":
+    if name not in OBJECTIVES:
         return
     if config.data.order == "sequential":
         yield "data.order", "conversations are always shuffled", "set data.order=shuffled"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatoken.inference.rewards import REWARDS
 
 REWARD = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"  # --reward
+OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "ppo")
 SAMPLING = ("grpo", "ppo")  # objectives that train on answers sampled from the model
 
 
