@@ -1,6 +1,6 @@
 """Fixtures of all tests.
 
-A test with the fixture `precision` or `device` runs in fp32 and in bf16. MEGATOKEN_PRECISION
+A test with the fixture `device` runs in fp32 and in bf16. MEGATOKEN_PRECISION
 (`make test PRECISION=fp32`) sets the precision of the others.
 """
 
@@ -96,18 +96,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=["fp32", "bf16"])
-def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test in fp32 and bf16, which is what `auto` means, also in child processes."""
-    monkeypatch.setenv("MEGATOKEN_PRECISION", request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def device(precision: str) -> "Device":
-    """Return a CPU device that computes in `precision`."""
+def device(request: pytest.FixtureRequest) -> "Device":
+    """Return a CPU device that computes in fp32, then one in bf16."""
     from tests.tiny_model import CPU  # after TRITON_INTERPRET
 
-    return replace(CPU, precision=precision)
+    return replace(CPU, precision=request.param)
 
 
 Ask = Callable[[str], Any]

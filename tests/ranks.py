@@ -42,9 +42,15 @@ SHORT_MEASUREMENTS = {
 }
 
 
+def make_process(
+    target: Callable[..., None], args: tuple[object, ...], **options: bool
+) -> ForkServerProcess:
+    """Return a process that will call `target(*args)` with the environment of this moment."""
+    return FORKS.Process(target=run_shortened, args=(dict(os.environ), target, *args), **options)
+
+
 def start_process(work: Callable[..., None], *args: object) -> ForkServerProcess:
-    """Start `work(*args)` in a process with the environment of this moment."""
-    process = FORKS.Process(target=run_shortened, args=(dict(os.environ), work, *args))
+    process = make_process(work, args)
     process.start()
     return process
 

@@ -37,8 +37,7 @@ from megatoken.base.system.metrics_log import read_metrics
 from megatoken.base.system.sealed_json import parse_sealed
 from megatoken.base.system.sealed_json import seal as seal_json
 from megatoken.cli.main import main
-from megatoken.convert.recipes.composer import translate_composer
-from megatoken.convert.recipes.nanogpt import translate_nanogpt
+from megatoken.convert.recipes import composer, nanogpt
 from megatoken.data import vocabulary
 from megatoken.data.dataset import load_dataset
 from megatoken.inference.tasks import find_tasks, read_examples
@@ -50,6 +49,7 @@ from megatoken.store.manifest import (
     hash_file,
     verify,
 )
+from megatoken.store.mirror import fetch_model
 from megatoken.store.run_folder import find_changes
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.prepare import prepare
@@ -302,8 +302,8 @@ READERS: dict[int | None, dict[str, Callable[[Path], object]]] = {
     CONFIG: {
         "new/provenance.json": read_provenance,
         "recipe.yaml": read_recipe,
-        "composer.yaml": translate_composer,
-        "config.py": lambda path: translate_nanogpt(str(path)),
+        "composer.yaml": composer.translate,
+        "config.py": lambda path: nanogpt.translate(str(path)),
     },
     None: {
         f"{STEP}/.metadata": load_sealed,  # never opened
@@ -487,7 +487,7 @@ def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str):
     for content in (f"model: {text}\n", text + "\n", f"{text}: 1\n", f"include: {text}\n"):
         path.write_bytes(content.encode(errors="surrogatepass"))
         attack(tmp_path, {CONFIG}, lambda: read_recipe(path))
-        attack(tmp_path, {CONFIG}, lambda: translate_composer(path))
+        attack(tmp_path, {CONFIG}, lambda: composer.translate(path))
 
 
 # --- names, links and sizes -----------------------------------------------------------------------
@@ -507,6 +507,7 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
         manifest = CheckpointManifest(0, {}, files | {name: secret})
         (folder / MANIFEST).write_bytes(encode_manifest(manifest))
         attack(tmp_path, {CHECKPOINT}, lambda: load_pretrained(folder))
+        attack(tmp_path, {CHECKPOINT}, lambda: fetch_model(f"local://{place}/run", str))
         body = rows.replace(b'"train_000000.bin"', json.dumps(name).encode())
         data.write_bytes(seal_json(body, bits=64))
         attack(tmp_path, {DATA}, lambda: load_dataset(data.parent))

@@ -65,11 +65,6 @@ def test_describe_computes_mfu(ask: Ask):
     assert eight["bf16"] == pytest.approx(0.33, abs=0.005)
 
 
-def test_config_has_origins(ask: Ask):
-    answer = ask("config quickstart optim.lr=1e-3")
-    assert answer["origins"]["optim.lr"] == "command line"
-
-
 @pytest.mark.parametrize("line", ["", "--help", "help"])
 def test_overview_lists_every_command(line: str, call: Call):
     code, out, _ = call(line)

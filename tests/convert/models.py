@@ -103,9 +103,9 @@ def byte_tokenizer() -> Tokenizer:
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 
 
-def draw_chat_model(seq_len: int = 128) -> GPT:
+def draw_chat_model(seq_len: int = 128, family: str = "llama-untied") -> GPT:
     size = TEMPLATE.tokenizer.vocab_size
-    return draw_model(replace(FAMILIES["llama-untied"], vocab_size=size, seq_len=seq_len))
+    return draw_model(replace(FAMILIES[family], vocab_size=size, seq_len=seq_len))
 
 
 def llama_tokenizer() -> Tokenizer:

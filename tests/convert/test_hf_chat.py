@@ -1,7 +1,6 @@
 """Exported chat models have the same ids, stop tokens and answers in transformers."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,17 @@ from megatoken.convert.hf import export as hf_export
 from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate, generate_ids
 from megatoken.model.gpt import GPT
-from megatoken.text.chat_template import Message, add_control_tokens, find_stop_ids, find_template
+from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from megatoken.text.tokenizer import Tokenizer
-from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+from tests.convert.models import FAMILIES, TEMPLATE, byte_tokenizer, draw_chat_model, draw_model
 
 transformers = pytest.importorskip("transformers")
 
-TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 TURNS = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "né?\n")]
 CHAT = [Message(*turn) for turn in TURNS]
 ROWS = [{"role": role, "content": content} for role, content in TURNS]
 IDS = TEMPLATE.encode(CHAT, reply=True)[0]
-
-
-def draw_chat_model(family: str) -> GPT:
-    vocab_size = TEMPLATE.tokenizer.vocab_size
-    return draw_model(replace(FAMILIES[family], vocab_size=vocab_size, seq_len=128))
 
 
 def greedy(model: GPT, ids: list[int], max_new_tokens: int, **options: Any) -> list[int]:
@@ -42,7 +35,7 @@ def greedy(model: GPT, ids: list[int], max_new_tokens: int, **options: Any) -> l
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an export whose head is permuted so that the third greedy token ends the answer."""
-    model = draw_chat_model("llama-untied")
+    model = draw_chat_model()
     ids = greedy(model, IDS, 3)
     assert ids[2] not in (*ids[:2], *TEMPLATE.stop_ids)
     rows = [ids[2], TEMPLATE.stop_ids[0]]
@@ -106,7 +99,7 @@ def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(hf_export, "drop_marks", lambda _: "{{ messages[0]['content'] }}")
-    loaded = LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it")
+    loaded = LoadedModel(draw_chat_model(family="gpt2"), TEMPLATE.tokenizer, "it")
     with pytest.raises(CheckpointError):
         export(loaded, "hf", tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []

@@ -193,21 +193,23 @@ def nanogpt_logits(
     return F.linear(normalize(x, "ln_f"), tensors["lm_head.weight"])
 
 
-@pytest.mark.parametrize(
-    ("written", "approximate", "tied", "bias", "prefix"),
-    [
-        ("2022-12", "tanh", False, True, "_orig_mod."),
-        ("2023-01", "tanh", True, True, ""),  # without a bias in model_args
-        ("2023-02", "tanh", True, True, "module."),  # before PyTorch's attention, so with masks
-        ("2023-06", "none", True, True, "_orig_mod.module."),
-        ("2023-06", "none", True, False, ""),
-    ],
-)
-def test_gelu_and_head_are_those_of_the_version(
-    tmp_path: Path, written: str, approximate: str, tied: bool, bias: bool, prefix: str
-):
+# When it was written, its GELU, whether its head is tied, with biases, and a prefix of its names. The
+# second has no bias in model_args; those before 2023-03 have masks, as PyTorch's attention is younger.
+VERSIONS = """\
+2022-12 tanh untied bias _orig_mod.
+2023-01 tanh tied bias
+2023-02 tanh tied bias module.
+2023-06 none tied bias _orig_mod.module.
+2023-06 none tied plain
+"""
+
+
+@pytest.mark.parametrize("row", VERSIONS.splitlines())
+def test_gelu_and_head_are_those_of_the_version(tmp_path: Path, row: str):
+    written, approximate, head, biases, *prefixes = row.split()
+    tied = head == "tied"
     torch.manual_seed(1)
-    model = draw_model(replace(NANOGPT, tie_embeddings=tied, bias=bias))
+    model = draw_model(replace(NANOGPT, tie_embeddings=tied, bias=biases == "bias"))
     tensors = to_nanogpt(model)
     sizes = model_args(model)
     if written < "2023-02":
@@ -215,7 +217,7 @@ def test_gelu_and_head_are_those_of_the_version(
     masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 24, 24).tril() for n in range(2)}
     content = tensors | (masks if written < "2023-06" else {})
     others = {"optimizer": {"param_groups": [{"lr": 1e-3}]}, "best_val_loss": torch.tensor(1.5)}
-    content = {f"{prefix}{name}": tensor for name, tensor in content.items()}
+    content = {"".join([*prefixes, name]): tensor for name, tensor in content.items()}
     byte_tokenizer().vocabulary.save(tmp_path)
     torch.save({"model": content, "model_args": sizes, **others}, tmp_path / "ckpt.pt")
     lines: list[str] = []

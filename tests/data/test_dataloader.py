@@ -90,11 +90,13 @@ def test_order_far_away_and_over_chunks(tmp_path: Path):
     assert loader.rows(10**15).shape == (7, 4)
 
 
-@pytest.mark.parametrize(
-    ("limit", "count", "length"),
-    [(10**9, 78, 64), (4480, 70, 64), (640, 10, 64), (639, 9, 64), (64, 1, 64), (20, 1, 20)],
-)
-def test_evaluation_windows(corpus: Corpus, limit: int, count: int, length: int):
+# The limit of tokens, windows and their length.
+LIMITS = "1000000000 78 64,4480 70 64,640 10 64,639 9 64,64 1 64,20 1 20"
+
+
+@pytest.mark.parametrize("row", LIMITS.split(","))
+def test_evaluation_windows(corpus: Corpus, row: str):
+    limit, count, length = map(int, row.split())
     tokens, ids = corpus
     windows = evaluation_windows(tokens, seq_len=64, limit_tokens=limit)
     assert (len(windows), windows.seq_len, windows.n_targets) == (count, length, count * length)

@@ -5,11 +5,6 @@ import pytest
 from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv, first_host, read_dist_env
 
-
-def spell(line: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in line.split())
-
-
 # As mpirun of Open MPI 5, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18 set them.
 OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
@@ -29,31 +24,44 @@ INTERACTIVE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("line", "place"),
-    [
-        ("", "0 of 1, here 0 of 1"),
-        (JOB, "0 of 1, here 0 of 1"),
-        (INTERACTIVE, "0 of 1, here 0 of 1"),
-        ("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0", "0 of 1, here 0 of 1"),
-        ("PMI_SIZE=1 PMI_RANK=0", "0 of 1, here 0 of 1"),
-        (OPEN_MPI, "5 of 8, here 1 of 8"),
-        (MPICH, "5 of 8, here 1 of 8"),
-        (INTEL, "5 of 8, here 1 of 8"),
-        (f"{OPEN_MPI} RANK=0 WORLD_SIZE=1", "0 of 1, here 0 of 1"),  # torchrun's come first
-        (STEP, "5 of 7, gpu003 1 of 4"),
-        (f"{STEP} SLURM_NTASKS=28", "5 of 7, gpu003 1 of 4"),  # of the job
-        (f"{STEP} SLURM_STEP_TASKS_PER_NODE=4(x2),3", "5 of 7, gpu003 1 of 4"),
-        (f"{STEP} SLURM_STEP_TASKS_PER_NODE=7", "5 of 7, here 1 of 7"),
-        (f"{STEP} MASTER_ADDR=head", "5 of 7, head 1 of 4"),
-        (f"{STEP} PMI_RANK=5 PMI_SIZE=7", "5 of 7, gpu003 1 of 4"),  # srun --mpi=pmi2
-        (f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4 MASTER_ADDR=head", "5 of 8, head 1 of 4"),
-        # mpiexec starts a task of Slurm on each machine, which starts the ranks.
-        (f"{STEP} SLURM_STEP_NUM_TASKS=2 {MPICH} MPI_LOCALNRANKS=4", "5 of 8, gpu001 1 of 4"),
-        (f"{STEP} {OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", "5 of 8, gpu001 1 of 4"),
-    ],
-)
-def test_ranks_of_launchers(line: str, place: str):
+NAMES = {"OPEN_MPI": OPEN_MPI, "MPICH": MPICH, "INTEL": INTEL, "JOB": JOB, "STEP": STEP}
+NAMES["INTERACTIVE"] = INTERACTIVE
+
+
+def spell(line: str) -> dict[str, str]:
+    """Return the variables of a line, in which names stand for those above."""
+    words = " ".join(NAMES.get(word, word) for word in line.split())
+    return dict(word.split("=", 1) for word in words.split())
+
+
+# torchrun's variables come first, SLURM_NTASKS is of the job, the variables of PMI next to a step's
+# are of srun --mpi=pmi2. In the last two, mpiexec starts a task of Slurm on each machine, which
+# starts the ranks.
+PLACES = """\
+0 of 1, here 0 of 1:
+0 of 1, here 0 of 1: JOB
+0 of 1, here 0 of 1: INTERACTIVE
+0 of 1, here 0 of 1: OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0
+0 of 1, here 0 of 1: PMI_SIZE=1 PMI_RANK=0
+5 of 8, here 1 of 8: OPEN_MPI
+5 of 8, here 1 of 8: MPICH
+5 of 8, here 1 of 8: INTEL
+0 of 1, here 0 of 1: OPEN_MPI RANK=0 WORLD_SIZE=1
+5 of 7, gpu003 1 of 4: STEP
+5 of 7, gpu003 1 of 4: STEP SLURM_NTASKS=28
+5 of 7, gpu003 1 of 4: STEP SLURM_STEP_TASKS_PER_NODE=4(x2),3
+5 of 7, here 1 of 7: STEP SLURM_STEP_TASKS_PER_NODE=7
+5 of 7, head 1 of 4: STEP MASTER_ADDR=head
+5 of 7, gpu003 1 of 4: STEP PMI_RANK=5 PMI_SIZE=7
+5 of 8, head 1 of 4: OPEN_MPI OMPI_COMM_WORLD_LOCAL_SIZE=4 MASTER_ADDR=head
+5 of 8, gpu001 1 of 4: STEP SLURM_STEP_NUM_TASKS=2 MPICH MPI_LOCALNRANKS=4
+5 of 8, gpu001 1 of 4: STEP OPEN_MPI OMPI_COMM_WORLD_LOCAL_SIZE=4
+"""
+
+
+@pytest.mark.parametrize("row", PLACES.splitlines())
+def test_ranks_of_launchers(row: str):
+    place, line = row.split(":")
     found = read_dist_env(spell(line))
     address = found.address.replace("127.0.0.1", "here")
     ranks = f"{found.rank} of {found.world_size}, {address} {found.local_rank}"
@@ -67,8 +75,8 @@ def test_variables_round_trip():
 
 
 def test_jobs_have_ports_of_their_own():
-    for other in (f"{OPEN_MPI} PMIX_NAMESPACE=2", f"{STEP} SLURM_JOB_ID=2"):
-        ports = {read_dist_env(spell(line)).port for line in (OPEN_MPI, STEP, other)}
+    for other in ("OPEN_MPI PMIX_NAMESPACE=2", "STEP SLURM_JOB_ID=2"):
+        ports = {read_dist_env(spell(line)).port for line in ("OPEN_MPI", "STEP", other)}
         assert len(ports) == 3
         assert all(10_000 <= port < 50_000 for port in ports)
         assert read_dist_env(spell(f"{other} MASTER_PORT=7")).port == 7
@@ -79,19 +87,20 @@ def test_first_host_of_a_list():
     assert [*map(first_host, lists)] == ["gpu003", "node7", "a1", "rack1-ib"]
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("RANK=0", "WORLD_SIZE"),
-        ("RANK=x WORLD_SIZE=2", "RANK"),
-        ("RANK=2 WORLD_SIZE=2", "rank 2 of 2"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", "rank 0 of 2"),
-        (f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", "MASTER_ADDR"),
-        (f"{MPICH} MPI_LOCALNRANKS=4", "MASTER_ADDR"),
-        (f"{OPEN_MPI} OMPI_COMM_WORLD_RANK=one", "OMPI_COMM_WORLD_RANK"),
-        ("PMI_RANK=1 PMI_SIZE=2", "MPI_LOCALRANKID"),
-    ],
-)
-def test_what_is_missing_is_named(line: str, named: str):
+MISSING = """\
+WORLD_SIZE: RANK=0
+RANK: RANK=x WORLD_SIZE=2
+rank 2 of 2: RANK=2 WORLD_SIZE=2
+rank 0 of 2: RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4
+MASTER_ADDR: OPEN_MPI OMPI_COMM_WORLD_LOCAL_SIZE=4
+MASTER_ADDR: MPICH MPI_LOCALNRANKS=4
+OMPI_COMM_WORLD_RANK: OPEN_MPI OMPI_COMM_WORLD_RANK=one
+MPI_LOCALRANKID: PMI_RANK=1 PMI_SIZE=2
+"""
+
+
+@pytest.mark.parametrize("row", MISSING.splitlines())
+def test_what_is_missing_is_named(row: str):
+    named, line = row.split(":")
     with pytest.raises(ConfigError, match=named):
         read_dist_env(spell(line))

@@ -10,20 +10,12 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
 from megatoken.model.gpt import GPT, set_attention
+from tests.convert.models import draw_model
 from tests.tiny_model import TINY_MODERN, assert_tree_logits, learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(7))
-
-
-def scramble(model: GPT) -> GPT:
-    """Random values in every parameter, so that none of them is neutral."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval()
 
 
 def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_third_step():
@@ -53,7 +45,7 @@ def test_low_precision_stays_near_fp32(norm: str, attention: str):
 
 
 def test_a_tree_of_tokens_has_the_logits_of_its_sequences():
-    model = scramble(GPT(TINY_MODERN, seed=0))
+    model = draw_model(TINY_MODERN)
     ids = IDS[:2, :8].clone()
     ids[1, :3] = ids[0, :3]
     assert_tree_logits(model, ids)

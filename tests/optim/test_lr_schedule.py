@@ -18,16 +18,19 @@ def schedule(decay: str, **changes: Any) -> LRSchedule:
     return LRSchedule(decay=decay, **{**sizes, **changes})
 
 
-@pytest.mark.parametrize(
-    ("decay", "middle", "late", "end"),
-    [
-        ("cosine", 0.55, 0.122, 0.1),
-        ("linear", 0.55, 0.19, 0.1),
-        ("wsd", 1.0, 0.55, 0.1),
-        ("constant", 1.0, 1.0, 1.0),
-    ],
-)
-def test_warmup_middle_and_end(decay: str, middle: float, late: float, end: float):
+# Rates in the middle, late and at the end.
+RATES = """\
+cosine 0.55 0.122 0.1
+linear 0.55 0.19 0.1
+wsd 1.0 0.55 0.1
+constant 1.0 1.0 1.0
+"""
+
+
+@pytest.mark.parametrize("row", RATES.splitlines())
+def test_warmup_middle_and_end(row: str):
+    decay, *numbers = row.split()
+    middle, late, end = map(float, numbers)
     rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 100, 110, 500)]
     assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, late, end, end], rel=1e-3)
     assert schedule(decay, warmup=0).lr(0) == 1.0

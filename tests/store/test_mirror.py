@@ -33,7 +33,6 @@ from megatoken.store.mirror import (
 from megatoken.store.objects import ObjectStore
 from megatoken.store.run_folder import IDENTITY
 from tests.store.test_commit import commit_small
-from tests.store.test_manifest import forge_manifest
 
 KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
 
@@ -172,18 +171,6 @@ def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str
     damage(10)
     with pytest.raises(CheckpointError):
         fetch_run(tmp_path / "newest", address, warnings.append)
-
-
-def test_no_file_is_fetched_to_outside_the_checkpoint(address: str, tmp_path: Path):
-    run, store = tmp_path / "run", ObjectStore(address)
-    folder = save(run, 10)
-    forge_manifest(folder, {"files": {"../../x": {"bytes": 1, "xxh3_128": "0"}}})
-    store.write("mirror.json", b'{"run": "1"}')
-    store.write("checkpoints/step-00000010/manifest.json", (folder / "manifest.json").read_bytes())
-    store.write("x", b"x")
-    with pytest.raises(CheckpointError):
-        fetch_run(tmp_path / "new", address, lambda _line: None)
-    assert not [*tmp_path.rglob("x*")]
 
 
 class Killed(BaseException):

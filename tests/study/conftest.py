@@ -1,22 +1,13 @@
 """Fork the worker processes of benchmarks from one that has loaded torch."""
 
-import os
-from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from types import SimpleNamespace
 
 import pytest
 
 from megatoken.base.config.presets import PRESETS
 from megatoken.study.bench import runner
-from tests.ranks import FORKS, run_shortened
+from tests.ranks import FORKS, make_process
 from tests.tiny_model import TINY_GPT
-
-
-def make_process(
-    target: Callable[..., None], args: tuple[object, ...], **options: bool
-) -> ForkServerProcess:
-    return FORKS.Process(target=run_shortened, args=(dict(os.environ), target, *args), **options)
 
 
 @pytest.fixture(autouse=True)

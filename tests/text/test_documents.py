@@ -26,7 +26,7 @@ from megatoken.text.documents import (
     read_documents,
 )
 from megatoken.text.sources import HUB, Source, find_source
-from megatoken.text.tokenizer import SplitPoints, Tokenizer, load_tokenizer
+from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 
 PROSE = "It was the best of times, it didn't hurt.\n\n  Élan — 中文字符 x 12 y\t\n"
 
@@ -267,23 +267,27 @@ def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"{path}:{1 + prose.count(chr(10))}" in message
 
 
-@pytest.mark.parametrize(
-    ("split_points", "text", "is_between_words"),
-    [
-        ("words", "alpha beta^ gam", True),
-        ("anywhere", "alpha beta ga^m", True),
-        ("nowhere", "alpha beta^ gam", False),
-        ("words", "alphabe^t", False),
-        ("anywhere", "zé^é", True),
-        ("words", "字\u3000 ^字", False),  # not between two white spaces
-        ("words", "字^\n字", True),
-        ("anywhere", "abc^<|endof", True),
-        ("anywhere", "<<^<<", True),
-    ],
+# How a text may be cut, the text with ^ where it is, and whether that is between words.
+SEAMS = (
+    "words~alpha beta^ gam~True",
+    "anywhere~alpha beta ga^m~True",
+    "nowhere~alpha beta^ gam~False",
+    "words~alphabe^t~False",
+    "anywhere~zé^é~True",
+    "words~字\u3000 ^字~False",  # not between two white spaces
+    "words~字^\n字~True",
+    "anywhere~abc^<|endof~True",
+    "anywhere~<<^<<~True",
 )
-def test_seams(split_points: SplitPoints, text: str, is_between_words: bool):
+
+
+@pytest.mark.parametrize("row", SEAMS)
+def test_seams(row: str):
+    split_points: Any
+    split_points, text, is_between_words = row.split("~")
     before, after = text.encode().split(b"^")
-    assert find_split_point(before + after, split_points) == (len(before), is_between_words)
+    found = find_split_point(before + after, split_points)
+    assert found == (len(before), is_between_words == "True")
 
 
 # --- split and sample

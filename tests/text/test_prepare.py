@@ -194,27 +194,28 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path):
 # --- train and val --------------------------------------------------------------------------------
 
 
+# Length, fraction of val, tokens of a shard, and of val. The third row has shards of several blocks;
+# the document of the last falls to val: all moves to train, then the end to val.
+SPLITS = """\
+100_000 0.05 30_000 5000
+100_000 0.5 9_999 50_000
+600_000 0.05 300_000 30_000
+5000 0.01 1000 1025
+100 0.01 1000 50
+2 0.01 1000 1
+1 0.01 1000 0
+5000 0.0 1000 0
+5000 0.999 1000 4995
+"""
+
+
 @pytest.mark.fault(38)
-@pytest.mark.parametrize(
-    ("length", "fraction", "shard_tokens", "expected"),
-    [
-        (100_000, 0.05, 30_000, 5000),
-        (100_000, 0.5, 9_999, 50_000),
-        (600_000, 0.05, 300_000, 30_000),  # shards of several blocks
-        (5000, 0.01, 1000, 1025),
-        (100, 0.01, 1000, 50),
-        (2, 0.01, 1000, 1),
-        (1, 0.01, 1000, 0),
-        (5000, 0.0, 1000, 0),
-        (5000, 0.999, 1000, 4995),  # falls to val: all moves to train, then the end to val
-    ],
-)
-def test_val_is_cut_from_the_end_when_hashing_gives_none(
-    tmp_path: Path, length: int, fraction: float, shard_tokens: int, expected: int
-):
-    text = "".join(random.Random(1).choices("abcdefgh ", k=length - 1)) + "z"
+@pytest.mark.parametrize("row", SPLITS.splitlines())
+def test_val_is_cut_from_the_end_when_hashing_gives_none(tmp_path: Path, row: str):
+    length, fraction, shard_tokens, expected = map(float, row.split())
+    text = "".join(random.Random(1).choices("abcdefgh ", k=int(length) - 1)) + "z"
     source, out = write(tmp_path / "a.md", text), tmp_path / "out"
-    result = prepare(source, out, val_fraction=fraction, shard_tokens=shard_tokens)
+    result = prepare(source, out, val_fraction=fraction, shard_tokens=int(shard_tokens))
     train, val = read_split(out, "train"), read_split(out, "val")
     assert bytes(train + val).decode() == text
     assert len(val) == result.counts["val_from_tail_tokens"] == expected

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatoken.base.errors import (
     ConfigError,
@@ -33,7 +32,6 @@ from megatoken.store.manifest import FileEntry
 from megatoken.text.tokenizer import load_tokenizer
 from megatoken.train import initial_state
 from megatoken.train.run import Run
-from megatoken.train.state import CrossEntropy, TrainState
 from megatoken.train.train import Summary
 from tests import tiny_run
 from tests.flip import flip_bit
@@ -46,6 +44,7 @@ from tests.tiny_run import (
     read_losses,
     read_rows,
 )
+from tests.train.faulty_run import Job, put_fault
 from tests.train.search import die_at
 
 Train = Callable[..., Summary]
@@ -252,7 +251,7 @@ def test_start_on_a_full_disk_leaves_a_folder_that_can_be_started_again(
         path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module in ("system.file_lock", "train.setup"):
+    for module in ("base.system.file_lock", "train.setup"):
         with monkeypatch.context() as full:
             full.setattr(f"megatoken.{module}.replace_file", replace_file)
             with pytest.raises(StorageError):
@@ -328,16 +327,8 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
         time.sleep(0.3)
         return write(*arguments)
 
-    sums = CrossEntropy.sums
-
-    def fail_late(
-        loss: CrossEntropy, state: TrainState, *arguments: Any
-    ) -> dict[str, torch.Tensor]:
-        scale = float("nan") if state.step >= 2 else 1.0
-        return {name: scale * value for name, value in sums(loss, state, *arguments).items()}
-
     monkeypatch.setattr(save, "write_files", write_slowly)
-    monkeypatch.setattr(CrossEntropy, "sums", fail_late)
+    put_fault(Job(name="fails late", fault="nan", batches=tuple(range(2, 30))), monkeypatch)
     with pytest.raises(NumericsError):
         train(out, "save.every=1 evaluate.every=0")
     assert newest_step(out) == read_json(out / "status.json")["step"] > 0
