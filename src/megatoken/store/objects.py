@@ -239,12 +239,13 @@ class StoredFiles:
 
         on_done: called after each file.
         """
+        for name in self.sizes:
+            if {"", ".", ".."} & {*name.split("/")} or "\\" in name or "\0" in name:
+                raise self.damaged(self.store.at(name), "it is outside the folder")
         run_parallel(partial(self._fetch, folder), self.list_missing(folder), on_done)
 
     def _fetch(self, folder: Path, name: str) -> None:
-        part = (folder / f"{name}.part").resolve()
-        if not part.is_relative_to(folder.resolve()):
-            raise self.damaged(self.store.at(name), "it is outside the folder")
+        part = folder / f"{name}.part"
         part.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.store.download(name, part)
