@@ -1,6 +1,5 @@
 """Settings that differ between two starts of a run: free, guarded or fatal, field by field."""
 
-import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
@@ -37,12 +36,7 @@ def another(spec: ConfigField, value: Any) -> Any:
 
 def with_value(config: Config, key: str, value: Any) -> Config:
     """A copy with one value changed, whatever the rules between fields say."""
-    section, _, name = key.rpartition(".")
-    if not section:
-        return dataclasses.replace(config, **{name: value})
-    return dataclasses.replace(
-        config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-    )
+    return build_config(flatten(config) | {key: value})
 
 
 def test_every_field_has_the_class_that_fits_it():
