@@ -233,4 +233,4 @@ def test_without_a_room_that_tunes_nothing_is_compiled(
 ):
     monkeypatch.delitem(find_rooms()["plan"].entries, "tuner")
     with pytest.raises(ConfigError, match=r"machine\.compile"):
-        train(tmp_path, data, "machine.micro_batch=2 machine.compile=on")
+        train(tmp_path / "run", data, "machine.micro_batch=2 machine.compile=on")
