@@ -124,6 +124,11 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
+def open_whole_matrices(model: nn.Module) -> WholeMatrices:
+    """Return the hidden matrices of an unsharded model."""
+    return WholeMatrices(list_hidden_matrices(model))
+
+
 class Muon(MatrixOptimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 

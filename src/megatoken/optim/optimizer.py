@@ -133,6 +133,9 @@ def build_optimizer(
         )
     hidden: list[ParamGroup] = []
     if spec.hidden_group:
+        if matrices is None:
+            assert isinstance(model, nn.Module), "matrices must be passed with shards"
+            matrices = load_entry("matrices", "whole")(model)
         assert matrices is not None
         hidden_params = [params.pop(name) for name in matrices.names]
         hidden = [

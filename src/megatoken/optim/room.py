@@ -2,5 +2,6 @@
 
 NEEDS: tuple[str, ...] = ()
 ENTRIES = {
-    "optimizer": {"adamw": "megatoken.optim.optimizer:ADAMW", "muon": "megatoken.optim.muon:MUON"}
+    "matrices": {"whole": "megatoken.optim.muon:open_whole_matrices"},
+    "optimizer": {"adamw": "megatoken.optim.optimizer:ADAMW", "muon": "megatoken.optim.muon:MUON"},
 }
