@@ -23,7 +23,7 @@ HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
 MEET_SECONDS = 90.0  # limit for two processes on a busy machine to start, join and sum
 MIN_DISK = 5e9  # bytes that a run of GPT-2 124M takes
-EXTRAS = {  # a module of each optional dependency
+EXTRAS = {  # a module of each extra; if it is found, the extra is installed
     "data": "pyarrow",
     "plot": "matplotlib",
     "hf": "transformers",

@@ -85,8 +85,8 @@ class DataLoader:
     step over all ranks. ramp: schedule of smaller batches at the start of a run. order: "shuffled";
     "sequential", which cuts each shard into batches and drops the rest, as build-nanogpt and llm.c
     do; or "one-batch", which always repeats the first batch. sources: (number of tokens, weight) of
-    each source in `tokens`; each source is shuffled separately. document_start: the id that begins a
-    document, if documents must not attend to each other. A subclass may read rows that share no
+    each source in `tokens`; each source is shuffled separately. document_start: the id that begins
+    a document, if documents must not attend to each other. A subclass may read rows that share no
     token, or make more of them than inputs and targets.
 
     Raises ConfigError if a batch does not divide evenly among the ranks, and DataError if the split

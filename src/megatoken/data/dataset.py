@@ -180,7 +180,7 @@ class Tokens:
                     yield error
 
     def _copy(self, start: int, out: Ids, used: set[int]) -> None:
-        """Fill `out` with the tokens from index `start` on; add the numbers of their shards to `used`."""
+        """Fill `out` with the tokens from `start` on; add the numbers of their shards to `used`."""
         index = bisect_right(self._starts, start) - 1
         start -= self._starts[index]
         while len(out):

@@ -146,7 +146,7 @@ def relay_line(errors: list[str], line: str) -> None:
 
 
 def print_errors(codes: Mapping[int, int], errors: Mapping[int, Sequence[str]]) -> None:
-    """Print the errors of one rank for each exit code.
+    """For each exit code, print the errors of the first rank that ended with it.
 
     The first rank's code is left out, because that rank has printed its errors itself. Errors about
     a lost peer are left out if another rank reported the cause.

@@ -1,4 +1,3 @@
 """What only some runs over several processes need (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {"matrices": {"sharded": "megatoken.distributed.sharded_matrices:open_matrices"}}

@@ -71,7 +71,8 @@ class RepeatedSignal:
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
     """Inside the context, a signal ends the process with the exit code of a stopped run.
 
-    It is for the time before distributed/preemption.py handles signals. marker: see `write_stop_marker`.
+    It is for the time before distributed/preemption.py handles signals. marker: see
+    `write_stop_marker`.
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:

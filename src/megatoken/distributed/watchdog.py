@@ -40,7 +40,7 @@ class Watchdog:
     def all_silent(self, ranks: Collection[int]) -> bool:
         """Read the heartbeats of `ranks`; return whether all were silent beyond their limits.
 
-        It must be called regularly, because the seconds of silence are counted between calls.
+        Call it often: the time between two calls counts as at most MAX_POLL_GAP seconds of silence.
         """
         now = time.monotonic()
         self._clock += min(now - self._polled_at, MAX_POLL_GAP)

@@ -94,9 +94,9 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
 
     In bf16, the weights are rounded, and native kernels are used if available. In fp32, matrices
     with more outputs than inputs are stored column-major, which speeds up matmuls with a single
-    row. int8: whether to store the matrices in 8 bits (model/native/int8.py), which halves the memory
-    traffic of bf16 and changes the logits slightly. Raises ConfigError if int8 is requested without
-    native kernels.
+    row. int8: whether to store the matrices in 8 bits (model/native/int8.py), which halves the
+    memory traffic of bf16 and changes the logits slightly. Raises ConfigError if int8 is requested
+    without native kernels.
     """
     if int8:
         if device.type != "cpu" or not find_library():

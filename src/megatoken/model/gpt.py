@@ -437,7 +437,7 @@ class GPT(Module):
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select an implementation of attention. Raises ConfigError if it does not support the model."""
+    """Select an implementation of attention. Raises ConfigError if it cannot compute the model."""
     attention_fn = find_attention(name)
     if model.config.window and name in WITHOUT_WINDOW:
         fix = "use auto, or model.window=0"

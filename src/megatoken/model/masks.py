@@ -79,8 +79,8 @@ def place_rows(
     """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
     A mask is bool (B or 1, 1, T, S), True where a query attends to a key, or bounds of documents.
-    It is None if plain causal attention is correct; in layers with a window, each query then sees
-    only the keys in its window.
+    None stands for plain causal attention, which layers with a window limit to the window
+    themselves.
 
     window: the width of a window in tokens; 0 if no layer has one.
     """

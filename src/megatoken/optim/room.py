@@ -1,6 +1,5 @@
 """The optimizers (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "matrices": {"whole": "megatoken.optim.muon:open_whole_matrices"},
     "optimizer": {"adamw": "megatoken.optim.optimizer:ADAMW", "muon": "megatoken.optim.muon:MUON"},

@@ -21,7 +21,8 @@ def draw_plan(
     """Draw tokens/s, MFU and hours by number of GPUs.
 
     scaled: plans of the run that fit, one per number of GPUs. families: such plans for each model.
-    length: their training length in words. Raises ConfigError and StorageError as `save_figure` does.
+    length: their training length in words. Raises ConfigError and StorageError as `save_figure`
+    does.
     """
     counts = np.array([plan.layout.gpus for plan in scaled])
     rates = np.array([plan.tokens_per_second for plan in scaled])

@@ -1,6 +1,5 @@
 """What this room adds to the core (base/rooms.py)."""
 
-NEEDS: tuple[str, ...] = ()
 ENTRIES = {
     "summary": {"run": "megatoken.plan.summary:print_summary"},
     "peak": {"measured": "megatoken.plan.tuning.peak:with_peak"},

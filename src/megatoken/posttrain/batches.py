@@ -84,7 +84,7 @@ class RowBatches:
 
 
 def open_scorer(view: RunView) -> AnswerScorer:
-    """Return what scores rows in the run's micro-batches."""
+    """Return a scorer that takes rows in micro-batches of the run's size."""
     steps = view.step_config
     return AnswerScorer(
         device=view.device,

@@ -1,4 +1,4 @@
-"""The objectives that this room adds: fine-tuning on conversations, preferences and sampled answers."""
+"""The objectives of fine-tuning: on conversations, preferences and sampled answers."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -66,7 +66,6 @@ class Run:
         """
         expected = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
         if code not in expected and not is_stopping:
-            code = code if code in set(ExitCode) else ExitCode.PEER
             raise error_from_code(code, f"{self.name}: {self.read_error()}")
 
     def train(self, stopping: threading.Event) -> None:

@@ -1,7 +1,7 @@
 """What a run does with its rows beyond its folder: draw its curves, and send them to sinks.
 
-Each metrics sink (W&B, TensorBoard, trackio) has a process that runs study/commands/sync.py, so a failing sink
-cannot stop the run.
+Each metrics sink (W&B, TensorBoard, trackio) has a process that runs study/commands/sync.py, so a
+failing sink cannot stop the run.
 """
 
 from importlib.util import find_spec

@@ -148,8 +148,8 @@ class ChatTemplate:
         generation %} tags enclose or, without such tags, what the template adds to the prompt of an
         answer, up to where the next message begins. If the end of an answer comes with the next
         message, it is appended to the last one. A token that is partly in an answer is trained on
-        too. reply: also append the assistant's header, for the model to continue; answers are then
-        not searched for. where: location of the conversation, for error messages. tools: JSON
+        too. reply: also append the assistant's header, for the model to continue; then no token is
+        trained on. where: location of the conversation, for error messages. tools: JSON
         schemas of the functions that the model can call. variables: further variables of the
         template, such as enable_thinking. Raises DataError if the template rejects the conversation,
         has no place for tools, or does not show where an answer begins and ends.

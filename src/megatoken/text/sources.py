@@ -242,11 +242,11 @@ def _find_on_hub(name: str, root: Path | None) -> Source:
 def _list_local(
     name: str, folder: Path, paths: Iterable[Path], *, in_folder: bool = False
 ) -> Source:
-    """Return those of `paths` that hold text as a source. All are below `folder`.
+    """Return those of `paths` that hold text as a source. Every path is below `folder`.
 
-    in_folder: whether nobody named the files. Then those of unknown formats are left out and
-    counted by extension, like files that describe a dataset; otherwise, they are read as text.
-    Raises DataError if no file is left.
+    in_folder: whether the paths were found in a folder, not named by the user. Then those of
+    unknown formats are left out and counted by extension, like files that describe a dataset;
+    otherwise, they are read as text. Raises DataError if no file is left.
     """
     files: list[File] = []
     skipped: Counter[str] = Counter()
@@ -268,7 +268,8 @@ def _list_local(
         files.append(File(relative, str(path), size, changed, file_format or "whole"))
     if not files:
         left_out = f" (skipped: {describe_skipped(skipped)})" if skipped else ""
-        fix = f"name {', '.join(FORMATS)} files, or a corpus: {', '.join([*list_entries('corpus'), *HUB])}"
+        corpora = ", ".join([*list_entries("corpus"), *HUB])
+        fix = f"name {', '.join(FORMATS)} files, or a corpus: {corpora}"
         raise next(iter(foreign), DataError(f"no text files here{left_out}", folder, fix))
     return Source(name, tuple(sorted(files, key=attrgetter("name", "path"))), skipped)
 

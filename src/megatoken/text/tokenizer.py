@@ -342,7 +342,7 @@ def find_vocabulary(folder: Path) -> Path | None:
 
 @cache
 def open_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Return the tokenizer of a vocabulary. Raises DataError if they differ."""
+    """Return the tokenizer of a vocabulary. Raises DataError if its files give another one."""
     files = dict(vocabulary.files)
     with tokenizer_errors("the tokenizer cannot be used", vocabulary.name, RESTORE):
         tokenizer = Tokenizer(files.pop(TOKENIZER_FILE), vocabulary.name, vocabulary.eot, files)

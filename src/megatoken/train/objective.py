@@ -1,4 +1,4 @@
-"""What a run trains for: its loss, the data it reads, its batches, and what it measures on held-out data.
+"""What a run trains for: its loss, its data and batches, and its held-out measurements.
 
 `Objective` pre-trains on text. A room adds another one as an entry of the kind "objective": a
 subclass that overrides what differs.

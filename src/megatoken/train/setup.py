@@ -152,9 +152,9 @@ def choose_layout(
 def tune(run: Run, *, explain: bool) -> StepConfig:
     """Choose kernels, micro-batch and compilation: by a room that measures them, if there is one.
 
-    Otherwise torch's operations run uncompiled, with the micro-batch of the config, or one sequence.
-    Returns the step config with the micro-batch. Raises ConfigError for settings that cannot be
-    applied.
+    Otherwise torch's operations run uncompiled, with the micro-batch of the config, or one
+    sequence. Returns the step config with the micro-batch. Raises ConfigError for settings that
+    cannot be applied.
 
     explain: whether to print the measurements.
     """

@@ -132,9 +132,8 @@ def compute_gradients(
     comm = state.comm
     size = count_rows(step_config, batch, state.model.config.seq_len)
     micro_batches = batch.split(size)
-    if (
-        state.compute.cuda_graphs
-    ):  # once per step: the graphs' memory holds gradients of micro-batches
+    if state.compute.cuda_graphs:
+        # Once per step, because the graphs' memory holds gradients of micro-batches.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(step_config.loss.count(state, batch))
     # In fp64 where the device has it, so that the order of summation does not show in the result.

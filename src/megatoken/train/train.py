@@ -1,8 +1,8 @@
 """Train a model: read this file first.
 
 `Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its
-newest checkpoint, and trains it to the end of its budget. The loop is `run_loop`; objective.py opens
-its batches, step.py computes a step, recovery.py judges it, restore.py resumes.
+newest checkpoint, and trains it to the end of its budget. The loop is `run_loop`; objective.py
+opens its batches, step.py computes a step, recovery.py judges it, restore.py resumes.
 """
 
 import time
@@ -246,7 +246,7 @@ def train(run: Run, batches: BatchSource, actions: Sequence[Action] = ()) -> Exi
     log = StepLog(run)
     run.log_file.start_clock()
     try:
-        # fit() converts the errors of set-up; here they are converted before they are logged.
+        # Errors are converted here and not only in fit(), so that the log gets the converted ones.
         with (
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),

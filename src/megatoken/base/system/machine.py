@@ -64,7 +64,7 @@ def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
         if controller not in controllers.split(",") and controllers:
             continue
         top = CGROUPS / controller if controllers else CGROUPS
-        # In a container this may be the host's name; then only `top` can be read.
+        # In a container, `name` may be a path of the host; then only `top` can be read.
         folder = top / name.lstrip("/")
         for ancestor in (folder, *folder.parents[: len(folder.parts) - len(top.parts)]):
             with suppress(OSError):

@@ -91,8 +91,8 @@ class Translation:
     ) -> None:
         """Translate `settings`; if a key is repeated, the last one counts.
 
-        table: from `load_table`. functions: by name, those that the table's rows can use to convert
-        values, in addition to the built-in `steps`. Raises ConfigError for a setting that cannot be
+        table: from `load_table`. functions: converters of values by name, which the table's rows
+        can use beside the built-in `steps`. Raises ConfigError for a setting that cannot be
         translated.
         """
         self.program = program

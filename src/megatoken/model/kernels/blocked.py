@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries, by torch's batched matmuls: for CPUs without native kernels.
+"""Causal attention in blocks of queries with torch's batched matmuls, for CPUs without kernels.
 
 Shapes: as in attention.py; N = B*H, Q queries of a block.
 """
@@ -37,7 +37,7 @@ class _Blocked(torch.autograd.Function):
         B, H, T, D = q_BHTD.shape
         # Make heads contiguous, because batched matmuls read them many times.
         q, k, v = (x.reshape(B * H, T, D) for x in (q_BHTD * (1 / math.sqrt(D)), k_BHTD, v_BHTD))
-        # Few enough queries that the scores stay in cache and little of the triangle is wasted.
+        # Small enough blocks that scores stay in cache and few masked scores are computed.
         block = 64 if T <= 256 else 128
         ctx.block = block
         ctx.window = window

@@ -5,7 +5,8 @@ which is much faster than tanh on a CPU, and the softmax ignores the -c. The gra
 multiplied by 4 s (1 - s). Columns from `vocab_size` on are padding, with neither probability nor
 gradient. Rows without a target have no gradient.
 
-Torch makes a few passes in fp32. Other implementations are subclasses of OutputLayer (model/room.py).
+Torch makes a few passes in fp32. Other implementations are subclasses of OutputLayer
+(model/room.py).
 
 Shapes: N rows, C d_model, V padded vocabulary.
 """

@@ -1,8 +1,8 @@
 """The cross-entropy of cross_entropy.py as a Triton kernel, for GPUs.
 
 It reads a row of logits twice and writes it once, with sums in fp32. This module can be imported
-without Triton. TRITON_INTERPRET=1 runs the kernel on a CPU, and tests/model/compile_kernels.py compiles
-it for GPUs on a machine that has none.
+without Triton. TRITON_INTERPRET=1 runs the kernel on a CPU, and tests/model/compile_kernels.py
+compiles it for GPUs on a machine that has none.
 
 Shapes: N rows, V padded vocabulary.
 """

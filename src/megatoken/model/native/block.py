@@ -28,7 +28,7 @@ def _call(
     tensors: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None] = (),
 ) -> None:
-    """Call a kernel. tensors: cos, sin, x, y, saved, stats, dy and dx of the struct BlockArguments."""
+    """Call a kernel. tensors: cos, sin, x, y, saved, stats, dy, dx of the struct BlockArguments."""
     pointers = BlockParameters(*addresses(parameters)), *addresses(tensors)
     block = BlockArguments(*sizes, *pointers, BlockParameters(*addresses(gradients)))
     loaded_library().call(name, byref(block))

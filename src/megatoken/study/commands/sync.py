@@ -1,9 +1,9 @@
 """`megatoken sync RUN --to tensorboard,wandb,trackio`: send a run's metrics to other programs.
 
 This process only reads the log, so a failing sink can neither stop a run nor lose rows. With
-`log.sinks=...`, a run starts one such process per sink with --follow (study/observers.py), which sends
-rows as they are written and ends after the run. RUN/sync/NAME.json records the last step sent for
-each kind of row, so that a later call sends only the rest, even after a resume.
+`log.sinks=...`, a run starts one such process per sink with --follow (study/observers.py), which
+sends rows as they are written and ends after the run. RUN/sync/NAME.json records the last step sent
+for each kind of row, so that a later call sends only the rest, even after a resume.
 """
 
 import json
