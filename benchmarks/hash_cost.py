@@ -30,6 +30,7 @@ from megatoken.store.commit import discard
 from megatoken.store.load import restore_state
 from megatoken.store.manifest import read_manifest, verify
 from megatoken.store.save import AsyncSave
+from megatoken.train.state import Position
 from tests.tiny_model import tiny_state
 
 MODEL = ModelConfig(n_layer=12, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=256)
@@ -92,7 +93,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     state = tiny_state(model_config=MODEL)
-    state.step = 1
+    state.position = Position(step=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         root = Path(name)
         (root / "tokenizer").mkdir()

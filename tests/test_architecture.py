@@ -154,12 +154,19 @@ def is_heavy(module: str) -> bool:
 
 
 def count_tokens(file: str) -> int:
+    """Return the number of tokens without comments, docstrings and layout."""
     layout = {
         *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
         *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
     }
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.walk(ast.parse(FILES[file].read_text()))
+    docstrings = sum(
+        isinstance(node, documented) and bool(ast.get_docstring(node)) for node in nodes
+    )
     with FILES[file].open() as lines:
-        return sum(token.type not in layout for token in tokenize.generate_tokens(lines.readline))
+        tokens = tokenize.generate_tokens(lines.readline)
+        return sum(token.type not in layout for token in tokens) - docstrings
 
 
 def _is_starter(file: str) -> bool:

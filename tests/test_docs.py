@@ -13,12 +13,14 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import megatoken
-from megatoken.base.errors import ConfigError
+from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
+from megatoken.store.pretrained import load_weights
 from tests.ranks import start_process
 from tests.tiny_run import TINY, read_column, write_shards
 
@@ -96,23 +98,28 @@ def test_hacking_page(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_an_objective_is_one_file(tmp_path: Path):
+def test_an_objective_and_a_norm_are_one_file_each(tmp_path: Path):
     package = tmp_path / "megatoken"
     package.mkdir()
     for path in PACKAGE.iterdir():
         (package / path.name).symlink_to(path)
-    (package / "zloss.py").write_text(
-        re.search(
-            r"## Objective.*?```python\n(.*?)```", (ROOT / "docs/hacking.md").read_text(), re.S
-        )[1]
-    )
-    settings = ["objective.name=zloss", write_shards(tmp_path / "data"), "budget.steps=2"]
+    for name, title in (("zloss", "Objective"), ("dyt", "Norm")):
+        page = (ROOT / "docs/hacking.md").read_text()
+        block = re.search(rf"## {title}.*?```python\n(.*?)```", page, re.S)[1]
+        (package / f"{name}.py").write_text(block)
+    settings = ["objective.name=zloss", "model.norm=dyt", "budget.steps=2"]
+    settings.append(write_shards(tmp_path / "data"))
     command = [sys.executable, "-m", "megatoken", "train", str(TINY), *settings]
     subprocess.run(
         command, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
     )
     losses, z = (read_column(tmp_path / "runs" / "tiny", key) for key in ("loss", "z"))
     assert losses[1] - 1e-4 * z[1] ** 2 == pytest.approx(5.543, abs=2e-2)
+    run = tmp_path / "runs" / "tiny"
+    saved = load_file(run / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert saved["norm.alpha"].item() == pytest.approx(0.5, abs=2e-2)
+    with pytest.raises(CheckpointError, match="got 'dyt'"):  # without the file
+        load_weights(str(run))
 
 
 @pytest.mark.long

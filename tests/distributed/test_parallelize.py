@@ -35,7 +35,7 @@ from megatoken.store.load import load_checkpoint_model, restore_state
 from megatoken.store.manifest import verify
 from megatoken.store.save import AsyncSave
 from megatoken.store.tensor_files import MODEL, OPTIMIZER, TensorReader
-from megatoken.train.state import TrainState, gather_model
+from megatoken.train.state import Position, TrainState, gather_model
 from megatoken.train.step import forward_backward
 from megatoken.train.val_loss import validation_loss
 from tests.distributed.sharded_run import (
@@ -279,6 +279,7 @@ def resume(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str,
     state = build(dims, comm, family_of(name))
     saved = folder / source_of(name) / f"step-{STEPS:08d}"
     restore_state(saved, verify(saved), state)
+    state.position = Position(step=STEPS)
     AsyncSave(folder / name, state, **files_of(folder), meta={}).finish()
     found: dict[str, Any] = {name: train(state, 2)}
     if name in ("alone", "2 x ddp", "3 x zero3"):

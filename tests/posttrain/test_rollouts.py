@@ -11,7 +11,9 @@ import torch
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device
+from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.data.dataloader import Batch
+from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import AnswerScorer
 from megatoken.posttrain.batches import RolloutBatch, open_scorer
@@ -20,8 +22,8 @@ from megatoken.posttrain.objectives import Policy
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
 from megatoken.posttrain.settings import ObjectiveConfig
-from megatoken.train.objective import RunView
-from megatoken.train.state import TrainState
+from megatoken.train.run import Progress, Run
+from megatoken.train.state import Position, TrainState
 from megatoken.train.step import StepMetrics, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
 
@@ -43,12 +45,12 @@ class Job:
     """A state in training, and what its batches read of it."""
 
     state: TrainState
-    view: RunView
+    run: Run
     scorer: AnswerScorer
     events: list[dict[str, object]]
 
     def step(self, batch: RolloutBatch, micro_batch: int = 8, **values: object) -> StepMetrics:
-        config = self.view.config
+        config = self.run.config
         loss = PolicyLoss(config.objective.name, config.section(ObjectiveConfig))
         step_config = replace(tiny_step_config(micro_batch, **values), loss=loss)
         return train_step(self.state, step_config, CPU, batch)
@@ -66,22 +68,26 @@ def open_run(
     config = tiny_config(budget__batch_tokens=16 * batch, **values)
     state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
     events: list[dict[str, object]] = []
-    view = RunView(
+    run = Run(
         config=config,
         out=out,
-        dataset=None,
-        loader=None,
+        data=None,
         state=state,
         step_config=tiny_step_config(4, machine__loss_chunk=LOSS_CHUNK),
         device=device,
+        comm=state.comm,
+        dims=state.dims,
         console=Console(quiet=True),
-        log_event=lambda **row: events.append(row),
+        log_file=MetricsLogger(out),
+        stop=PreemptionHandler(None),
+        progress=Progress(),
+        observers=[events.append],
     )
-    return Job(state, view, open_scorer(view), events)
+    return Job(state, run, open_scorer(run), events)
 
 
 def open_batches(run: Job, score: Score = pay_for_low_ids) -> RolloutBatches:
-    return RolloutBatches(run.view, PROMPTS, PROMPTS[:5], STOPS, score)
+    return RolloutBatches(run.run, PROMPTS, PROMPTS[:5], STOPS, score)
 
 
 def test_rows_train_the_answer_and_its_stop_token():
@@ -125,7 +131,7 @@ def test_clipping_acts_from_the_second_update_on(tmp_path: Path):
     run, shares = open_run(tmp_path, "ppo", updates=3, value_clip=0.01), []
     batches = open_batches(run)
     for _ in range(3):
-        batch = batches.get(run.state.batch)
+        batch = batches.get(run.state.position.batch)
         log_probs, values = run.log_probs(batch), run.scorer.values(run.state.model, batch)
         _, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
         errors = clipped_value_loss(values, batch.values_BT, batch.returns_BT, clip=0.01)
@@ -142,8 +148,8 @@ def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
     batches._sample = lambda rollout: drawn.append(rollout) or empty
     for skipped, steps in (([], range(4)), ([3], (3, 4)), ([3, 5], (4, 5, 6))):
         for step in steps:
-            run.state.step, run.state.skipped_batches = step, skipped
-            batches.get(run.state.batch)
+            run.state.position = Position(step=step).skip(*skipped)
+            batches.get(run.state.position.batch)
     assert drawn == [0, 1, 2, 3, 4, 5]
 
 

@@ -31,7 +31,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
     def measured(batches: TextBatches, *arguments: Any) -> tuple[dict[str, Any], str]:
         row, text = validate(batches, *arguments)
-        return row | {"loss": found.get(batches.view.state.step, 9.0)}, text
+        return row | {"loss": found.get(batches.run.state.step, 9.0)}, text
 
     monkeypatch.setattr(TextBatches, "validate", measured)
     return found

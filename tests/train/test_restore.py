@@ -18,6 +18,7 @@ from megatoken.store.manifest import verify
 from megatoken.train import train as pretrain
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
+from megatoken.train.state import Position
 from tests.flip import flip_bit
 from tests.ranks import run_ranks
 from tests.tiny_run import read_column, read_events, read_losses, train
@@ -47,7 +48,7 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
     comm, env = TwoRanks(DistEnv(world_size=2)), DistEnv(world_size=2, local_world_size=2)
 
     def save_and_lose_rank_1(run: Run, *_: object) -> None:
-        run.state.comm, run.state.step = comm, 2
+        run.state.comm, run.state.position = comm, Position(step=2)
         saver = CheckpointSaver(replace(run, comm=comm))
         saver.save()
         comm.is_lost = True

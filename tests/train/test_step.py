@@ -16,6 +16,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT, set_activation_checkpointing
 from megatoken.optim.optimizer import build_optimizer
+from megatoken.train.state import Position
 from megatoken.train.step import (
     fit_rows,
     forward_backward,
@@ -223,7 +224,7 @@ def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int):
 def test_every_step_and_seed_drops_other_values():
     def loss(dropout: float, seed: int, step: int) -> float:
         state = tiny_state(dropout=dropout)
-        state.step = step
+        state.position = Position(step=step)
         return forward_backward(state, tiny_step_config(seed=seed), CPU, tiny_batch()).item()
 
     draws = [(0.3, 1, 0), (0.3, 1, 0), (0.3, 1, 1), (0.3, 2, 0), (0.0, 1, 0)]

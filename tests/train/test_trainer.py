@@ -17,7 +17,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.convert.export import export
 from megatoken.distributed import preemption
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, Norm
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.plan.tuning import compilation
 from megatoken.text.load_pretrained import load_pretrained
@@ -124,6 +124,21 @@ def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path):
         fit(config, tmp_path / name, model=model, callbacks=[stop_at(1)])
     none, same, other = (read_losses(tmp_path / name) for name in ("none", *models))
     assert none == same != other
+
+
+class HalvedNorm(Norm):
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BTC) / 2
+
+
+def test_own_modules_are_recorded_and_needed_to_use_the_checkpoint(config: Config, tmp_path: Path):
+    model, out = GPT(config.model, vocab_size=257), tmp_path / "run"
+    model.norm = HalvedNorm(config.model, config.model.d_model)
+    fit(config, out, model=model, callbacks=[stop_at(3)])
+    for use in (lambda: fit(config, out), lambda: load_pretrained(out)):
+        with pytest.raises(CheckpointError, match=r"test_trainer:HalvedNorm, the model has none"):
+            use()
+    assert fit(config, out, model=model).code == ExitCode.DONE
 
 
 class OwnLoss(GPT):

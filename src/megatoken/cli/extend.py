@@ -56,20 +56,16 @@ def extend_run(
     allow_changes: as in `find_changes`.
     """
     machine = resolved.config.machine
-    context = RunContext(
-        out=out,
-        console=console,
-        device=choose_device(machine),
-        comm=Comm(DistEnv()),
-        objective=load_objective(resolved.config.objective.name),
-    )
+    device = choose_device(machine)
+    context = RunContext(out=out, console=console, device=device, comm=Comm(DistEnv()))
     setup.check_folder(context, resolved, allow_changes=allow_changes)
     saved_steps = list_steps(out / CHECKPOINTS)
     if not saved_steps:
         fix = "leave out --extend for a new run"
         raise ConfigError("no run to extend: it has no checkpoint", out, fix)
     config = take_architecture(resolved, out).config
-    data = setup.open_data(config, replace(context, console=Console(quiet=True)))
+    objective = load_objective(config.objective.name)
+    data = setup.open_data(config, objective, replace(context, console=Console(quiet=True)))
     steps = build_step_config(config, epoch_tokens=data.epoch_tokens)
     newest = max(saved_steps)
     if newest < steps.total_steps:

@@ -119,7 +119,7 @@ def sample(run: Run, poll: Poll) -> None:
         return
     config = run.config.section(SampleConfig)
     tokenizer = open_tokenizer(run.data.vocabulary)
-    if not run.objective.is_chat:
+    if not run.data.is_chat:
         prompt_ids = tokenizer.encode(config.prompt).tolist()
         ids = tokenizer.start_ids(prompt_ids)
         shown_prompt = config.prompt

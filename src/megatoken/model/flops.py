@@ -88,7 +88,7 @@ def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
 
 
 def _count_norm_parameters(config: ModelConfig, width: int) -> int:
-    return 2 * width if config.has_bias("norm") and config.norm == "layernorm" else width
+    return 2 * width if config.has_bias("norm") and config.norm != "rmsnorm" else width
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:

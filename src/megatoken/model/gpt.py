@@ -40,6 +40,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import load_entry
 from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.extensions import load_extensions
 from megatoken.model.kernels.attention import (
@@ -98,14 +100,16 @@ class Embedding(nn.Embedding):
 class Norm(Module):
     """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019), which has no bias.
 
-    width: size of the normalized last dimension; 0 for d_model.
+    A room adds another norm as an entry of the kind "norm": a subclass with its own `forward`.
+
+    width: size of the normalized last dimension. initial: values of the parameters, by name.
     """
 
     kernels = KERNELS
+    initial: ClassVar[dict[str, float]] = {"weight": 1.0, "bias": 0.0}
 
-    def __init__(self, config: ModelConfig, width: int = 0) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        width = width or config.d_model
         self.rms = config.norm == "rmsnorm"
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
@@ -114,6 +118,12 @@ class Norm(Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.kernels.norm(x_BTC, self.weight, self.bias, self.eps, rms=self.rms)
+
+
+def build_norm(config: ModelConfig, width: int = 0) -> Norm:
+    """Return the norm that `model.norm` names. width: 0 for d_model."""
+    norm: type[Norm] = load_entry("norm", config.norm)
+    return norm(config, width or config.d_model)
 
 
 class Attention(Module):
@@ -136,8 +146,8 @@ class Attention(Module):
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             is_per_head = config.qk_norm_over == "head"
-            self.q_norm = Norm(config, config.d_head if is_per_head else rows[0])
-            self.k_norm = Norm(config, config.d_head if is_per_head else rows[1])
+            self.q_norm = build_norm(config, config.d_head if is_per_head else rows[0])
+            self.k_norm = build_norm(config, config.d_head if is_per_head else rows[1])
         self.value_tokens = self.value_gate = None
         if layer in config.value_embedding_layers:
             self.value_tokens = Embedding(config.padded_vocab_size, config.kv_heads * config.d_head)
@@ -240,12 +250,12 @@ class Block(Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         has_pre, has_post = (config.norm_position in (place, "both") for place in ("pre", "post"))
-        self.norm1 = Norm(config) if has_pre else None
+        self.norm1 = build_norm(config) if has_pre else None
         self.attention = Attention(config, layer)
-        self.post_norm1 = Norm(config) if has_post else None
-        self.norm2 = Norm(config) if has_pre else None
+        self.post_norm1 = build_norm(config) if has_post else None
+        self.norm2 = build_norm(config) if has_pre else None
         self.mlp = MLP(config)
-        self.post_norm2 = Norm(config) if has_post else None
+        self.post_norm2 = build_norm(config) if has_post else None
         self.drop1 = Dropout(config.dropout, site=2)
         self.drop2 = Dropout(config.dropout, site=3)
 
@@ -301,7 +311,7 @@ class GPT(Module):
         self.positions = None
         if config.pos_emb == "learned":
             self.positions = Embedding(config.seq_len, config.d_model)
-        self.embedding_norm = Norm(config) if config.embedding_norm else None
+        self.embedding_norm = build_norm(config) if config.embedding_norm else None
         self.drop = Dropout(config.dropout, site=0)
         self.residual_scales = self.embedding_scales = None
         if config.residual_scales:
@@ -314,7 +324,7 @@ class GPT(Module):
         if config.backout:
             self.backout_scale = nn.Parameter(torch.zeros(1))
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = Norm(config)
+        self.norm = build_norm(config)
         self.head = None
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.padded_vocab_size, bias=False)
@@ -462,6 +472,16 @@ def copy_kernels(model: GPT, source: GPT) -> None:
     set_block_kernels(model, source.norm.kernels)
 
 
+def list_own_classes(model: nn.Module) -> list[str]:
+    """Return the classes of a model's modules that are not ours or torch's, as `module:Class`."""
+    classes = {type(each) for each in model.modules()}
+    return sorted(
+        f"{each.__module__}:{each.__qualname__}"
+        for each in classes
+        if each.__module__.partition(".")[0] not in ("megatoken", "torch")
+    )
+
+
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
     """Choose what the backward recomputes: `none`, `gelu` (MLP activations) or `block`."""
     model.activation_checkpointing = mode
@@ -498,8 +518,8 @@ def init_weights(
             continue
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
-            is_one = ("norm" in name and name.endswith("weight")) or name == "residual_scales"
-            values.fill_(1.0 if is_one else 0.0)
+            initial = owner.initial if isinstance(owner, Norm) else {"residual_scales": 1.0}
+            values.fill_(initial.get(own_name, 0.0))
         elif not name.endswith(zeros):
             std = residual_std if name.endswith(into_stream) else INIT_STD
             values.normal_(0.0, std, generator=generator)

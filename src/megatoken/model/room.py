@@ -9,6 +9,7 @@ ENTRIES = {
         "cudnn": "megatoken.model.kernels.attention:cudnn_attention",
         "fa2": "megatoken.model.kernels.attention:fa2_attention",
     },
+    "norm": {"layernorm": "megatoken.model.gpt:Norm", "rmsnorm": "megatoken.model.gpt:Norm"},
     "block": {
         "torch": "megatoken.model.kernels.block:KERNELS",
         "cublaslt": "megatoken.model.kernels.cublaslt:KERNELS",

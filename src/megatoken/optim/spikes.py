@@ -6,9 +6,8 @@ are robust to trends and outliers.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,16 +23,15 @@ SMALLEST = 1e-30  # in place of a value of 0
 LARGEST_LOG = 709.0  # of a float
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecentSteps:
     """A window of the last accepted steps: a (loss, gradient norm) pair for each, oldest first."""
 
-    values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    values: tuple[tuple[float, float], ...] = ()
 
-    def load(self, values: Iterable[Sequence[float]]) -> None:
-        """Replace the window by (loss, gradient norm) pairs from a checkpoint."""
-        self.values.clear()
-        self.values.extend((loss, grad_norm) for loss, grad_norm in values)
+    def add(self, loss: float, grad_norm: float) -> "RecentSteps":
+        """Return the window after another step."""
+        return RecentSteps((*self.values, (loss, grad_norm))[-WINDOW:])
 
     def limits(self) -> tuple[float, float]:
         """Return the largest loss and the largest gradient norm that are not spikes.

@@ -27,7 +27,7 @@ from megatoken.plan.memory_tracker import MemoryTracker
 from megatoken.plan.tuning.kernels import step_key
 from megatoken.plan.tuning.peak import with_peak
 from megatoken.plan.tuning.prepare import Tuning, build_step
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.state import Position, StepConfig, TrainState
 from megatoken.train.step import forward_backward, train_step
 
 MOST_LAYERS = 4
@@ -169,6 +169,6 @@ def time_step(state: TrainState, step_config: StepConfig, device: Device) -> tup
     run_backward = partial(forward_backward, state, step_config, device, half)
     backward = time_once(run_backward, device.synchronize)
     state.zero_grad()
-    state.step = 0
+    state.position = Position()
     step = time_once(partial(train_step, state, step_config, device, batch), device.synchronize)
     return backward, max(0.0, step - 2 * backward)

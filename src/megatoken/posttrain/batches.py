@@ -9,7 +9,8 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer
-from megatoken.train.objective import Poll, RunView
+from megatoken.train.objective import Poll
+from megatoken.train.run import Run
 from megatoken.train.state import TrainState, gather_model
 
 SHOWN = {  # values that are printed before the loss of a step, and their names
@@ -53,10 +54,10 @@ class PreferenceBatch(Batch):
 class RowBatches:
     """Batches of rows, measured by the objective's own values. metrics: of the latest batch."""
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, run: Run) -> None:
         self.metrics: dict[str, float] = {}
-        self.view = view
-        self.scorer = open_scorer(view)
+        self.run = run
+        self.scorer = open_scorer(run)
 
     def measure(self, poll: Poll) -> dict[str, float]:
         """Return values of the held-out rows, with `loss`."""
@@ -72,22 +73,22 @@ class RowBatches:
 
     @property
     def comm(self) -> Comm:
-        return self.view.state.comm
+        return self.run.state.comm
 
     @property
     def local_size(self) -> int:
         """Number of sequences in this data-parallel rank's share of a global batch."""
-        return self.view.config.batch_seqs // self.view.state.dims.dp_size
+        return self.run.config.batch_seqs // self.run.state.dims.dp_size
 
     def close(self) -> None:
         """Do nothing, as there is no background work."""
 
 
-def open_scorer(view: RunView) -> AnswerScorer:
+def open_scorer(run: Run) -> AnswerScorer:
     """Return a scorer that takes rows in micro-batches of the run's size."""
-    steps = view.step_config
+    steps = run.step_config
     return AnswerScorer(
-        device=view.device,
+        device=run.device,
         micro_batch=steps.micro_batch,
         loss_chunk=steps.loss_chunk,
         fits=not steps.deterministic,

@@ -28,7 +28,8 @@ from megatoken.store.pretrained import load_weights
 from megatoken.text.chat_dataset import open_rows
 from megatoken.text.chat_template import find_template
 from megatoken.text.tokenizer import open_tokenizer
-from megatoken.train.objective import BatchSource, Objective, RunView, open_loader
+from megatoken.train.objective import BatchSource, Objective, open_loader
+from megatoken.train.run import Run
 from megatoken.train.state import Loss
 
 
@@ -60,8 +61,8 @@ class Sft(ChatObjective):
         loader = open_loader(ChatLoader, config, dataset, comm, marks=marks)
         return loader, loader.n_windows * loader.seq_len
 
-    def open_batches(self, view: RunView) -> BatchSource:
-        return ChatBatches(view)
+    def open_batches(self, run: Run) -> BatchSource:
+        return ChatBatches(run)
 
 
 class RowObjective(ChatObjective):
@@ -98,8 +99,8 @@ class Dpo(RowObjective):
     def build_loss(self, config: Config) -> Loss:
         return PreferenceLoss(config.objective.name, config.section(ObjectiveConfig))
 
-    def open_batches(self, view: RunView) -> BatchSource:
-        return PairBatches(view, {split: read_pairs(view, split) for split in SPLITS})
+    def open_batches(self, run: Run) -> BatchSource:
+        return PairBatches(run, {split: read_pairs(run, split) for split in SPLITS})
 
 
 class Kto(Dpo):
@@ -152,21 +153,21 @@ class Policy(RowObjective):
     def build_loss(self, config: Config) -> Loss:
         return PolicyLoss(config.objective.name, config.section(ObjectiveConfig))
 
-    def open_batches(self, view: RunView) -> BatchSource:
-        prompts, held_out = (read_prompts(view, split) for split in SPLITS)
-        stop_ids = find_template(open_tokenizer(view.dataset.vocabulary)).stop_ids
-        return RolloutBatches(view, prompts, held_out, stop_ids, self._build_score(view))
+    def open_batches(self, run: Run) -> BatchSource:
+        prompts, held_out = (read_prompts(run, split) for split in SPLITS)
+        stop_ids = find_template(open_tokenizer(run.data.dataset.vocabulary)).stop_ids
+        return RolloutBatches(run, prompts, held_out, stop_ids, self._build_score(run))
 
-    def _build_score(self, view: RunView) -> Score:
+    def _build_score(self, run: Run) -> Score:
         """Return the function that scores answers: by a reward function or a reward model."""
-        name, reward = view.config.section(ObjectiveConfig).reward, self.reward
+        name, reward = run.config.section(ObjectiveConfig).reward, self.reward
         if isinstance(reward, str) and reward not in REWARDS:
             reward = load_reward(reward)
         if callable(reward):
-            return score_by_rule(view, reward, name, needs_stop=False)
+            return score_by_rule(run, reward, name, needs_stop=False)
         if name in REWARDS:
-            return score_by_rule(view, REWARDS[name], name, needs_stop=True)
-        return score_by_model(view, name)
+            return score_by_rule(run, REWARDS[name], name, needs_stop=True)
+        return score_by_model(run, name)
 
 
 def check_reward(name: str, reward: str | Reward | None) -> None:
@@ -187,12 +188,12 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
         raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
 
 
-def score_by_rule(view: RunView, rule: Reward, name: str, *, needs_stop: bool) -> Score:
+def score_by_rule(run: Run, rule: Reward, name: str, *, needs_stop: bool) -> Score:
     """Return a function that scores answers by applying `rule` to their text.
 
     needs_stop: whether answers without a stop token get 0.
     """
-    decode: Callable[[Sequence[int]], str] = open_tokenizer(view.dataset.vocabulary).decode
+    decode: Callable[[Sequence[int]], str] = open_tokenizer(run.data.dataset.vocabulary).decode
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         pairs = list(zip(prompts, completions, strict=True))
@@ -206,21 +207,21 @@ def score_by_rule(view: RunView, rule: Reward, name: str, *, needs_stop: bool) -
     return score
 
 
-def score_by_model(view: RunView, name: str) -> Score:
+def score_by_model(run: Run, name: str) -> Score:
     """Return a function that scores answers with the reward model of the run `name`.
 
     Raises ConfigError if the run has no value head or another tokenizer.
     """
-    loaded = load_weights(name, view.console.warn)
+    loaded = load_weights(name, run.console.warn)
     if not loaded.model.config.value_head:
         fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
         raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
-    if not loaded.vocabulary.shares_ids(view.dataset.vocabulary):
+    if not loaded.vocabulary.shares_ids(run.data.dataset.vocabulary):
         what = f"{name} has a different tokenizer"
         raise ConfigError(what, "objective.reward", "train it from the same model")
-    device = view.device.torch_device
+    device = run.device.torch_device
     model = loaded.model.to(device)
-    scorer = open_scorer(view)
+    scorer = open_scorer(run)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         if not prompts:  # a rank without held-out prompts

@@ -28,7 +28,8 @@ from megatoken.posttrain.batches import PreferenceBatch, RowBatches, full_model
 from megatoken.posttrain.losses import PreferenceLoss, flatten_pairs
 from megatoken.posttrain.reference import load_reference
 from megatoken.text.chat_dataset import open_rows
-from megatoken.train.objective import Poll, RunView
+from megatoken.train.objective import Poll
+from megatoken.train.run import Run
 
 MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
@@ -47,13 +48,13 @@ class Row(NamedTuple):
 Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismatched answer
 
 
-def read_pairs(view: RunView, split: str) -> list[Pair]:
+def read_pairs(run: Run, split: str) -> list[Pair]:
     """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
-    rows = open_rows(view.dataset.parts[0].dataset, split)
+    rows = open_rows(run.data.dataset.parts[0].dataset, split)
     read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
-    if view.config.objective.name != "kto":
+    if run.config.objective.name != "kto":
         return list(zip(read[::2], read[1::2], strict=True))
-    order = ShuffledOrder(len(read), view.config.seed).windows(0, len(read)).tolist()
+    order = ShuffledOrder(len(read), run.config.seed).windows(0, len(read)).tolist()
     mismatched = dict(zip(order, [*order[1:], *order[:1]], strict=True))
     limit = rows.seq_len + 1
     return [(row, mismatch(row, read[mismatched[n]], limit)) for n, row in enumerate(read)]
@@ -71,41 +72,41 @@ def mismatch(row: Row, other: Row, limit: int) -> Row:
 class PairBatches(RowBatches):
     """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
-    def __init__(self, view: RunView, pairs: Mapping[str, Sequence[Pair]]) -> None:
+    def __init__(self, run: Run, pairs: Mapping[str, Sequence[Pair]]) -> None:
         """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
 
         Raises DataError if there are fewer training pairs than a batch needs.
         """
-        super().__init__(view)
+        super().__init__(run)
         self._pairs = pairs
-        batch_seqs = view.config.batch_seqs
+        batch_seqs = run.config.batch_seqs
         n_pairs = len(pairs["train"])
         if n_pairs < batch_seqs:
             what = f"the training split has {n_pairs:,} pairs, a batch needs {batch_seqs:,}"
             raise DataError(what, "data.path", "lower budget.batch_tokens, or prepare more")
-        self._order = CachedOrder(ShuffledOrder(n_pairs, view.config.seed), n_pairs)
+        self._order = CachedOrder(ShuffledOrder(n_pairs, run.config.seed), n_pairs)
         self._reference_N2: dict[str, Tensor] = {}  # by split
-        if view.config.objective.name in ("dpo", "kto"):
-            self._reference_N2 = load_reference(view, self._measure_reference)
+        if run.config.objective.name in ("dpo", "kto"):
+            self._reference_N2 = load_reference(run, self._measure_reference)
 
     def get(self, number: int) -> PreferenceBatch:
         """Return this process's share of batch `number`."""
-        view = self.view
-        batch_seqs = view.config.batch_seqs
+        run = self.run
+        batch_seqs = run.config.batch_seqs
         rows = self._order.windows(number * batch_seqs, batch_seqs).tolist()
-        first = view.state.dims.dp_rank * self.local_size
+        first = run.state.dims.dp_rank * self.local_size
         # Padded as the global batch, because rounding depends on the shape.
         length = max(len(row.ids) for index in rows for row in self._pairs["train"][index])
         batch = self._build("train", rows[first : first + self.local_size], length)
         if batch.is_good_B is None:
             return batch
-        ratios = self._compare_mismatched(full_model(view.state, view.device), batch)
+        ratios = self._compare_mismatched(full_model(run.state, run.device), batch)
         return keep_rated(batch, itertools.chain(*self.comm.gather(ratios)))
 
     @torch.no_grad()
     def measure(self, poll: Poll) -> dict[str, float]:
         """Return the means over the held-out pairs: `loss`, and the objective's other values."""
-        model = full_model(self.view.state, self.view.device)
+        model = full_model(self.run.state, self.run.device)
         was_training = model.training
         model.eval()
         totals: defaultdict[str, float] = defaultdict(float)
@@ -132,7 +133,7 @@ class PairBatches(RowBatches):
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
         rows = flatten_pairs(batch)
-        loss, scorer = self.view.step_config.loss, self.scorer
+        loss, scorer = self.run.step_config.loss, self.scorer
         assert isinstance(loss, PreferenceLoss)
         with scorer.device.autocast(model.tokens.weight.dtype):
             hidden_BTC = model(rows.inputs_BT)
@@ -140,7 +141,7 @@ class PairBatches(RowBatches):
 
     def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
         pairs = [self._pairs[split][row] for row in rows]
-        batch = build_pairs(pairs, self.view.config.model.seq_len, length)
+        batch = build_pairs(pairs, self.run.config.model.seq_len, length)
         reference_N2 = self._reference_N2.get(split)
         reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
         is_good = torch.tensor([row.is_good for row, _ in pairs])
@@ -148,9 +149,9 @@ class PairBatches(RowBatches):
             batch.inputs_BT,
             batch.targets_BT,
             reference_B2=reference_B2,
-            is_good_B=is_good if self.view.config.objective.name == "kto" else None,
+            is_good_B=is_good if self.run.config.objective.name == "kto" else None,
         )
-        return pairs_batch.to(self.view.device.torch_device)
+        return pairs_batch.to(self.run.device.torch_device)
 
     def _compare_mismatched(self, model: GPT, batch: PreferenceBatch) -> list[float]:
         """Return log p / p_reference of each mismatched answer."""

@@ -21,34 +21,34 @@ from megatoken.base.system.atomic_write import read_object, replace_file, storag
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.batches import full_model
 from megatoken.store.pretrained import load_weights
-from megatoken.train.objective import RunView
+from megatoken.train.run import Run
 
 REFERENCE = "reference"
 TENSORS = "reference.safetensors"
 FACTS = "facts.json"
 
 
-def load_reference(view: RunView, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
+def load_reference(run: Run, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the saved tensors or, if there are none, those that `make` returns; on the CPU.
 
     make: called with the initial model, on all ranks or on none. All ranks must call this function.
     Raises CheckpointError if the tensors are lost and `model.init` has changed, and StorageError if
     they cannot be saved.
     """
-    folder = view.out / REFERENCE
-    state = view.state
+    folder = run.out / REFERENCE
+    state = run.state
     comm = state.comm
-    saved = comm.run_on_rank0(lambda: _read(folder, view.dataset.fingerprint))
+    saved = comm.run_on_rank0(lambda: _read(folder, run.data.dataset.fingerprint))
     if saved is not None:
         return saved
     facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
     weights_hash = hash_tensors(
         state.sharded.gather_full(comm)
     )  # on other ranks than 0: of no tensors
-    model = full_model(state, view.device)
+    model = full_model(state, run.device)
     if state.step:
-        view.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
-        weights = load_weights(view.config.model.init).model.state_dict()
+        run.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
+        weights = load_weights(run.config.model.init).model.state_dict()
         weights_hash = hash_tensors(sorted(weights.items()))
         if facts.get("weights") != weights_hash:
             what = f"{TENSORS} is lost, and model.init is not the model that this run started from"
@@ -64,7 +64,7 @@ def load_reference(view: RunView, make: Callable[[GPT], dict[str, Tensor]]) -> d
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in make(model).items()
     }
-    facts = {"weights": weights_hash, "dataset": view.dataset.fingerprint}
+    facts = {"weights": weights_hash, "dataset": run.data.dataset.fingerprint}
     comm.run_on_rank0(lambda: _write(folder, tensors, facts))
     return tensors
 

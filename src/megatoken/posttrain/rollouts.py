@@ -31,7 +31,8 @@ from megatoken.posttrain.policy_loss import gae, group_advantages, has_differenc
 from megatoken.posttrain.reference import load_reference
 from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.text.chat_dataset import open_rows, read_answers
-from megatoken.train.objective import Poll, RunView
+from megatoken.train.objective import Poll
+from megatoken.train.run import Run
 
 DECODED_ROWS = 512  # at once
 HELD_OUT_PROMPTS = 512  # at most, in a validation
@@ -49,9 +50,9 @@ class Prompt(NamedTuple):
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
-def read_prompts(view: RunView, split: str) -> list[Prompt]:
+def read_prompts(run: Run, split: str) -> list[Prompt]:
     """Return the prompts of a split. Their `text` holds only the last message."""
-    dataset = view.dataset.parts[0].dataset
+    dataset = run.data.dataset.parts[0].dataset
     rows = open_rows(dataset, split)
     prompts = []
     for number, row in enumerate(read_answers(dataset, split)):
@@ -69,7 +70,7 @@ class RolloutBatches(RowBatches):
 
     def __init__(
         self,
-        view: RunView,
+        run: Run,
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
         stop_ids: Sequence[int],
@@ -81,8 +82,8 @@ class RolloutBatches(RowBatches):
         and its answer can exceed the context, or if this process's share of a batch is not a
         multiple of the group size.
         """
-        super().__init__(view)
-        self._objective = view.config.section(ObjectiveConfig)
+        super().__init__(run)
+        self._objective = run.config.section(ObjectiveConfig)
         self._prompts = prompts
         self._held_out = held_out[:HELD_OUT_PROMPTS]
         self._stop_ids = stop_ids
@@ -92,17 +93,17 @@ class RolloutBatches(RowBatches):
             None  # number and batch of the current rollout
         )
         check_prompts(
-            [*prompts, *self._held_out], self._objective.max_new_tokens, view.config.model.seq_len
+            [*prompts, *self._held_out], self._objective.max_new_tokens, run.config.model.seq_len
         )
         if self.local_size % self._objective.group:
             what = f"{self.local_size} sequences per process do not divide into groups of"
             fix = "set budget.batch_tokens to a multiple, or another group"
             raise ConfigError(f"{what} {self._objective.group}", "objective.group", fix)
-        self._order = CachedOrder(ShuffledOrder(len(prompts), view.config.seed), len(prompts))
+        self._order = CachedOrder(ShuffledOrder(len(prompts), run.config.seed), len(prompts))
         self._reference: GPT | None = None
-        if self._objective.kl and not view.config.model.lora_rank:
-            weights = load_reference(view, lambda model: dict(model.named_parameters()))
-            self._reference = copy.deepcopy(full_model(view.state, view.device))
+        if self._objective.kl and not run.config.model.lora_rank:
+            weights = load_reference(run, lambda model: dict(model.named_parameters()))
+            self._reference = copy.deepcopy(full_model(run.state, run.device))
             self._reference.load_state_dict(weights)
 
     def get(self, number: int) -> RolloutBatch:
@@ -111,7 +112,7 @@ class RolloutBatches(RowBatches):
         `number` is the step plus the number of skipped batches. Skipping a batch also skips the
         rest of its rollout. If the reward function fails on a rank, all ranks raise its error.
         """
-        step = self.view.state.step
+        step = self.run.state.step
         updates = self._objective.updates
         rollout = number - step + step // updates
         if self._last is None or step % updates == 0 or self._last[0] != rollout:
@@ -120,15 +121,15 @@ class RolloutBatches(RowBatches):
 
     def _sample(self, rollout: int) -> RolloutBatch:
         """Sample and score this process's share of a rollout with the current model."""
-        view = self.view
+        run = self.run
         group = self._objective.group
         size = self.local_size
-        first = view.state.dims.dp_rank * size  # of this process's sequences in the rollout
-        first_prompt = (rollout * view.config.batch_seqs + first) // group
+        first = run.state.dims.dp_rank * size  # of this process's sequences in the rollout
+        first_prompt = (rollout * run.config.batch_seqs + first) // group
         indices = self._order.windows(first_prompt, size // group).tolist()
         prompts = [self._prompts[index] for index in indices for _ in range(group)]
-        seeds = [sequence_seed(view.config.seed, rollout, first + row) for row in range(size)]
-        model = full_model(view.state, view.device)
+        seeds = [sequence_seed(run.config.seed, rollout, first + row) for row in range(size)]
+        model = full_model(run.state, run.device)
         completions = self._answer(model, prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         self._measure(rewards, completions)
@@ -157,7 +158,7 @@ class RolloutBatches(RowBatches):
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return generate_batch(model, requests, rows=DECODED_ROWS, device=self.view.device)
+        return generate_batch(model, requests, rows=DECODED_ROWS, device=self.run.device)
 
     def _score_on_all(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -186,9 +187,9 @@ class RolloutBatches(RowBatches):
 
         model: the model that sampled the answers. width: number of columns of all tensors.
         """
-        view = self.view
+        run = self.run
         objective = self._objective
-        device = view.device.torch_device
+        device = run.device.torch_device
         rows, log_probs_BT = build_rows(prompts, completions, width)
         mask_BT = (rows.targets_BT >= 0).float()
         rows_on_device = rows.to(device)
@@ -199,7 +200,7 @@ class RolloutBatches(RowBatches):
                 reference_BT = self.scorer.log_probs(
                     reference, rows_on_device, objective.temperature
                 ).cpu()
-        if self.view.config.objective.name == "grpo":
+        if self.run.config.objective.name == "grpo":
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:
@@ -212,7 +213,7 @@ class RolloutBatches(RowBatches):
             advantages_BT, returns_BT = gae(
                 rewards_BT, values_BT, mask_BT, gamma=objective.gamma, lam=objective.lam
             )
-            local_sums = moments(advantages_BT, mask_BT).to(view.device.widest).to(device)
+            local_sums = moments(advantages_BT, mask_BT).to(run.device.widest).to(device)
             advantages_BT = whiten(advantages_BT, mask_BT, self.comm.sum(local_sums).cpu())
         batch = RolloutBatch(
             rows.inputs_BT,
@@ -243,7 +244,7 @@ class RolloutBatches(RowBatches):
         This is the case if in QUIET_ROLLOUTS consecutive rollouts, all answers to a prompt get the
         same reward, for every prompt.
         """
-        view = self.view
+        run = self.run
         all_rewards, means = self._average(rewards, completions)
         rewards_PG = all_rewards.view(-1, self._objective.group)
         different = has_difference(rewards_PG).double().mean().item()
@@ -260,8 +261,8 @@ class RolloutBatches(RowBatches):
             n_steps = QUIET_ROLLOUTS * self._objective.updates
             reward = f"{rewards_PG[0, 0]:g}"
             what = f"all answers to each prompt got the same reward for {n_steps} steps: {reward}"
-            view.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
-            view.log_event(what="no difference in rewards", share=1.0, message=what)
+            run.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
+            run.event(what="no difference in rewards", share=1.0, message=what)
 
     def measure(self, poll: Poll) -> dict[str, float]:
         """Answer each held-out prompt once, always with the same seeds; ranks share the prompts.
@@ -269,13 +270,13 @@ class RolloutBatches(RowBatches):
         Returns the mean `reward`, its standard error, the share of answers that stopped, the mean
         number of tokens, the number of prompts, and the negated reward as `loss`.
         """
-        view = self.view
+        run = self.run
         dist_env = self.comm.dist_env
         numbers = range(dist_env.rank, len(self._held_out), dist_env.world_size)
         prompts = [self._held_out[number] for number in numbers]
-        seeds = [sequence_seed(view.config.seed, -1, number) for number in numbers]
+        seeds = [sequence_seed(run.config.seed, -1, number) for number in numbers]
         poll()
-        completions = self._answer(full_model(view.state, view.device), prompts, seeds)
+        completions = self._answer(full_model(run.state, run.device), prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         all_rewards, means = self._average(rewards, completions)
         n = len(all_rewards)

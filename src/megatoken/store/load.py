@@ -12,7 +12,7 @@ from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice
-from megatoken.model.gpt import GPT, set_attention
+from megatoken.model.gpt import GPT, list_own_classes, set_attention
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
 from megatoken.optim.optimizer import AdamW, MatrixOptimizer
 from megatoken.store.commit import list_steps, step_folder
@@ -37,7 +37,9 @@ class TrainingState(Protocol):
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     comm: Comm
-    step: int
+
+    @property
+    def step(self) -> int: ...
 
 
 def restore_state(
@@ -59,6 +61,7 @@ def restore_state(
     check_shapes(weights.shapes, sharded.full_shapes, folder)
     groups = state.optimizer.param_groups
     with malformed(folder):
+        _check_classes(manifest, state.model, folder)
         saved_groups = manifest.meta.get("optimizer", {}).get("groups", [])
         _check_optimizer(saved.shapes, manifest, state, folder)
         _check_lr_scales(saved_groups, groups)
@@ -71,7 +74,6 @@ def restore_state(
     if scaler_state:  # empty if saved in bf16 or fp32: fp16 then starts at its initial loss scale
         with malformed(folder):
             state.scaler.load_state_dict(scaler_state)
-    state.step = manifest.step
     return verified
 
 
@@ -187,6 +189,8 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
         model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     check_shapes(weights.shapes, expected, folder)
+    with malformed(folder):
+        _check_classes(manifest, model, folder)
     tensors = {name: weights.read(name).float() for name in weights.shapes}
     model.load_state_dict(tensors, assign=True)
     attention = str(manifest.meta.get("attention", ""))
@@ -248,6 +252,15 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             for group in optimizer.param_groups
         ]
     return {"optimizer": {"name": type(optimizer).__name__, "groups": groups}}
+
+
+def _check_classes(manifest: CheckpointManifest, model: GPT, folder: Path) -> None:
+    """Raise CheckpointError unless the model has the user's modules that were trained."""
+    trained, given = manifest.meta.get("classes", []), list_own_classes(model)
+    if trained != given:
+        names = [", ".join(map(str, classes)) or "none" for classes in (trained, given)]
+        what = "checkpoint was trained with own modules {}, the model has {}".format(*names)
+        raise CheckpointError(what, str(folder), "pass the same model to Trainer")
 
 
 def _check_optimizer(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatoken.base.errors import MegatokenError, StorageError
+from megatoken.model.gpt import list_own_classes
 from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.store.commit import (
     FileWriter,
@@ -68,8 +69,11 @@ class AsyncSave:
             **describe_optimizer(state.optimizer),
             **meta,
         }
-        if state.model.attention_name not in BUILT_IN:  # needed to use the weights
+        # Needed to use the weights:
+        if state.model.attention_name not in BUILT_IN:
             self.meta["attention"] = state.model.attention_name
+        if classes := list_own_classes(state.model):
+            self.meta["classes"] = classes
         self.files: dict[str, FileEntry] = {}  # files of all ranks, once committed
         self._entries: dict[str, FileEntry] = {}  # files of this rank
         self._error: MegatokenError | None = None

@@ -42,8 +42,8 @@ class CheckpointSaver:
             meta = {
                 "dataset": run.data.dataset.fingerprint,
                 "tokenizer": run.data.vocabulary.fingerprint,
-                "skipped_batches": list(run.state.skipped_batches),
-                "recent_steps": list(run.state.recent.values),
+                "skipped_batches": run.state.position.skipped_batches,
+                "recent_steps": run.state.position.recent.values,
                 "elapsed_seconds": run.log_file.elapsed_seconds,
             }
             run.log_file.sync()  # a checkpoint relies on the rows before it

@@ -13,10 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 from megatoken.base.config.load import ResolvedConfig
 from megatoken.base.config.schema import Config
-from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import load_entry
-from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import uncompiled
 from megatoken.data.dataloader import (
     Batch,
@@ -30,7 +28,8 @@ from megatoken.data.dataset import Dataset
 from megatoken.data.mixture import Mixture, find_document_start
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import build_dims, check_dims
-from megatoken.train.state import CrossEntropy, Loss, StepConfig, TrainState
+from megatoken.train.run import Run
+from megatoken.train.state import CrossEntropy, Loss
 from megatoken.train.val_loss import validation_loss
 
 Poll = Callable[[], None]  # called on all ranks between parts of long work; may raise StopRequested
@@ -49,25 +48,6 @@ class BatchSource(Protocol):
 
     def close(self) -> None:
         """Stop background work. `validate` can still be called."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunView:
-    """What batches may use of a run, after its state has been restored.
-
-    loader: what `Objective.open_data` returned. log_event: adds an event to the metrics log; takes
-    its name, a message and other values to log.
-    """
-
-    config: Config
-    out: Path
-    dataset: Mixture
-    loader: DataLoader | None
-    state: TrainState
-    step_config: StepConfig
-    device: Device
-    console: Console
-    log_event: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +89,8 @@ class Objective:
     def build_loss(self, config: Config) -> Loss:
         return CrossEntropy()
 
-    def open_batches(self, view: RunView) -> BatchSource:
-        return TextBatches(view)
+    def open_batches(self, run: Run) -> BatchSource:
+        return TextBatches(run)
 
     def show(self, row: Mapping[str, Any]) -> list[str]:
         """Return texts of the values of a step that matter most."""
@@ -162,11 +142,11 @@ def open_loader(
 class TextBatches(Prefetcher):
     """Batches of windows, validated by the cross-entropy of held-out windows."""
 
-    def __init__(self, view: RunView) -> None:
-        assert view.loader is not None
-        super().__init__(view.loader, view.device.torch_device)
-        self.view = view
-        self.loader = view.loader
+    def __init__(self, run: Run) -> None:
+        assert run.data.loader is not None
+        super().__init__(run.data.loader, run.device.torch_device)
+        self.run = run
+        self.loader = run.data.loader
 
     def validate(self, poll: Poll) -> tuple[dict[str, Any], str]:
         """Return loss (nats), bits_per_byte and target_tokens of the held-out data, and their text.
@@ -175,7 +155,7 @@ class TextBatches(Prefetcher):
         of the training tokens, and target_tokens is the total. `sources` then holds the values of
         each dataset, by name.
         """
-        parts = [part for part in self.view.dataset.parts if len(part.dataset.val)]
+        parts = [part for part in self.run.data.dataset.parts if len(part.dataset.val)]
         sources = {part.name: self._measure(part.dataset, poll) for part in parts}
         total_share = sum(part.share for part in parts)
 
@@ -199,11 +179,11 @@ class TextBatches(Prefetcher):
         return row, text
 
     def _measure(self, dataset: Dataset, poll: Poll) -> dict[str, Any]:
-        view = self.view
-        state = view.state
-        count, read = self.hold_out(dataset, view.config.evaluate.tokens)
+        run = self.run
+        state = run.state
+        count, read = self.hold_out(dataset, run.config.evaluate.tokens)
         # Each forward gets the same rows for any number of ranks; all ranks run equally many.
-        size = view.step_config.micro_batch
+        size = run.step_config.micro_batch
         dims = state.dims
         starts = range(dims.dp_rank * size, count + dims.dp_rank * size, dims.dp_size * size)
 
@@ -216,10 +196,10 @@ class TextBatches(Prefetcher):
             metrics = validation_loss(
                 model,
                 batches(),
-                view.device,
-                chunk=view.step_config.loss_chunk,
+                run.device,
+                chunk=run.step_config.loss_chunk,
                 comm=state.comm,
-                count_bytes=dataset.byte_counter("val", view.dataset.vocabulary),
+                count_bytes=dataset.byte_counter("val", run.data.dataset.vocabulary),
                 dims=dims,
                 output_layer=state.compute.output_layer,
             )

@@ -9,12 +9,10 @@ section 5.1). If replicas differ, training rewinds but skips no batches. All ran
 numbers and so make the same decisions.
 """
 
-from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatoken.base.errors import NumericsError
-from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.replica_check import compare_replicas
 from megatoken.optim.spikes import RecentSteps
 from megatoken.store.load import list_optimizer_tensors
@@ -30,9 +28,13 @@ REPLICA_FIX = "test the memory and device of that rank; the same command resumes
 
 
 class Accept(NamedTuple):
-    """The step updated the weights. spike: what is wrong if a spike begins with it, else ""."""
+    """The step updated the weights.
+
+    spike: what is wrong if a spike begins with it, else "". recent: the recent steps with this one.
+    """
 
     spike: str
+    recent: RecentSteps
 
 
 class Skip(NamedTuple):
@@ -65,14 +67,14 @@ class Guard:
     in_spike: bool = False
 
     def judge(self, step: StepMetrics, batch: int, recent: RecentSteps) -> Accept | Skip | Rewind:
-        """Decide about a step, and record it in `recent` if it is good.
+        """Decide about a step.
 
         Raises NumericsError if the gradient is 0, and what `rewind` raises.
 
         batch: the number of the step's batch.
         """
         if not step.bad:
-            return Accept(self._accept(step, recent))
+            return self._accept(step, recent)
         if step.grad_norm == 0:
             raise bad_step_error(step)
         self.bad_batches.append(batch)
@@ -88,19 +90,19 @@ class Guard:
         self.bad_batches.clear()
         return Rewind(error, last_bad_batch)
 
-    def _accept(self, step: StepMetrics, recent: RecentSteps) -> str:
+    def _accept(self, step: StepMetrics, recent: RecentSteps) -> Accept:
         self.bad_batches.clear()
         if step.step > self.furthest_step:
             self.furthest_step = step.step
             self.n_rewinds = 0
         if step.overflowed or not self.finds_spikes:
-            return ""
+            return Accept("", recent)
         max_loss, max_grad_norm = recent.limits()
         was_in_spike = self.in_spike
         self.in_spike = step.loss > max_loss or step.grad_norm > max_grad_norm
-        recent.values.append((step.loss, step.grad_norm))
         begins = self.in_spike and not was_in_spike
-        return f"expected at most {max_loss:.4g} and {max_grad_norm:.4g}" if begins else ""
+        spike = f"expected at most {max_loss:.4g} and {max_grad_norm:.4g}" if begins else ""
+        return Accept(spike, recent.add(step.loss, step.grad_norm))
 
 
 def settle_steps(
@@ -115,9 +117,11 @@ def settle_steps(
     state = run.state
     for step, values in log.read():
         error = find_difference(run) if step.bad else None
-        decision = guard.rewind(error) if error else guard.judge(step, state.batch, state.recent)
+        at = state.position
+        decision = guard.rewind(error) if error else guard.judge(step, at.batch, at.recent)
         match decision:
-            case Accept(spike):
+            case Accept(spike, recent):
+                state.position = replace(at, recent=recent)
                 if spike:
                     report(run, step, "spike", spike)
                 log.write(step, values)
@@ -131,7 +135,7 @@ def settle_steps(
 
 def report(run: Run, step: StepMetrics, what: str, message: str) -> None:
     """Log an event and print a warning about a step and its batch."""
-    batch = batch_of_step(step.step - 1, run.state.skipped_batches)
+    batch = replace(run.state.position, step=step.step - 1).batch
     numbers = {"step": step.step, "batch": batch, "loss": step.loss, "grad_norm": step.grad_norm}
     run.event(what, **numbers, message=message)
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
@@ -142,7 +146,8 @@ def skip_batch(run: Run, bad: StepMetrics) -> None:
     """Remove the batch of a bad step, the next one, from the data order."""
     run.heartbeat.beat("skip", run.state.step)  # the next step has the same number
     report(run, bad, "batch skipped", "weights unchanged")
-    insort(run.state.skipped_batches, run.state.batch)
+    position = run.state.position
+    run.state.position = position.skip(position.batch)
 
 
 def find_difference(run: Run) -> NumericsError | None:
@@ -173,8 +178,8 @@ def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
     saver.try_commit()
     if restore(run, allow_changes=True) is None:
         raise decision.error
-    skipped = range(state.batch, decision.last_bad_batch + 1)
-    state.skipped_batches = sorted({*state.skipped_batches, *skipped})
+    skipped = range(state.position.batch, decision.last_bad_batch + 1)
+    state.position = state.position.skip(*skipped)
     message = f"rewound from step {left_step} to {state.step}"
     if skipped:
         message += f", skipping batches {skipped[0]} to {skipped[-1]}"

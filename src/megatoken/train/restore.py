@@ -7,11 +7,13 @@ from megatoken.base.config.load import Change
 from megatoken.base.errors import DataError
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.data.mixture import Mixture
+from megatoken.optim.spikes import RecentSteps
 from megatoken.store.commit import remove_leftovers, step_folder
 from megatoken.store.load import restore_newest
 from megatoken.store.manifest import CheckpointManifest
 from megatoken.store.run_folder import CHECKPOINTS
 from megatoken.train.run import Run
+from megatoken.train.state import Position
 
 
 def restore(run: Run, *, allow_changes: bool) -> CheckpointManifest | None:
@@ -33,8 +35,11 @@ def restore(run: Run, *, allow_changes: bool) -> CheckpointManifest | None:
     if manifest is not None:
         meta = manifest.meta
         state.refresh_low_precision_copy(with_frozen=True)
-        state.skipped_batches = list(meta.get("skipped_batches", []))
-        state.recent.load(meta.get("recent_steps", []))
+        state.position = Position(
+            step=manifest.step,
+            skipped_batches=tuple(meta.get("skipped_batches", [])),
+            recent=RecentSteps(tuple((loss, norm) for loss, norm in meta.get("recent_steps", []))),
+        )
         progress.verified[step_folder(root, manifest.step)] = manifest.files
         seconds = meta.get("elapsed_seconds", 0.0)
         run.console.print(f"resuming from {step_folder(root, manifest.step).name}")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from megatoken.distributed.heartbeat import Heartbeat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.preemption import PreemptionHandler, StopRequested
 from megatoken.store.manifest import FileEntry
-from megatoken.train.objective import Objective
 from megatoken.train.state import StepConfig, TrainState
 
 Observer = Callable[[dict[str, Any]], bool | None]
@@ -37,7 +36,6 @@ class RunContext:
     console: Console
     device: Device
     comm: Comm
-    objective: Objective
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
@@ -47,7 +45,7 @@ class RunContext:
 
 @dataclass
 class Progress:
-    """What a run has logged and saved so far. Weights, step and skipped batches are in TrainState.
+    """What a run has logged and saved so far. Weights and position are in TrainState.
 
     logged: a (kind, step) pair for each row in the metrics log. In the pair of a task score, the
         task's name stands in place of the kind.
@@ -83,13 +81,15 @@ class Progress:
 class RunData:
     """The dataset and model shape of a run.
 
-    loader, epoch_tokens: what `Objective.open_data` returned.
+    loader, epoch_tokens: what `Objective.open_data` returned. is_dense, is_chat: as in `Objective`.
     """
 
     dataset: Mixture
     model_config: ModelConfig
     loader: DataLoader | None
     epoch_tokens: int
+    is_dense: bool
+    is_chat: bool
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -143,7 +143,7 @@ class Run(RunPlan):
         to_file: whether to write the row to the log; if False, only observers get it.
         """
         step = self.state.step if step is None else step
-        tokens = self.state.tokens_trained(self.step_config, step)
+        tokens = self.step_config.tokens_trained(replace(self.state.position, step=step))
         values = {"elapsed_seconds": self.log_file.elapsed_seconds, **values}
         if to_file:
             self.log_file.write(kind, step, tokens, **values)

@@ -35,6 +35,7 @@ from megatoken.model.gpt import set_attention
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.store.commit import choose_surplus, count_needed_bytes, list_steps
 from megatoken.store.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, find_changes
+from megatoken.train.objective import Objective
 from megatoken.train.run import Run, RunContext, RunData, RunPlan
 from megatoken.train.state import StepConfig, build_step_config
 
@@ -67,7 +68,7 @@ def open_log(out: Path, comm: Comm) -> MetricsLogger:
     return logs[-1]
 
 
-def open_data(config: Config, context: RunContext) -> RunData:
+def open_data(config: Config, objective: Objective, context: RunContext) -> RunData:
     """Open the dataset, its tokenizer, and the loader of this data-parallel rank.
 
     Raises DataError if something is missing or damaged, or if the dataset is smaller than a batch.
@@ -78,18 +79,20 @@ def open_data(config: Config, context: RunContext) -> RunData:
         config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
     )
     vocabulary = dataset.vocabulary
-    context.objective.check_data(config, dataset)
+    objective.check_data(config, dataset)
     if 0 < config.model.vocab_size < vocabulary.vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's"
         fix = "set it to 0 to use the tokenizer's"
         raise ConfigError(f"{what} {vocabulary.vocab_size}", "model.vocab_size", fix)
     dataset.set_vocab_size(vocabulary.vocab_size)
-    loader, epoch_tokens = context.objective.open_data(config, dataset, context.comm)
+    loader, epoch_tokens = objective.open_data(config, dataset, context.comm)
     return RunData(
         dataset=dataset,
         model_config=config.model.resolve(vocabulary.vocab_size),
         loader=loader,
         epoch_tokens=epoch_tokens,
+        is_dense=objective.is_dense,
+        is_chat=objective.is_chat,
     )
 
 

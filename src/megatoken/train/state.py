@@ -66,16 +66,38 @@ class Compute:
     reducer: GradBucketReducer | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come.
+
+    step: number of steps taken. skipped_batches: numbers of batches removed from the data order,
+    ascending. recent: for finding spikes.
+    """
+
+    step: int = 0
+    skipped_batches: tuple[int, ...] = ()
+    recent: RecentSteps = RecentSteps()
+
+    @property
+    def batch(self) -> int:
+        """The number of the next step's batch in the data order, which counts skipped batches."""
+        return batch_of_step(self.step, self.skipped_batches)
+
+    def skip(self, *batches: int) -> "Position":
+        """Return the position after removing batches from the data order."""
+        return replace(self, skipped_batches=tuple(sorted({*self.skipped_batches, *batches})))
+
+
 @dataclass(kw_only=True)
 class TrainState:
-    """Weights, optimizer state and step number of a run.
+    """What a run trains: weights and optimizer state, how steps are computed, and the position.
+
+    A checkpoint holds the weights, the optimizer state and the position.
 
     model: the fp32 weights, which are updated, evaluated and saved.
     sharded: this process's slices of the parameters.
     found_bad: 0-d bool on the device, set by a bad step. While it is set, updates are skipped; the
         host reads and clears it.
-    skipped_batches: numbers of batches removed from the data order, ascending.
-    recent: loss and gradient norm of the last steps, for finding spikes.
     """
 
     model: GPT
@@ -86,14 +108,12 @@ class TrainState:
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default
-    step: int = 0
-    skipped_batches: list[int] = field(default_factory=list)
-    recent: RecentSteps = field(default_factory=RecentSteps)
+    position: Position = Position()
 
     @property
-    def batch(self) -> int:
-        """The number of the next step's batch in the data order, which counts skipped batches."""
-        return batch_of_step(self.step, self.skipped_batches)
+    def step(self) -> int:
+        """The number of steps taken."""
+        return self.position.step
 
     def hidden(self, batch: Batch, dropout_keys_B: Tensor | None) -> Tensor:
         """Return the hidden states (B, T, C) of a micro-batch from the compute model."""
@@ -103,15 +123,6 @@ class TrainState:
         if batch.starts_BT is not None:
             options["tree_mask"] = separate_conversations(batch.starts_BT, batch.inputs_BT.device)
         return self.compute.forward(batch.inputs_BT, **options)
-
-    def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
-        """Return the tokens trained on in the first `step` steps, excluding skipped batches."""
-        batch = batch_of_step(step, self.skipped_batches)
-        tokens = step_config.tokens_before(batch)
-        for skipped in self.skipped_batches:
-            if skipped < batch:
-                tokens -= step_config.batch_size(skipped)
-        return tokens
 
     @property
     def uses_master_weights(self) -> bool:
@@ -251,6 +262,12 @@ class StepConfig:
     def tokens_before(self, batch: int) -> int:
         """Return the total tokens of batches 0 to `batch` - 1."""
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
+
+    def tokens_trained(self, position: Position) -> int:
+        """Return the tokens of the steps before a position, excluding skipped batches."""
+        batch = position.batch
+        skipped = (each for each in position.skipped_batches if each < batch)
+        return self.tokens_before(batch) - sum(map(self.batch_size, skipped))
 
     def batch_size(self, batch: int) -> int:
         """Return the size of batch number `batch` in tokens; it grows during a batch ramp."""

@@ -14,7 +14,7 @@ later ones, until the host reads the losses. With any other optimizer, the host 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def train_step_async(
     state.zero_grad()
     if not state.compute.update.updates_copies:
         state.refresh_low_precision_copy()
-    state.step += 1
+    state.position = replace(state.position, step=state.step + 1)
     return PendingStep(
         step=state.step,
         lr=lr,
@@ -233,7 +233,7 @@ def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: 
     finite_sum = loss if state.scaler.is_enabled() else loss + grad_norm
     bad = ~torch.isfinite(finite_sum) | ((grad_norm == 0) & (loss > 0))
     if step_config.skip_spikes:
-        max_loss, max_grad_norm = state.recent.limits()
+        max_loss, max_grad_norm = state.position.recent.limits()
         bad |= (loss > max_loss) | ((grad_norm > max_grad_norm) & torch.isfinite(grad_norm))
     return bad
 
@@ -300,7 +300,7 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
             )
         )
         if bad:
-            state.step = step.step - 1
+            state.position = replace(state.position, step=step.step - 1)
             state.found_bad.zero_()
             break
     return metrics

@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatoken.base.console import format_duration, format_step
@@ -13,6 +14,8 @@ from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps
 
+Show = Callable[[Mapping[str, Any]], list[str]]  # Objective.show
+
 SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
 
 
@@ -22,8 +25,9 @@ class StepLog:
     All ranks must make the same calls.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, show: Show) -> None:
         self._run = run
+        self._show = show
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # step, batch_values
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
@@ -87,7 +91,7 @@ class StepLog:
         # An exponential moving average, so that one slow step does not make the estimate jump.
         full = run.step_config.batch_tokens / rate
         self._full_seconds = 0.9 * (self._full_seconds or full) + 0.1 * full
-        n_devices = run.comm.dist_env.world_size * run.objective.is_dense
+        n_devices = run.comm.dist_env.world_size * run.data.is_dense
         peak = run.device.peak_flops * n_devices
         mfu = describe_mfu(rate, run.data.model_config, peak)
         return {"seconds": elapsed / steps, "tokens_per_second": rate, **mfu}
@@ -123,8 +127,8 @@ class StepLog:
         )
         if is_last or run.console.is_step_due:
             memory = run.device.peak_memory_bytes()
-            shown = run.objective.show(row)
-            line = format_step({"step": step.step, **row}, shown, total_steps, memory, left)
+            texts = self._show(row)
+            line = format_step({"step": step.step, **row}, texts, total_steps, memory, left)
             run.console.step(line, share=step.step / total_steps, last=is_last)
 
 
@@ -139,7 +143,9 @@ def report_early_stop(run: Run) -> None:
     run.console.print(f"step {run.state.step}: {message}: stopping early")
 
 
-def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver) -> None:
+def report_end(
+    run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver, next_command: str
+) -> None:
     """Write the final status, tell the observers, and print the next command."""
     step = run.state.step
     console = run.console
@@ -157,5 +163,4 @@ def report_end(run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver)
     if best is not None and best != step:
         loss = run.progress.val_losses[best]
         console.print(f"best: {run.out / BEST}, step {best:,}, validation loss {loss:.4f}")
-    next_command = run.objective.next_command(run.config, run.out)
     console.print(f"done: {run.out}; next: megatoken {next_command}")

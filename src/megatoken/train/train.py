@@ -39,7 +39,7 @@ from megatoken.train.actions import Action, call_actions, is_due, list_actions
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.initial_state import build_train_state, take_architecture
-from megatoken.train.objective import BatchSource, RunView, load_objective
+from megatoken.train.objective import BatchSource, Objective, load_objective
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Observer, Progress, Run, RunContext
@@ -162,14 +162,12 @@ class Trainer:
         Returns the exit code, the steps and tokens trained, and why it was stopped, or "".
         """
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
-        context = RunContext(
-            out=self.out, console=console, device=device, comm=comm, objective=self.objective
-        )
+        context = RunContext(out=self.out, console=console, device=device, comm=comm)
         resolved = take_architecture(self.resolved, self.out)
         changes = comm.run_on_rank0(
             lambda: setup.check_folder(context, resolved, allow_changes=self.allow_changes)
         )
-        data = setup.open_data(resolved.config, context)
+        data = setup.open_data(resolved.config, self.objective, context)
         actions = call_entries("action", resolved.config, data, context)
         config = resolved.config
         time_limit = parse_time(config.save.time_limit) or None
@@ -193,9 +191,10 @@ class Trainer:
             else:
                 comm.run_on_rank0(lambda: setup.write_run_files(resolved, run))
                 record_changes(run, changes)
-                code = train(*prepare(run, explain=self.explain), actions)
+                run, batches = prepare(run, self.objective, explain=self.explain)
+                code = train(run, self.objective, batches, actions)
                 reason = stop.stop_requested if code == ExitCode.STOPPED else ""
-            return code, state.step, state.tokens_trained(plan.step_config, state.step), reason
+            return code, state.step, plan.step_config.tokens_trained(state.position), reason
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, int, str]:
         """Train in `nproc` processes of the `megatoken` command; return as `_fit` does."""
@@ -211,39 +210,29 @@ class Trainer:
         return ExitCode(codes[0]), last_save["step"], last_save["tokens"], ""
 
 
-def prepare(run: Run, *, explain: bool) -> tuple[Run, BatchSource]:
+def prepare(run: Run, objective: Objective, *, explain: bool) -> tuple[Run, BatchSource]:
     """Tune kernels and micro-batch, then open the batches.
 
     explain: whether to print the measurements.
     """
     step_config = setup.tune(run, explain=explain)
     # Not before tuning, which measures steps with the cross-entropy, the default loss.
-    step_config = replace(step_config, loss=run.objective.build_loss(run.config))
-    run = replace(run, step_config=step_config)
-    view = RunView(
-        config=run.config,
-        out=run.out,
-        dataset=run.data.dataset,
-        loader=run.data.loader,
-        state=run.state,
-        step_config=step_config,
-        device=run.device,
-        console=run.console,
-        log_event=run.event,
-    )
-    batches = run.objective.open_batches(view)
+    run = replace(run, step_config=replace(step_config, loss=objective.build_loss(run.config)))
+    batches = objective.open_batches(run)
     start = {"micro_batch": step_config.micro_batch, "compiled": run.state.compute.is_compiled}
     run.write("start", to_file=False, **start)
     return run, batches
 
 
-def train(run: Run, batches: BatchSource, actions: Sequence[Action] = ()) -> ExitCode:
+def train(
+    run: Run, objective: Objective, batches: BatchSource, actions: Sequence[Action] = ()
+) -> ExitCode:
     """Train a run that is set up, and write its final status even if it fails.
 
     actions: called between steps, after save and validate.
     """
     saver = CheckpointSaver(run)
-    log = StepLog(run)
+    log = StepLog(run, objective.show)
     run.log_file.start_clock()
     try:
         # Errors are converted here and not only in fit(), so that the log gets the converted ones.
@@ -257,7 +246,8 @@ def train(run: Run, batches: BatchSource, actions: Sequence[Action] = ()) -> Exi
         raise
     finally:
         run.console.close()
-    report_end(run, code, log, saver)
+    next_command = objective.next_command(run.config, run.out)
+    report_end(run, code, log, saver, next_command)
     return code
 
 
@@ -286,8 +276,8 @@ def run_loop(
                     break
                 saver.commit_if_written()
                 log.begin_step()
-                with log.stragglers.data:  # state.batch: the step plus skipped batches
-                    batch = batches.get(state.batch)
+                with log.stragglers.data:
+                    batch = batches.get(state.position.batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
                 log.add(pending, batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.

@@ -95,7 +95,7 @@ class ConfigField:
     def choices(self) -> tuple[str, ...]:
         """The names that the setting accepts; empty for a setting that is not a choice of names."""
         if self.entries:
-            names = (self.default, *list_entries(self.entries))
+            names = tuple(dict.fromkeys((self.default, *list_entries(self.entries))))
         elif get_origin(self.type) is Literal:
             names = get_args(self.type)
         else:

@@ -53,7 +53,7 @@ class ModelConfig:
     d_ff: int = 0
     vocab_size: int = 0
     seq_len: int = 1024
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: str = "layernorm"
     norm_position: Literal["pre", "post", "both"] = "pre"
     norm_eps: float = 1e-5
     pos_emb: Literal["learned", "rotary"] = "learned"
