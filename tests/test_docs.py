@@ -139,21 +139,21 @@ def read_commands(page: Path) -> list[list[str]]:
     lines += [line.replace("\n", " ") for line in re.findall(r"`(megatoken [^`]+)`", text)]
     commands = []
     for line in lines:
-        words = shlex.split(line, comments=True)[1:]
-        words = list(takewhile(lambda word: word not in (">", "|", "&&"), words))
-        if words[0] in COMMANDS and len(words) > 1 and "..." not in line:
-            commands.append(words)
+        arguments = shlex.split(line, comments=True)[1:]
+        arguments = list(takewhile(lambda argument: argument not in (">", "|", "&&"), arguments))
+        if arguments[0] in COMMANDS and len(arguments) > 1 and "..." not in line:
+            commands.append(arguments)
     return commands
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_commands_parse(page: Path):
     """A command in a sentence may leave out required arguments."""
-    for words in read_commands(page):
-        if "--help" in words:
+    for arguments in read_commands(page):
+        if "--help" in arguments:
             continue
         try:
-            parse([PLACEHOLDERS.get(word, word) for word in words])
+            parse([PLACEHOLDERS.get(argument, argument) for argument in arguments])
         except ConfigError as error:
             if "arguments are required" not in str(error):
                 raise

@@ -585,9 +585,9 @@ def test_hostile_names_and_paths(
     monkeypatch.setenv("HOME", f"{tmp_path}/home")
     Path("file").write_text("words")
     commands = [["prepare", "file", "--tokenizer", "bytes"], ["train", "quickstart"]]
-    for words in (*commands, ["export", "x"], ["consolidate", "x"]):
+    for arguments in (*commands, ["export", "x"], ["consolidate", "x"]):
         for path in REFUSED:
-            assert main([*words, f"--out={path}"]) in (CONFIG, DATA, CHECKPOINT, STORAGE)
+            assert main([*arguments, f"--out={path}"]) in (CONFIG, DATA, CHECKPOINT, STORAGE)
             text = capsys.readouterr().err
             assert text.count("\n") == 1
             assert text[:-1].isprintable()

@@ -124,7 +124,7 @@ def test_sdist_holds_tests_and_docs(tmp_path: Path):
 def test_dockerfile_copies_and_installs_what_exists():
     """Its lines are read, not built, which takes Docker; the RUN lines are shell."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
-    copied = {word for words in re.findall("^COPY (.*) .*$", text, re.M) for word in words.split()}
+    copied = {path for paths in re.findall("^COPY (.*) .*$", text, re.M) for path in paths.split()}
     kept = re.findall("^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
     assert copied == {*kept} == {"pyproject.toml", "README.md", "LICENSE", "src"}
     assert all((ROOT / name).exists() for name in copied)
@@ -133,6 +133,6 @@ def test_dockerfile_copies_and_installs_what_exists():
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     (torch,) = re.findall(r'"(torch>=.*)"', text)
     assert torch in project["dependencies"]
-    for words in re.findall("^RUN (.*)$", text, re.M):
-        subprocess.run(["sh", "-n", "-c", words], check=True)
+    for command in re.findall("^RUN (.*)$", text, re.M):
+        subprocess.run(["sh", "-n", "-c", command], check=True)
     assert "\nUSER 1000\n" in text

@@ -57,13 +57,16 @@ def tiny_state(
     dropout: float = 0.0,
     seed: int = 1,
     optim: OptimConfig | None = None,
-    form: str = "auto",
+    implementation: str = "auto",
     model_config: ModelConfig = TINY_GPT,
     dims: ParallelDims | None = None,
 ) -> TrainState:
     model = GPT(replace(model_config, dropout=dropout), seed=seed)
     return build_state(
-        model, replace(tiny_config(machine__adamw=form), optim=optim or OptimConfig()), CPU, dims
+        model,
+        replace(tiny_config(machine__adamw=implementation), optim=optim or OptimConfig()),
+        CPU,
+        dims,
     )
 
 

@@ -22,7 +22,7 @@ DB_PASSWORD canary11-password
 HTTPS_PROXY http://user:canary12-proxy@127.0.0.1:9
 HF_ENDPOINT http://user:canary13-mirror@127.0.0.1:9
 """)
-# Words that stand for secrets in the lines and files below; most are known by their form alone.
+# Names that stand for secrets in the lines and files below; most are known by their pattern alone.
 SECRETS = read_table(f"""
 ADDRESS https://user:canary14-pass@host/data
 BUCKET s3://KEYID:canary15/sec/ret@bucket/data
@@ -90,9 +90,9 @@ plot ENV_WANDB --debug
 
 
 def fill(text: str) -> str:
-    """Replace the words that stand for secrets."""
-    words = re.compile(rf"\b({'|'.join(SECRETS)})\b")
-    return words.sub(lambda match: SECRETS[match[0]], text)
+    """Replace the names that stand for secrets."""
+    names = re.compile(rf"\b({'|'.join(SECRETS)})\b")
+    return names.sub(lambda match: SECRETS[match[0]], text)
 
 
 def write_inputs(folder: Path) -> None:
@@ -106,18 +106,18 @@ def write_inputs(folder: Path) -> None:
 def list_commands() -> list[list[str]]:
     """Return command lines with secrets, those that succeed first, in an order that works."""
     lines = (SUCCEEDING + FAILING).split("\n")
-    return [[fill(word) for word in shlex.split(line)] for line in lines if line]
+    return [[fill(argument) for argument in shlex.split(line)] for line in lines if line]
 
 
 def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
-    """Return `canary: place` for each secret in the outputs or in a file that a command wrote."""
-    places = {f"output {number}": text.encode() for number, text in enumerate(texts)}
+    """Return `canary: source` for each secret in an output, or in a file that a command wrote."""
+    contents = {f"output {number}": text.encode() for number, text in enumerate(texts)}
     for path in folder.rglob("*"):
         if path.is_file() and (name := path.relative_to(folder)).parts[0] != "in":
-            places[str(name)] = path.read_bytes()
+            contents[str(name)] = path.read_bytes()
     return [
-        f"{name}: {place}"
-        for place, data in places.items()
+        f"{name}: {source}"
+        for source, data in contents.items()
         for name in CANARIES
         if name.encode() in data
     ]

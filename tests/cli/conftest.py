@@ -57,18 +57,18 @@ class ForkedChild:
         os.kill(self._process.pid, number)
 
 
-def run_command(words: Sequence[str], log: Path) -> None:
+def run_command(arguments: Sequence[str], log: Path) -> None:
     """Run `megatoken WORDS` and append its output to a file."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(main(words))
+    sys.exit(main(arguments))
 
 
-def run_forked(words: Sequence[str], log: Path) -> None:
+def run_forked(arguments: Sequence[str], log: Path) -> None:
     """Run `megatoken WORDS`, whose runs are forks."""
     experiment.Child = ForkedChild
-    run_command(words, log)
+    run_command(arguments, log)
 
 
 @pytest.fixture

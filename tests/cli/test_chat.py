@@ -70,8 +70,8 @@ def test_wrong_input(
     """The first has an empty stdin, PLAIN has no template."""
     write_hf(tmp_path, draw_model(), byte_tokenizer(), "fp32")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    words = row.replace("FOLDER", folder).replace("PLAIN", str(tmp_path))
-    assert call(f"chat {words}")[0] == ExitCode.CONFIG
+    arguments = row.replace("FOLDER", folder).replace("PLAIN", str(tmp_path))
+    assert call(f"chat {arguments}")[0] == ExitCode.CONFIG
 
 
 class Terminal:
@@ -117,8 +117,8 @@ class Terminal:
 @LINUX
 def test_a_conversation_in_a_terminal(folder: str):
     pytest.importorskip("readline")
-    words = f"chat {folder} --tokens 4000 --temperature 0"
-    with Terminal([*COMMAND, *words.split()]) as terminal:
+    arguments = f"chat {folder} --tokens 4000 --temperature 0"
+    with Terminal([*COMMAND, *arguments.split()]) as terminal:
         assert "4,096 tokens" in terminal.read("> ")
         terminal.type("/help\n")
         assert "/clear" in terminal.read("> ")

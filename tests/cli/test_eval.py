@@ -105,7 +105,7 @@ def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, ask:
     names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M,")
     assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
     together = ask(f"eval {run} {short} {tasks}")["models"]
-    assert [answer.pop("parameters") for answer in together] == [35744, 21248]
+    assert [result.pop("parameters") for result in together] == [35744, 21248]
     alone = [ask(f"eval {model} {tasks}") for model in (run, short)]
     assert [*map(without_seconds, together)] == [*map(without_seconds, alone)]
     call(f"eval {run} {short} --data {data}/text.txt --plot {picture}")
@@ -250,8 +250,8 @@ def test_wrong_input_is_a_one_line_error(
     (data / "else/checkpoints").mkdir(parents=True)
     (data / "else/config.yaml").write_text("{data: {path: other}, budget: {steps: 1}}")
     for row in ERRORS.splitlines():
-        expected, words = row.replace("DATA", str(data)).split(maxsplit=1)
-        code, _, error = call(f"eval {run} {words}")
+        expected, arguments = row.replace("DATA", str(data)).split(maxsplit=1)
+        code, _, error = call(f"eval {run} {arguments}")
         assert (code, error.count("\n")) == (int(expected), 1), row
 
 

@@ -21,11 +21,11 @@ budget: {steps: 1, batch_tokens: 240}
 
 def list_tensors(name: str | Path, ask: Ask) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype by name, after checking the counts."""
-    answer = ask(f"describe {name} --tensors")
-    counts = [torch.Size(row["shape"]).numel() for row in answer["tensors"]]
-    assert [row["parameters"] for row in answer["tensors"]] == counts
-    assert answer["parameters"] == sum(counts)
-    return {row["name"]: (row["shape"], row["dtype"]) for row in answer["tensors"]}
+    result = ask(f"describe {name} --tensors")
+    counts = [torch.Size(row["shape"]).numel() for row in result["tensors"]]
+    assert [row["parameters"] for row in result["tensors"]] == counts
+    assert result["parameters"] == sum(counts)
+    return {row["name"]: (row["shape"], row["dtype"]) for row in result["tensors"]}
 
 
 def test_files_of_other_programs(tmp_path: Path, ask: Ask):

@@ -50,17 +50,17 @@ quickstart data.path=HERE => {"vocab_size": 257}
 @pytest.mark.parametrize("row", DESCRIBED.splitlines())
 def test_describe(row: str, tmp_path: Path, ask: Ask):
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
-    words, expected = row.replace("HERE", str(tmp_path)).split(" => ")
-    assert json.loads(expected).items() <= ask(f"describe {words}").items()
+    arguments, expected = row.replace("HERE", str(tmp_path)).split(" => ")
+    assert json.loads(expected).items() <= ask(f"describe {arguments}").items()
 
 
 def test_describe_computes_mfu(ask: Ask):
     """Published: 34.5% of fp32 and 2.3% of bf16 on an H100."""
-    answer = ask("describe gpt2-124m --gpu H100 --rate 27026")
-    full = answer["mfu_full"]
+    result = ask("describe gpt2-124m --gpu H100 --rate 27026")
+    full = result["mfu_full"]
     assert full["fp32"] == pytest.approx(0.3447, abs=5e-5)
     assert full["bf16"] == pytest.approx(0.0233, abs=5e-5)
-    assert answer["mfu_causal"]["fp32"] == pytest.approx(full["fp32"] * 797_815_296 / 854_438_400)
+    assert result["mfu_causal"]["fp32"] == pytest.approx(full["fp32"] * 797_815_296 / 854_438_400)
     eight = ask("describe gpt2-124m --gpu 8xH100 --rate 3046409")["mfu_full"]
     assert eight["bf16"] == pytest.approx(0.33, abs=0.005)
 
@@ -81,8 +81,8 @@ def test_help_of_a_command_has_an_example_that_parses(
         main([name, "--help"])
     example = load_command(name).EXAMPLE
     assert example in capsys.readouterr().out
-    words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
-    assert parse(words[1:]).command == name
+    arguments = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
+    assert parse(arguments[1:]).command == name
 
 
 def test_a_close_name_is_suggested(call: Call):
@@ -174,14 +174,14 @@ def test_help_and_errors_load_neither_torch_nor_numpy(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["nowhere[/v2]", "[red]x"])
 def test_words_of_users_are_not_markup(name: str, call: Call):
-    for words in (f"train {name}", f"sample {name} x", f"verify {name}", f"describe {name}"):
-        assert name in call(words)[2]
+    for arguments in (f"train {name}", f"sample {name} x", f"verify {name}", f"describe {name}"):
+        assert name in call(arguments)[2]
 
 
 def test_closed_streams_are_no_failure(corpus: Path, tmp_path: Path):
-    words = [*COMMAND, "prepare", str(corpus), "--tokenizer", "bytes", "--out"]
+    arguments = [*COMMAND, "prepare", str(corpus), "--tokenizer", "bytes", "--out"]
     for redirection in ("| true", ">&-", "<&-", "2>&-"):
-        line = f"{shlex.join([*words, str(tmp_path / redirection)])} {redirection}"
+        line = f"{shlex.join([*arguments, str(tmp_path / redirection)])} {redirection}"
         program = f"{line}; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
@@ -189,8 +189,8 @@ def test_closed_streams_are_no_failure(corpus: Path, tmp_path: Path):
 
 def test_what_stdout_cannot_encode_is_replaced():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    words = ["launch", "slurm", "quickstart", "--nproc", "2", "data.path=naïve"]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=environment)
+    arguments = ["launch", "slurm", "quickstart", "--nproc", "2", "data.path=naïve"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr, "data.path=na?ve" in done.stdout) == (0, "", True)
 
 
@@ -210,8 +210,8 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path):
     for program in (prepare, python_command("import json, re, xxhash")[-1]):
         run(sys.executable, "-P", "-c", program)
     (tmp_path / "re.py").unlink()  # python -m needs it before any line of ours
-    for words in ([], ["-P"]):
-        run(sys.executable, *words, "-m", "megatoken", "verify", "out")
+    for arguments in ([], ["-P"]):
+        run(sys.executable, *arguments, "-m", "megatoken", "verify", "out")
     assert COMMAND[:-1] == python_command("")[:-1]
     run(*COMMAND, "describe", "gpt2-124m")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatoken
-from megatoken.base.config.load import list_recipes, prepare_words, resolve
+from megatoken.base.config.load import list_recipes, prepare_arguments, resolve
 from megatoken.base.errors import ExitCode
 from megatoken.data.dataset import load_dataset
 from megatoken.inference.settings import SampleConfig
@@ -25,7 +25,7 @@ def test_recipes_name_the_command_that_makes_their_dataset():
     of_users = {"finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo"}
     for recipe in {*list_recipes()} - of_users:
         data = resolve(recipe).config.data.path
-        command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"
+        command = f"# Data: megatoken {' '.join(prepare_arguments(data, data))}"
         lines = re.split(r"\n|  +", list_recipes()[recipe].read_text())
         assert lines.count(command) == 1, recipe
 

@@ -138,7 +138,7 @@ def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
 ):
     monkeypatch.setattr(race, "CALIBRATIONS", 2)
     line = f"race {recipe} '{recipe} optim.lr=3e-2' --minutes 0.005 --seeds 1 --out {tmp_path}/out"
-    answer = ask(line)
+    result = ask(line)
     runs = sorted(tmp_path.glob("out/*/seed-1337"))
     budgets = [read_config(run).budget.tokens for run in runs]
     for run, tokens in zip(runs, budgets, strict=True):
@@ -146,9 +146,9 @@ def test_a_time_budget_becomes_tokens_that_a_second_start_keeps(
         assert [len(steps) for steps in trials] == [CALIBRATION_STEPS] * 2
         pace = min(statistics.median(row["seconds"] for row in steps) for steps in trials)
         assert tokens == round(0.3 / (pace / trials[0][0]["tokens"]))
-    trained = sorted(row["runs"][0]["trained_tokens"] for row in answer["contenders"])
+    trained = sorted(row["runs"][0]["trained_tokens"] for row in result["contenders"])
     assert trained == sorted(max(1, round(tokens / 256)) * 256 for tokens in budgets)
-    assert ask(line) == answer
+    assert ask(line) == result
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, ask: Ask):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == ExitCode.STOPPED
     losses = [
-        [row["runs"][0]["final_loss"] for row in ask(words)["contenders"]]
-        for words in (turns, f"{line} --turn 0 --out {tmp_path}/full")
+        [row["runs"][0]["final_loss"] for row in ask(arguments)["contenders"]]
+        for arguments in (turns, f"{line} --turn 0 --out {tmp_path}/full")
     ]
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
@@ -173,9 +173,9 @@ def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
 ):
     prepare_text(tmp_path / "data", TEXT, tokenizer="bpe:300")
     other = f"'{recipe} data.path={tmp_path}/data'"
-    answer = ask(f"race {recipe} {other} --tokens 1024 --seeds 1 --out {tmp_path}/out")
-    assert answer["metric"] == "bits_per_byte"
-    bits = [row["runs"][0]["final_loss"] for row in answer["contenders"]]
+    result = ask(f"race {recipe} {other} --tokens 1024 --seeds 1 --out {tmp_path}/out")
+    assert result["metric"] == "bits_per_byte"
+    bits = [row["runs"][0]["final_loss"] for row in result["contenders"]]
     assert bits[0] == pytest.approx(math.log2(257), rel=0.05)
     assert bits[1] < bits[0]  # an id of many bytes
 
@@ -194,6 +194,6 @@ def test_what_cannot_race_is_refused_before_training(recipe: str, tmp_path: Path
     prepare_text(tmp_path / "data", TEXT.upper(), val_fraction=0.0)
     for row in REFUSED.splitlines():
         row = row.replace("RECIPE", recipe).replace("OTHER", f"{tmp_path}/data")
-        code, words = row.split(maxsplit=1)
-        assert call(f"race {words} --out {tmp_path}/out")[0] == int(code)
+        code, arguments = row.split(maxsplit=1)
+        assert call(f"race {arguments} --out {tmp_path}/out")[0] == int(code)
         assert not (tmp_path / "out").exists()

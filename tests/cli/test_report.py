@@ -43,13 +43,13 @@ def write_run(
 ) -> Path:
     """Write a run of 512 tokens and `seconds` a step. more: values of its train and val rows."""
     train, *others = map(json.loads, ROWS.replace("TEXT", text).splitlines())
-    places = [
+    positions = [
         {"step": step, "tokens": 512 * step, "elapsed_seconds": seconds * step}
         for step in range(1, steps + 1)
     ]
-    rows = [train | {"loss": 4.0 + 1 / place["step"]} | place for place in places]
+    rows = [train | {"loss": 4.0 + 1 / position["step"]} | position for position in positions]
     rows[2]["loss"] = "nan"
-    rows += [row | places[-1] for row in others]
+    rows += [row | positions[-1] for row in others]
     write_jsonl(folder / "metrics.jsonl", (row | more.get(row["kind"], {}) for row in rows))
     status = f'{{"state": "done", "step": {steps}, "total_steps": {steps}}}'
     (folder / "status.json").write_text(status)
@@ -158,9 +158,9 @@ def test_planned_time_and_cost_are_next_to_the_actual(tmp_path: Path):
 
 
 def test_long_runs_are_means_with_their_lowest_and_highest():
-    places = ("step", "tokens", "elapsed_seconds")
+    positions = ("step", "tokens", "elapsed_seconds")
     rows = [
-        {"kind": "train", "loss": float(n % 10), **dict.fromkeys(places, n)}
+        {"kind": "train", "loss": float(n % 10), **dict.fromkeys(positions, n)}
         for n in range(10 * MAX_POINTS)
     ]
     train = read_curves(rows)["train"]
@@ -171,8 +171,8 @@ def test_long_runs_are_means_with_their_lowest_and_highest():
 
 def test_published_rungs_are_pale_and_follow_the_own_ones(tmp_path: Path):
     rung = {"name": "plain", "tokens_per_second": 322.5, "speedup": 1.0}
-    answer = {"preset": "gpt2-124m", "batch_tokens": 1024, "device": "a cpu", "rungs": [rung]}
-    (tmp_path / "ladder.json").write_text(json.dumps(answer))
+    result = {"preset": "gpt2-124m", "batch_tokens": 1024, "device": "a cpu", "rungs": [rung]}
+    (tmp_path / "ladder.json").write_text(json.dumps(result))
     elements = Elements(build_page([write_run(tmp_path / "a")], None, tmp_path / "ladder.json"))
     bars = [float(found["value"] or 0) for tag, found in elements.found if tag == "meter"]
     pale = [found for _, found in elements.found if found.get("class") == "pale"]
@@ -196,8 +196,8 @@ def test_bad_input_is_refused(tmp_path: Path, call: Call):
     write_run(tmp_path / "a")
     (tmp_path / "no.json").write_text("{}")
     for row in REFUSED.splitlines():
-        code, words = row.replace("OUT", str(tmp_path)).split(maxsplit=1)
-        assert call(f"report {words}")[0] == int(code), row
+        code, arguments = row.replace("OUT", str(tmp_path)).split(maxsplit=1)
+        assert call(f"report {arguments}")[0] == int(code), row
 
 
 def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:

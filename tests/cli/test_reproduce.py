@@ -28,8 +28,8 @@ def text(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return real_data / "tinyshakespeare.txt"
 
 
-def replay(call: Call, words: str) -> tuple[int, dict[str, Any]]:
-    code, out, _ = call(f"reproduce {words} --json")
+def replay(call: Call, arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out, _ = call(f"reproduce {arguments} --json")
     return code, json.loads(out.splitlines()[-1])
 
 
@@ -57,13 +57,13 @@ SETTINGS = {"": ExitCode.DONE, TINY: ExitCode.NUMERICS}
 def test_first_steps_of_a_published_run(settings: str, text: Path, tmp_path: Path, call: Call):
     """GPT-2 124M is within the tolerance; a tiny model, which does not learn as fast, is not."""
     picture, published = tmp_path / "overlay.png", RUNS["notebook-fifty"]
-    words = f"budget.steps=3 {settings} --data {text} --out {tmp_path}/run --plot {picture}"
-    code, answer = replay(call, f"notebook-fifty {words}")
-    assert (code, answer["reproduced"]) == (SETTINGS[settings], not settings)
-    assert answer["published"] == published.losses[:3]
-    worst = max(np.subtract(answer["losses"], answer["published"]), key=abs)
-    assert answer["largest_difference"] == pytest.approx(worst)
-    assert (abs(worst) < published.tolerance) == answer["reproduced"]
+    arguments = f"budget.steps=3 {settings} --data {text} --out {tmp_path}/run --plot {picture}"
+    code, result = replay(call, f"notebook-fifty {arguments}")
+    assert (code, result["reproduced"]) == (SETTINGS[settings], not settings)
+    assert result["published"] == published.losses[:3]
+    worst = max(np.subtract(result["losses"], result["published"]), key=abs)
+    assert result["largest_difference"] == pytest.approx(worst)
+    assert (abs(worst) < published.tolerance) == result["reproduced"]
     assert picture.stat().st_size > 10_000
 
 
@@ -86,8 +86,8 @@ def test_scores_are_compared_in_their_columns(
     examples = write_jsonl(tmp_path / "hellaswag.jsonl", rows)
     model = {"name": "GPT-2 124M", "weights": str(tmp_path)}
     monkeypatch.setitem(MODELS, "hellaswag-124m", model)
-    code, answer = replay(call, f"hellaswag-124m --data {examples}")
+    code, result = replay(call, f"hellaswag-124m --data {examples}")
     published = {"acc": 0.2892, "acc_norm": 0.3114, "acc_token_mean": 0.2955}
-    worst = max(abs(answer["scores"][kind] - value) for kind, value in published.items())
-    assert answer["largest_difference"] == pytest.approx(worst)
-    assert (code, answer["reproduced"]) == (ExitCode.NUMERICS, False)
+    worst = max(abs(result["scores"][kind] - value) for kind, value in published.items())
+    assert result["largest_difference"] == pytest.approx(worst)
+    assert (code, result["reproduced"]) == (ExitCode.NUMERICS, False)

@@ -26,9 +26,9 @@ def write_run(folder: Path, *settings: str, **status: Any) -> Path:
     return folder
 
 
-def list_runs(ask: Ask, words: object) -> dict[str, dict[str, Any]]:
+def list_runs(ask: Ask, arguments: object) -> dict[str, dict[str, Any]]:
     """Return the rows by name."""
-    return {Path(row["run"]).name: row for row in ask(f"runs {words}")["runs"]}
+    return {Path(row["run"]).name: row for row in ask(f"runs {arguments}")["runs"]}
 
 
 EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load("""

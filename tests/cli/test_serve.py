@@ -58,12 +58,12 @@ def test_sigint_ends_it_with_a_json_object(model: Path, ask: Ask):
     previous = signal.signal(signal.SIGINT, default)
     try:
         threading.Thread(target=interrupt, daemon=True).start()
-        answer = ask(f"serve {model} --port 0")
+        result = ask(f"serve {model} --port 0")
         assert signal.getsignal(signal.SIGINT) is default
     finally:
         signal.signal(signal.SIGINT, previous)
-    assert answer["model"] == str(model)
-    assert answer["address"].startswith("http://127.0.0.1:")
+    assert result["model"] == str(model)
+    assert result["address"].startswith("http://127.0.0.1:")
 
 
 REFUSED = """--host 0.0.0.0

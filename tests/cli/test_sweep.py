@@ -23,8 +23,13 @@ optuna = pytest.importorskip("optuna")
 
 
 def test_ranges_are_distributions_of_settings():
-    words = ["optim.lr=log:1e-4..3e-3", "model.n_layer=2..4", "optim.schedule=wsd|cosine", "seed=3"]
-    space, fixed = parse_space("quickstart", words)
+    assignments = [
+        "optim.lr=log:1e-4..3e-3",
+        "model.n_layer=2..4",
+        "optim.schedule=wsd|cosine",
+        "seed=3",
+    ]
+    space, fixed = parse_space("quickstart", assignments)
     assert space == {
         "optim.lr": optuna.distributions.FloatDistribution(1e-4, 3e-3, log=True),
         "model.n_layer": optuna.distributions.IntDistribution(2, 4),
@@ -37,10 +42,10 @@ WRONG = """optim.lrr=log:1e-4..1e-3 optim.lr=1e-4..fast optim.lr=1e-3..1e-4 opti
     optim.beta1=0.9..1.5 optim.warmup=0.1dur..0.2dur optim.schedule=wsd|cosin optim.lr=1e-3"""
 
 
-@pytest.mark.parametrize("word", WRONG.split())
-def test_wrong_ranges_are_refused(word: str):
+@pytest.mark.parametrize("assignment", WRONG.split())
+def test_wrong_ranges_are_refused(assignment: str):
     with pytest.raises(ConfigError):
-        parse_space("quickstart", [word])
+        parse_space("quickstart", [assignment])
 
 
 @pytest.mark.long
@@ -51,14 +56,14 @@ def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     # The mirror is not used: it has room for one run.
     line = f"sweep {recipe} --out {tmp_path}/out save.mirror={tmp_path}/copies"
     for trials in (1, 3):
-        answer = ask(f"{line} optim.lr=log:1e-5..1e-1 --trials {trials}")
-        assert [trial["state"] for trial in answer["trials"]] == ["complete"] * trials
-    losses = {trial["loss"]: float(trial["values"]["optim.lr"]) for trial in answer["trials"]}
+        result = ask(f"{line} optim.lr=log:1e-5..1e-1 --trials {trials}")
+        assert [trial["state"] for trial in result["trials"]] == ["complete"] * trials
+    losses = {trial["loss"]: float(trial["values"]["optim.lr"]) for trial in result["trials"]}
     best = losses[min(losses)]
     assert best > min(losses.values())  # in 20 steps the lowest rate learns least
-    assert answer["best"] == answer["trials"][0]
-    assert answer["best"]["loss"] == min(losses)
-    assert load_config(answer["recipe"]).optim.lr == best
+    assert result["best"] == result["trials"][0]
+    assert result["best"]["loss"] == min(losses)
+    assert load_config(result["recipe"]).optim.lr == best
     assert not (tmp_path / "copies").exists()
     assert (tmp_path / "out/sweep.png").stat().st_size > 10_000
     assert call(f"{line} optim.lr=1e-5|3e-3")[0] == ExitCode.CONFIG  # another search
@@ -75,31 +80,31 @@ def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path
 
 @pytest.mark.usefixtures("forked_runs")
 def test_a_search_whose_trials_all_fail_is_an_error(recipe: str, tmp_path: Path, call: Call):
-    words = "model.vocab_size=10 optim.lr=1e-3|2e-3 --jobs 2"
-    assert call(f"sweep {recipe} {words} --out {tmp_path}/out")[0] == ExitCode.DATA
+    arguments = "model.vocab_size=10 optim.lr=1e-3|2e-3 --jobs 2"
+    assert call(f"sweep {recipe} {arguments} --out {tmp_path}/out")[0] == ExitCode.DATA
 
 
 CHOICES = ["optim.lr=4e-3|1e-3|2e-3"]
 
 
-def open_sweep(words: list[str], out: Path, trials: int) -> Sweep:
+def open_sweep(arguments: list[str], out: Path, trials: int) -> Sweep:
     out.mkdir(exist_ok=True)
-    options = parse(["sweep", "quickstart", *words, f"--trials={trials}", f"--out={out}"])
-    return Sweep(options, *parse_space("quickstart", words), Console())
+    options = parse(["sweep", "quickstart", *arguments, f"--trials={trials}", f"--out={out}"])
+    return Sweep(options, *parse_space("quickstart", arguments), Console())
 
 
 def draw_trials(
-    words: list[str], out: Path, trials: int, kill_in: tuple[int, ...] = ()
+    arguments: list[str], out: Path, trials: int, kill_in: tuple[int, ...] = ()
 ) -> list[tuple[str, ...]]:
     """Return the values of a search's trials.
 
     kill_in: trials in which it is killed and restarted.
     """
-    search = open_sweep(words, out, trials)
+    search = open_sweep(arguments, out, trials)
     values: list[tuple[str, ...]] = []
     while run := search.ask():
         if run.trial.number in kill_in:
-            search = open_sweep(words, out, trials)
+            search = open_sweep(arguments, out, trials)
             run = search.ask()
             assert run
         trial = run.trial
@@ -110,13 +115,13 @@ def draw_trials(
 
 
 def test_combinations_of_choices_are_tried_once(tmp_path: Path):
-    words = [*CHOICES, "model.n_head=1|2"]
+    arguments = [*CHOICES, "model.n_head=1|2"]
     combinations = [(rate, heads) for rate in ("4e-3", "1e-3", "2e-3") for heads in "12"]
-    assert draw_trials(words, tmp_path / "once", 6) == combinations
-    assert draw_trials(words, tmp_path / "more", 20) == combinations
-    assert draw_trials(words, tmp_path / "killed", 6, (1, 3)) == combinations
-    first = draw_trials(words, tmp_path / "fewer", 5)  # drawn at random
-    rest = draw_trials(words, tmp_path / "again", 6)
+    assert draw_trials(arguments, tmp_path / "once", 6) == combinations
+    assert draw_trials(arguments, tmp_path / "more", 20) == combinations
+    assert draw_trials(arguments, tmp_path / "killed", 6, (1, 3)) == combinations
+    first = draw_trials(arguments, tmp_path / "fewer", 5)  # drawn at random
+    rest = draw_trials(arguments, tmp_path / "again", 6)
     assert len(first) == 5
     assert {*first, *rest} == {*combinations}
 
@@ -134,10 +139,10 @@ def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(t
 
 
 def test_a_restarted_search_draws_the_same_values(tmp_path: Path):
-    words = ["optim.lr=log:1e-4..1e-1", "optim.beta1=0.8..0.9"]
-    values = draw_trials(words, tmp_path / "once", 5)
+    arguments = ["optim.lr=log:1e-4..1e-1", "optim.beta1=0.8..0.9"]
+    values = draw_trials(arguments, tmp_path / "once", 5)
     assert len(set(values)) == 5
-    assert draw_trials(words, tmp_path / "killed", 5, (0, 2, 3)) == values
+    assert draw_trials(arguments, tmp_path / "killed", 5, (0, 2, 3)) == values
 
 
 def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):

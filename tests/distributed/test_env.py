@@ -30,14 +30,14 @@ NAMES["INTERACTIVE"] = INTERACTIVE
 
 def spell(line: str) -> dict[str, str]:
     """Return the variables of a line, in which names stand for those above."""
-    words = " ".join(NAMES.get(word, word) for word in line.split())
-    return dict(word.split("=", 1) for word in words.split())
+    values = " ".join(NAMES.get(value, value) for value in line.split())
+    return dict(value.split("=", 1) for value in values.split())
 
 
 # torchrun's variables come first, SLURM_NTASKS is of the job, the variables of PMI next to a step's
 # are of srun --mpi=pmi2. In the last two, mpiexec starts a task of Slurm on each machine, which
 # starts the ranks.
-PLACES = """\
+ROWS = """\
 0 of 1, here 0 of 1:
 0 of 1, here 0 of 1: JOB
 0 of 1, here 0 of 1: INTERACTIVE
@@ -59,13 +59,13 @@ PLACES = """\
 """
 
 
-@pytest.mark.parametrize("row", PLACES.splitlines())
+@pytest.mark.parametrize("row", ROWS.splitlines())
 def test_ranks_of_launchers(row: str):
-    place, line = row.split(":")
+    expected, line = row.split(":")
     found = read_dist_env(spell(line))
     address = found.address.replace("127.0.0.1", "here")
     ranks = f"{found.rank} of {found.world_size}, {address} {found.local_rank}"
-    assert f"{ranks} of {found.local_world_size}" == place
+    assert f"{ranks} of {found.local_world_size}" == expected
 
 
 def test_variables_round_trip():

@@ -35,10 +35,10 @@ def random_matrices(seed: int = 0) -> list[Tensor]:
 
 
 def muon_state(
-    model_config: ModelConfig = TINY_GPT, form: str = "auto", **values: Any
+    model_config: ModelConfig = TINY_GPT, implementation: str = "auto", **values: Any
 ) -> TrainState:
     optim = OptimConfig(**{"name": "muon", "lr": 3e-3} | values)
-    return tiny_state(optim=optim, model_config=model_config, form=form)
+    return tiny_state(optim=optim, model_config=model_config, implementation=implementation)
 
 
 def in_double(matrix: Tensor, equal_rows: bool = False) -> Tensor:
@@ -142,12 +142,12 @@ def test_the_other_groups_are_adamw():
     torch.testing.assert_close({name: params[name] for name in names}, others, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["fused", "loop"])
-def test_clipping_is_that_of_other_optimizers(form: str):
+@pytest.mark.parametrize("implementation", ["fused", "loop"])
+def test_clipping_is_that_of_other_optimizers(implementation: str):
     """A norm far above the limit, twice: momentum mixes gradients of equal lengths."""
     step_config = tiny_step_config(optim__lr=3e-3, optim__grad_clip=0.05)
-    state = muon_state(form=form)
-    assert state.skips_bad_on_device == (form == "fused")
+    state = muon_state(implementation=implementation)
+    assert state.skips_bad_on_device == (implementation == "fused")
     param = state.model.get_parameter("blocks.0.mlp.up.weight")
     for step in range(2):
         before = param.detach().clone()

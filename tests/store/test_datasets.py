@@ -103,9 +103,9 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
 def test_without_a_manifest_there_is_no_dataset(store: ObjectStore, address: str):
     manifest = store.read("manifest.json")
     store.remove("manifest.json")
-    for place in (address, f"{address}/other"):
+    for path in (address, f"{address}/other"):
         with pytest.raises(DataError):
-            load_dataset(place)
+            load_dataset(path)
     store.write("manifest.json", manifest)
     flip(store, "manifest.json", 40)
     with pytest.raises(DataError):
@@ -204,13 +204,13 @@ def test_prepare_verify_and_eval_at_an_address(
 
 def test_errors_are_one_line(s3: str):
     missing = "s3://a-bucket-that-is-not-there/data"
-    for error, place in (
+    for error, path in (
         (ConfigError, "nothing://bucket/data"),
         (ConfigError, Path("s3://bucket/data")),
         (DataError, missing),
     ):
         with pytest.raises(error):
-            load_dataset(place)
+            load_dataset(path)
     with pytest.raises(StorageError):
         ObjectStore(missing).write("x", b"")
     for address in ("s3:bucket/run", "s3:/bucket/run"):

@@ -163,13 +163,13 @@ def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
     monkeypatch.setattr("megatoken.store.manifest.hash_file", pytest.fail)
     path, state = saved / "optimizer.safetensors", new_state("sgd", seed=5)
     size = path.stat().st_size
-    for place in (9, size // 2, size - 1):  # in the header, in a tensor, in the last byte
-        flip_bit(path, 8 * place + 2)
+    for index in (9, size // 2, size - 1):  # in the header, in a tensor, in the last byte
+        flip_bit(path, 8 * index + 2)
         with pytest.raises(CheckpointError) as raised:
             restore_state(saved, manifest, state)
-        assert place == 9 or f"expected {manifest.files[path.name].xxh3_128}" in str(raised.value)
+        assert index == 9 or f"expected {manifest.files[path.name].xxh3_128}" in str(raised.value)
         assert (state.step, dict(state.optimizer.state)) == (0, {})
-        flip_bit(path, 8 * place + 2)
+        flip_bit(path, 8 * index + 2)
     files = restore_state(saved, manifest, state)
     assert files == {
         name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")

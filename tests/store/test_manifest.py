@@ -27,9 +27,9 @@ def forge_manifest(folder: Path, change: dict[str, object]) -> None:
 @pytest.mark.fault(24)
 def test_every_flipped_bit_in_checkpoints_and_data_is_found_and_named(tmp_path: Path):
     """A hundredth of `make soak`."""
-    answer = soak(tmp_path, flips=90, clean=9, seed=1)
-    assert answer["clean"] == {"loads": 9, "false_alarms": 0}
-    assert answer["whole"] == answer["sharded"] == answer["data"] == {"flips": 30, "found": 30}
+    result = soak(tmp_path, flips=90, clean=9, seed=1)
+    assert result["clean"] == {"loads": 9, "false_alarms": 0}
+    assert result["whole"] == result["sharded"] == result["data"] == {"flips": 30, "found": 30}
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """An empty place in memory, or a local S3 server's where a test asks for it."""
+    """An empty address in memory, or a local S3 server's where a test asks for it."""
     if getattr(request, "param", "memory") == "s3":
         yield request.getfixturevalue("s3") + "/run"
     else:
@@ -56,11 +56,11 @@ def save(run: Path, step: int) -> Path:
 
 
 def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[str, Any]:
-    """Return the answer of the last upload."""
+    """Return the result of the last upload."""
     for step in steps:
         save(run, step)
-        answer = update_mirror(run, address, **(KEEP | rules))
-    return answer
+        result = update_mirror(run, address, **(KEEP | rules))
+    return result
 
 
 def open_mirror(run: Path, address: str, in_use: set[int], events: list[Any]) -> Mirror:
@@ -87,8 +87,8 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
 def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
     run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
     assert fetch_run(run, address, pytest.fail) is None
-    answer = save_and_mirror(run, address, 10)
-    assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], 5000 + len('{"a": 10}'))
+    result = save_and_mirror(run, address, 10)
+    assert (result["uploaded"], result["bytes"]) == (["step-00000010"], 5000 + len('{"a": 10}'))
     assert update_mirror(run, address, **KEEP)["uploaded"] == []
     assert fetch_run(other, address, pytest.fail) == other / "checkpoints" / "step-00000010"
     for path in filter(Path.is_file, run.rglob("*")):
@@ -198,7 +198,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
             self._fs.pipe_file(target, content[: len(content) // 2])
         raise Killed
 
-    # Small files, files of the checkpoint, its mark, removals of the one before.
+    # Small files, files of the checkpoint, its manifest, removals of the one before.
     moments = 4 + 2 + 1 + 2
     for moment in range(moments + 1):
         step, left = 20 + 10 * moment, moment

@@ -130,8 +130,8 @@ def flip(state: TrainState, tensor: int, bit: int) -> None:
     moments = [state.optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq")]
     tensors = [*params, *moments]
     raw = tensors[tensor % len(tensors)].detach().view(-1).view(torch.uint8)
-    place, bit = divmod(bit % (8 * raw.numel()), 8)
-    raw[place] ^= 1 << bit
+    index, bit = divmod(bit % (8 * raw.numel()), 8)
+    raw[index] ^= 1 << bit
 
 
 def run_jobs(rank: int, jobs: Sequence[Job], data: str, folder: Path) -> list[str]:

@@ -169,7 +169,7 @@ class Case:
         forms = [json.loads((out / "machine.json").read_text()) for out in (pieces, whole)]
         compare(*forms, "choices")
         compare(fingerprint(pieces), fingerprint(whole), "in pieces")
-        if self.recipe in SAMPLED:  # rounding changes which answers are sampled
+        if self.recipe in SAMPLED:  # rounding changes which completions are sampled
             return
         is_same = self.is_deterministic and self.is_fixed
         others = "machine.sharding=none machine.tensor_parallel=1"
@@ -187,8 +187,8 @@ def compare(actual: Any, expected: Any, what: str) -> None:
     assert actual == expected, f"{what}: {actual}\nexpected: {expected}"
 
 
-def pay_for_letters(prompt: str, answer: str, right: str) -> float:
-    return sum(sign.isalpha() for sign in answer) / 6
+def pay_for_letters(prompt: str, completion: str, answer: str) -> float:
+    return sum(sign.isalpha() for sign in completion) / 6
 
 
 def die_at(step: int, row: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def split_documents(rows: np.ndarray) -> list[np.ndarray]:
     """Each document of each window alone (1, its tokens and the target of the last one)."""
     pieces = []
     for row in rows:
-        edges = [0, *(place for place in range(1, T) if row[place] == EOT), T]
+        edges = [0, *(index for index in range(1, T) if row[index] == EOT), T]
         pieces += [row[None, first : end + 1] for first, end in pairwise(edges)]
     return pieces
 

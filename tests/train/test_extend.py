@@ -22,8 +22,8 @@ def settings(data: str) -> str:
     return f"{data} optim.lr=1e-3 optim.warmup=2steps {saving}"
 
 
-def train(*words: object) -> int:
-    return main(["train", *map(str, words)])
+def train(*arguments: object) -> int:
+    return main(["train", *map(str, arguments)])
 
 
 def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(

@@ -90,24 +90,24 @@ def test_options_follow_device_model_and_settings(line: str, monkeypatch: pytest
     library = object() if "native" in traits else None
     monkeypatch.setattr(autotune_module, "find_library", lambda: library)
     age = (7, 0) if "old" in traits else (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: age)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: age)
     monkeypatch.setattr(fused_loss, "HAS_TRITON", "no-triton" not in traits)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", "6.0" if "hip" in traits else None)
-    place = replace(CPU, torch_device=torch.device(kind), precision=precision)
+    device = replace(CPU, torch_device=torch.device(kind), precision=precision)
     model = TINY_LLAMA if "llama" in traits else TINY_GPT
     model = replace(model, window=8) if "window" in traits else model
     pairs = (f"machine.{setting}".split("=") for setting in settings)
     machine = build_config({key: parse_value(FIELDS[key], text) for key, text in pairs}).machine
     model = replace(model, dropout=0.1 * ("dropout" in traits))
-    options = list_options(model, machine, place)
+    options = list_options(model, machine, device)
     for setting in expected:
-        name, _, forms = setting.partition("=")
-        assert options[name] == forms.split(",")
+        name, _, implementations = setting.partition("=")
+        assert options[name] == implementations.split(",")
     if options["block"] == ["torch"]:
         machine = replace(machine, gemm_backend="native" if "bf16 native" in line else "cublaslt")
         with pytest.raises(ConfigError, match=r"cublaslt needs|need master weights"):
-            autotune(model, machine, place, micro_batch=1, key="")
+            autotune(model, machine, device, micro_batch=1, key="")
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
@@ -207,8 +207,8 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
 
         return count
 
-    for form in ("flash", "native"):  # also in the trials of torch's products
-        monkeypatch.setitem(ATTENTION, form, count_in(find_attention(form)))
+    for name in ("flash", "native"):  # also in the trials of torch's products
+        monkeypatch.setitem(ATTENTION, name, count_in(find_attention(name)))
     settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
 
     def note(row: dict[str, Any]) -> None:

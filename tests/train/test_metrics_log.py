@@ -20,14 +20,14 @@ from tests.processes import HANG_SECONDS
 from tests.ranks import FORKS, start_process
 
 
-def hold(folder: Path, answers: "Queue[str]") -> None:
+def hold(folder: Path, owners: "Queue[str]") -> None:
     """Lock a folder until this process is killed."""
     try:
         with MetricsLogger.open(folder):
-            answers.put(str(os.getpid()))
+            owners.put(str(os.getpid()))
             time.sleep(HANG_SECONDS)
     except MegatokenError:
-        answers.put("refused")
+        owners.put("refused")
 
 
 def test_row_format(tmp_path: Path):
@@ -128,10 +128,10 @@ def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: py
 @pytest.mark.long
 @pytest.mark.fault(22)
 def test_a_folder_is_locked_until_its_owner_ends(tmp_path: Path):
-    answers = FORKS.Queue()
-    processes = [start_process(hold, tmp_path, answers) for _ in range(3)]
+    owners = FORKS.Queue()
+    processes = [start_process(hold, tmp_path, owners) for _ in range(3)]
     try:
-        (owner,) = {answers.get(timeout=HANG_SECONDS) for _ in processes} - {"refused"}
+        (owner,) = {owners.get(timeout=HANG_SECONDS) for _ in processes} - {"refused"}
         with pytest.raises(StorageError, match=f"pid {owner} on "):
             MetricsLogger.open(tmp_path)
         (tmp_path / ".owner.json").unlink()
@@ -151,12 +151,12 @@ def test_a_reader_continues_where_it_stopped(tmp_path: Path):
     log = tmp_path / "metrics.jsonl"
     rows = [{"kind": "train", "step": step, "tokens": step} for step in range(5)]
     lines = [json.dumps(row) + "\n" for row in rows]
-    half, place = lines[0] + lines[1] + lines[2][:9], START
+    half, position = lines[0] + lines[1] + lines[2][:9], START
     for text, expected in ((half, rows[:2]), (half, []), ("".join(lines[:4]), rows[2:4])):
         log.write_text(text)
-        new, place = read_new_rows(tmp_path, place)
+        new, position = read_new_rows(tmp_path, position)
         assert new == expected
     replace_file(log, "".join(lines[3:]))  # by a resume
-    new, replaced = read_new_rows(tmp_path, place)
+    new, replaced = read_new_rows(tmp_path, position)
     assert new == rows[3:]
-    assert replaced[0] != place[0]
+    assert replaced[0] != position[0]

@@ -63,8 +63,8 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
     copy.unlink()
     train(out, settings)
     assert list_mirrored(ObjectStore(str(copy))) == [12]
-    for place in (str(copy), f"file://{copy}"):
-        assert main(["verify", place]) == ExitCode.DONE
+    for address in (str(copy), f"file://{copy}"):
+        assert main(["verify", address]) == ExitCode.DONE
     weights = next(copy.glob("checkpoints/*/model*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["verify", f"file://{copy}"]) == ExitCode.CHECKPOINT

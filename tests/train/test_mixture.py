@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_batches_have_the_shares_of_their_sources(folder: Path):
     mixture = load_mixture(f"{folder}/letters:3,{folder}/digits:1", external_tokenizer="bytes")
-    assert [part.share for part in mixture.parts] == [0.75, 0.25]
-    sources = [(len(part.dataset.train), part.share) for part in mixture.parts]
+    assert [component.share for component in mixture.components] == [0.75, 0.25]
+    sources = [(len(component.dataset.train), component.share) for component in mixture.components]
     loader = DataLoader(mixture.train, seq_len=16, batch_size=12, seed=1, sources=sources)
     n_digits = 0
     for step in range(100):
@@ -60,7 +60,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path):
     file = f"{bpe}/tokenizer/tokenizer.json"
     for name, tokenizer in (("bytes", "bytes"), ("bpe", "bpe:300"), ("same", bpe), ("named", file)):
         prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=str(tokenizer))
-    assert len(load_mixture(f"{bpe}:1,{tmp_path}/same:1,{tmp_path}/named:1").parts) == 3
+    assert len(load_mixture(f"{bpe}:1,{tmp_path}/same:1,{tmp_path}/named:1").components) == 3
     one, other = load_mixture(f"{bpe}:0.5"), load_mixture(str(bpe))
     assert (one.fingerprint, str(one)) == (other.fingerprint, str(other))
     for address in (f"{tmp_path}/bytes:1,{bpe}:1", f"{folder}/missing:1"):

@@ -133,7 +133,7 @@ def test_time_limit_reserves_steps_a_save_and_what_comes_next():
     assert handler.stop_requested == "time limit 1m40s"
     in_groups = PreemptionHandler(time_limit_seconds=100, steps=20)
     in_groups.observe(2.0, save_seconds=10)
-    observe(in_groups, 19)  # the longest, at which answers were sampled, is not forgotten
+    observe(in_groups, 19)  # the longest, at which completions were sampled, is not forgotten
     assert in_groups.reserve_seconds == 1.5 * (20 * 2 + 10)
     in_groups.observe(50)
     assert in_groups.stop_requested == "time limit 1m40s"

@@ -205,11 +205,11 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int):
     before = checksum(tensor)
     assert before == checksum(tensor.clone())
     raw = tensor.view(torch.uint8)
-    for place in range(0, raw.numel(), 3):
+    for index in range(0, raw.numel(), 3):
         for bit in range(8):
-            raw[place] ^= 1 << bit
+            raw[index] ^= 1 << bit
             assert checksum(tensor) != before
-            raw[place] ^= 1 << bit
+            raw[index] ^= 1 << bit
 
 
 def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise():

@@ -74,7 +74,7 @@ def train_all(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return data, a model `init` whose answers stop in one of four places, and the runs `whole` and `split`."""
+    """Return data, a model `init` whose completions stop in one of four ways, and the runs `whole` and `split`."""
     folder = tmp_path_factory.mktemp("runs")
     write_data(folder)
     model = GPT(MODEL, seed=1)
@@ -118,7 +118,7 @@ def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_one(folder: Path, name: str):
-    """The second one has no held-out pairs; answers end after different numbers of tokens."""
+    """The second one has no held-out pairs; completions end after different numbers of tokens."""
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("val", "loss")):
         expected = read_column(folder / "whole" / name, key, kind)
         found = read_column(folder / "split" / name, key, kind)

@@ -51,8 +51,8 @@ def write_rows(run: Path, first: int, last: int) -> Path:
     rows.append({"kind": "sample", "step": last, "text": ["x"]})
     with (run / "metrics.jsonl").open("a") as file:
         for row in rows:
-            place = {"tokens": 8 * row["step"], "elapsed_seconds": 1.0}
-            file.write(json.dumps(row | place) + "\n")
+            position = {"tokens": 8 * row["step"], "elapsed_seconds": 1.0}
+            file.write(json.dumps(row | position) + "\n")
     return run
 
 

@@ -55,7 +55,7 @@ def test_micro_batches_of_shorter_rows_have_more_of_them():
         (512, 256, 16),  # of the context's length
         (512, 24, 128),  # 170 rows have the tokens of 16 of 256
         (96, 24, 128),  # all in one
-        (512, 257, 8),  # a pair of answers: more than the context
+        (512, 257, 8),  # a pair of completions: more than the context
         (512, 512, 8),
         (24, 60, 32),
     ):
@@ -97,10 +97,12 @@ def test_a_step_in_any_pieces_equals_plain_torch(micro_batch: int, chunk: int):
     torch.testing.assert_close(state.model.state_dict(), twin.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("form", "clip"), [("foreach", 0.05), ("fused", 0.0), ("fused", 0.05)])
-def test_adamw_implementations_agree(form: str, clip: float):
-    states = [tiny_state(form=name) for name in (form, "loop")]
-    assert [state.skips_bad_on_device for state in states] == [form == "fused", False]
+@pytest.mark.parametrize(
+    ("implementation", "clip"), [("foreach", 0.05), ("fused", 0.0), ("fused", 0.05)]
+)
+def test_adamw_implementations_agree(implementation: str, clip: float):
+    states = [tiny_state(implementation=name) for name in (implementation, "loop")]
+    assert [state.skips_bad_on_device for state in states] == [implementation == "fused", False]
     for state in states:
         for step in range(4):
             train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, tiny_batch(step))
@@ -138,9 +140,9 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read(name: An
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["fused", "loop"])
-def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str):
-    state, step_config = tiny_state(form=form), tiny_step_config()
+@pytest.mark.parametrize("implementation", ["fused", "loop"])
+def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(implementation: str):
+    state, step_config = tiny_state(implementation=implementation), tiny_step_config()
     train_step(state, step_config, CPU, tiny_batch())
     weights = copy.deepcopy(state.model.state_dict())
     # Reaches no weight but the output layer's.
@@ -156,11 +158,11 @@ def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str):
 def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    state, marks = tiny_state(), []
+    state, marked = tiny_state(), []
 
     def mark() -> None:
         """The next step's graphs write to the memory of this one's results."""
-        marks.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
+        marked.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
 
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
     state.compute = replace(state.compute, cuda_graphs=True)
@@ -169,7 +171,7 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
         found, expected = gradients_of(state.model), gradients(8)[1]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
         state.optimizer.zero_grad()
-        assert marks == step * [[]]  # once a step, when no gradient is left
+        assert marked == step * [[]]  # once a step, when no gradient is left
 
 
 def kept_bytes(recompute: str, model_config: ModelConfig) -> int:

@@ -107,10 +107,10 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path):
     shards = tmp_path / "shards"
     prepare(str(text), shards, tokenizer=f"{tmp_path}/tokenizer", val_fraction=0)
     for limit in (0, 32):
-        answers = [evaluate(model, tokenizer, data=data, limit=limit) for data in (text, shards)]
-        for answer in answers:
-            del answer["data"], answer["split"]
-        assert answers[0] == answers[1]
+        results = [evaluate(model, tokenizer, data=data, limit=limit) for data in (text, shards)]
+        for each in results:
+            del each["data"], each["split"]
+        assert results[0] == results[1]
     first = {"no U+2581": 1, "prefix": 0, "bpe:300": 0}  # bytes of the first token, no target
     if kind in first:  # the others change the text
         tokens = load_dataset(shards).train

@@ -9,7 +9,7 @@ from megatoken.base.errors import ConfigError, import_extra
 from megatoken.base.system.atomic_write import storage_errors
 
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow for larger values
-PLACES = {  # of a note: offset from its point in printer's points, and alignment
+NOTE_POSITIONS = {  # of a note: offset from its point in printer's points, and alignment
     "right": {"xytext": (7, 0), "ha": "left", "va": "center"},
     "above": {"xytext": (0, 7), "ha": "center", "va": "bottom"},
     "below": {"xytext": (0, -7), "ha": "center", "va": "top"},
@@ -36,13 +36,13 @@ def line(
     *,
     band: Any = None,
     notes: Sequence[str] = (),
-    place: str = "below",
+    note_position: str = "below",
     **style: Any,
 ) -> Draw:
     """Return a line through points, or dots if `fmt` is a marker such as "o".
 
     x, y: values; NaN leaves a gap. label: its entry in the legend. band: the lowest and the
-    highest y, drawn pale. notes: a text for each point. place: of the notes, a key of PLACES.
+    highest y, drawn pale. notes: a text for each point. note_position: of the notes, a key of NOTE_POSITIONS.
     style: arguments of matplotlib's `Axes.errorbar`.
     """
 
@@ -51,7 +51,9 @@ def line(
         if band is not None:
             axis.fill_between(x, *band, color=drawn.get_color(), alpha=0.15, lw=0)
         for note, *point in zip(notes, x, y, strict=False):
-            axis.annotate(note, point, textcoords="offset points", fontsize=8, **PLACES[place])
+            axis.annotate(
+                note, point, textcoords="offset points", fontsize=8, **NOTE_POSITIONS[note_position]
+            )
 
     return draw_line
 
@@ -83,8 +85,8 @@ def panel(
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
         axis.set(**axes)
-        for side, form in zip((axis.xaxis, axis.yaxis), formats, strict=False):
-            side.set_major_formatter(form)
+        for side, formatter in zip((axis.xaxis, axis.yaxis), formats, strict=False):
+            side.set_major_formatter(formatter)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(**({} if outside is None else {"title": outside} | OUTSIDE))
 
@@ -111,13 +113,13 @@ def draw(
     pyplot = load_pyplot()
     columns = max(map(len, rows))
     panels: list[Draw] = []
-    places = []
+    mosaic = []
     for row in rows:
         numbers = [*range(len(panels), len(panels) + len(row)), *[-1] * (columns - len(row))]
-        places.append(numbers if len(row) > 1 else numbers[:1] * columns)
+        mosaic.append(numbers if len(row) > 1 else numbers[:1] * columns)
         panels += row
     figure = pyplot.figure(figsize=(width * columns, sum(heights)), layout="constrained")
-    axes = figure.subplot_mosaic(places, height_ratios=heights, empty_sentinel=-1)
+    axes = figure.subplot_mosaic(mosaic, height_ratios=heights, empty_sentinel=-1)
     for number, each in enumerate(panels):
         each(axes[number])
     if key:

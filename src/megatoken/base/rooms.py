@@ -2,7 +2,7 @@
 
 A room is a package of megatoken with a module `room`, or a single module. CORE are the rooms that
 training needs; each other one can be deleted, and what it adds goes with it. A room says what it
-adds in ENTRIES, a dict by kind of entry ("command", ...) of dicts from names to places, `module` or
+adds in ENTRIES, a dict by kind of entry ("command", ...) of dicts from names to references, `module` or
 `module:attribute`. They are imported when they are used. NEEDS lists the rooms outside the core
 that it imports; without one of them, the room is left out. Both are literals, which are read
 without importing the module.
@@ -47,11 +47,11 @@ def _read(path: Path) -> Room:
 
 
 def list_entries(kind: str) -> Mapping[str, str]:
-    """Return where the entries of a kind are, by name."""
+    """Return the references of the entries of a kind, by name."""
     return {
-        name: place
+        name: reference
         for room in find_rooms().values()
-        for name, place in room.entries.get(kind, {}).items()
+        for name, reference in room.entries.get(kind, {}).items()
     }
 
 

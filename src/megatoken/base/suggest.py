@@ -4,12 +4,12 @@ import difflib
 from collections.abc import Iterable
 
 
-def suggest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the first choice that starts with `word`, or the closest one, or None.
+def suggest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the first choice that starts with `name`, or the closest one, or None.
 
     Case is ignored.
     """
     choice_of = {choice.lower(): choice for choice in choices}
-    matches = [choice for choice in choice_of if choice.startswith(word.lower())]
-    matches = matches or difflib.get_close_matches(word.lower(), choice_of, n=1)
+    matches = [choice for choice in choice_of if choice.startswith(name.lower())]
+    matches = matches or difflib.get_close_matches(name.lower(), choice_of, n=1)
     return choice_of[matches[0]] if matches else None

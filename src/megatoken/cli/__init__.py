@@ -38,5 +38,5 @@ def load_command(name: str) -> ModuleType:
 
 def run_parsed(options: Namespace, console: Any) -> Result:
     """Run the command of `arguments.parse`."""
-    answer = load_command(options.command).run(options, console)
-    return answer if isinstance(answer, Result) else Result(ExitCode.DONE, answer)
+    result = load_command(options.command).run(options, console)
+    return result if isinstance(result, Result) else Result(ExitCode.DONE, result)

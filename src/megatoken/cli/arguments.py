@@ -16,7 +16,7 @@ from megatoken.base.system.table import read_table
 from megatoken.cli import COMMANDS, load_command
 
 SETTING = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
-HOME = re.compile(r"([\w.-]+=)~/")  # a shell expands ~/ only at the start of a word
+HOME = re.compile(r"([\w.-]+=)~/")  # a shell expands ~/ only at the start of an argument
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,19 +43,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, self.prog, f"see `{self.prog} --help`")
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line whose first word is the command. Raises ConfigError.
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line whose first argument is the command. Raises ConfigError.
 
     Settings (`section.field=value`) may be mixed with other arguments. The result also has the
-    attributes `command`, its name, and `words`, the command line.
+    attributes `command`, its name, and `arguments`, the command line.
     """
-    name = words[0]
+    name = arguments[0]
     if name not in COMMANDS:
         match = suggest(name, COMMANDS)
         fix = f"did you mean {match}?" if match else "see `megatoken --help`"
         raise ConfigError(f"no command '{name}'", "megatoken", fix)
     parser = build_parser(name)
-    expanded = [HOME.sub(lambda match: f"{match[1]}{Path.home()}/", word) for word in words[1:]]
+    expanded = [HOME.sub(lambda match: f"{match[1]}{Path.home()}/", text) for text in arguments[1:]]
     if name == "bench":  # argparse cannot intermix the arguments of subcommands
         options = parser.parse_args(expanded)
     else:
@@ -64,7 +64,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if settings:
             options.overrides = settings
     options.command = name
-    options.words = list(words)
+    options.arguments = list(arguments)
     return options
 
 
@@ -79,24 +79,24 @@ def build_parser(name: str) -> Parser:
     return parser
 
 
-def split_settings(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_settings(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into a list of other arguments and a list of settings.
 
-    A word that is the value of an option is not a setting, even if it contains `=`. If the command
+    An argument that is the value of an option is not a setting, even if it contains `=`. If the command
     takes no settings, the second list is empty.
     """
     if not any(action.dest == "overrides" for action in parser._actions):
-        return list(words), []
+        return list(arguments), []
     with_value = [
         name for action in parser._actions if action.nargs != 0 for name in action.option_strings
     ]
     others: list[str] = []
     settings: list[str] = []
     previous = ""
-    for word in words:
-        is_setting = SETTING.fullmatch(word) and previous not in with_value
-        (settings if is_setting else others).append(word)
-        previous = word
+    for argument in arguments:
+        is_setting = SETTING.fullmatch(argument) and previous not in with_value
+        (settings if is_setting else others).append(argument)
+        previous = argument
     return others, settings
 
 
@@ -128,24 +128,24 @@ def add_options(
         return value
 
     groups: dict[str, Any] = {"": parser}
-    for words, given in (table[section] if section else table).items():
-        if words == "*option":
+    for flags, given in (table[section] if section else table).items():
+        if flags == "*option":
             for name in list_entries("option"):
                 parser.add_argument(f"--{name}", metavar="NAME", help=load_entry("option", name))
             continue
-        if words.startswith("*"):
-            add_options(parser, section=words[1:], **given)
+        if flags.startswith("*"):
+            add_options(parser, section=flags[1:], **given)
             continue
         options = {key: fill(value) for key, value in given.items()}
         title = options.pop("group", "")
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(*words.split(), **options)
+        groups[title].add_argument(*flags.split(), **options)
 
 
-def _reject(word: str) -> NoReturn:
+def _reject(text: str) -> NoReturn:
     """Raise ArgumentTypeError, because `split_settings` has already removed all valid settings."""
-    raise argparse.ArgumentTypeError(f"not a setting: '{word}'")
+    raise argparse.ArgumentTypeError(f"not a setting: '{text}'")
 
 
 TYPES: dict[str, Any] = {

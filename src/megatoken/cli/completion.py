@@ -44,12 +44,12 @@ def run(options: Namespace, console: Console) -> Data:
 def write_completion(shell: str) -> str:
     """Return the script for a shell. Raises ConfigError without shtab."""
     shtab = import_extra("shtab", "shell")
-    words = {
+    names = {
         "recipes": " ".join(list_recipes()),
         "presets": " ".join(PRESETS),
         "settings": " ".join(f"{key}=" for key in FIELDS),
     }
-    preamble = {shell: PREAMBLE[shell].format(**words)}
+    preamble = {shell: PREAMBLE[shell].format(**names)}
     script = str(shtab.complete(build_full_parser(shtab.FILE), shell, preamble=preamble))
     return script + BASH_END if shell == "bash" else script
 

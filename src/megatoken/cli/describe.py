@@ -81,7 +81,7 @@ def describe_mfu(options: Namespace, data: dict[str, Any]) -> list[tuple[str, st
 
 
 def describe_blocks(model: ModelConfig) -> str:
-    """Return the architecture of the blocks and the output layer in words."""
+    """Return the architecture of the blocks and the output layer."""
     parts = [
         model.norm,
         f"{model.mlp} of {model.d_ff:,}",

@@ -21,26 +21,26 @@ from megatoken.distributed.env import read_dist_env
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     prepare_streams()
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     try:
         prepare_process()
-        if not words or words[0] in ("-h", "--help"):
+        if not arguments or arguments[0] in ("-h", "--help"):
             print(format_overview())
             return ExitCode.DONE
-        if words[0] == "--version":
+        if arguments[0] == "--version":
             print(f"megatoken {__version__}")
             return ExitCode.DONE
-        return run_command(words)
+        return run_command(arguments)
     except BrokenPipeError:
         sys.stderr.close()
         return 1
     except (MegatokenError, OSError) as raised:
         error = raised if isinstance(raised, MegatokenError) else convert_os_error(raised)
         with suppress(OSError):  # the terminal was closed
-            if "--debug" in words:
+            if "--debug" in arguments:
                 traceback.print_exc()
             # One write, so that the lines of ranks do not mix.
             sys.stderr.write(f"{_rank_prefix()}error: {error}\n")
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def run_command(words: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Parse and run one command, and print its JSON line."""
-    options = parse(words)
+    options = parse(arguments)
     result = run_parsed(options, Console(to_stderr=options.json))
     if options.json and result.data is not None:
         try:

@@ -29,7 +29,7 @@ def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = 
         if config is not None and not config.model.init:
             world = DistEnv(world_size=dist_env.world_size * nproc, local_world_size=nproc)
             fit_batch(config, world, "--nproc")
-        return launch([*COMMAND, *options.words], nproc, restarts, dist_env)
+        return launch([*COMMAND, *options.arguments], nproc, restarts, dist_env)
     if nproc not in (1, dist_env.local_world_size):
         what = f"--nproc {nproc} in one of {dist_env.local_world_size} processes of this machine"
         fix = "let torchrun or srun start one process on each machine, or leave it out"

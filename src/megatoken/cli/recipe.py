@@ -31,7 +31,7 @@ from megatoken.store.manifest import verify
 
 RECIPE_HELP = f"YAML file, run folder, or a built-in recipe: {', '.join(list_recipes())}"
 PRESET_HELP = f"recipe, or a preset: {', '.join(PRESETS)}"
-# Options that read the recipe of another program in place of RECIPE. A translator is a module with
+# Options that replace RECIPE by the recipe of another program. A translator is a module with
 # OPTION, the option's metavar and help, and `translate(text, processes)`.
 TRANSLATED = tuple(list_entries("translator"))
 NEED_WEIGHTS = ("finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo")  # recipes
@@ -120,7 +120,7 @@ def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> Non
 
     values: for each option, its setting and value; the value is None if the option is not given.
     """
-    keys = [word.partition("=")[0] for word in options.overrides]
+    keys = [override.partition("=")[0] for override in options.overrides]
     for option, (key, value) in values.items():
         if value is None:
             continue

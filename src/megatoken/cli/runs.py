@@ -61,8 +61,8 @@ def run(options: Namespace, console: Console) -> Data:
 def format_row(row: Row) -> tuple[str, ...]:
     """Return the table cells of a run, in the order of COLUMNS."""
 
-    def cell(key: str, form: str) -> str:
-        return "-" if row[key] is None else format(row[key], form)
+    def cell(key: str, spec: str) -> str:
+        return "-" if row[key] is None else format(row[key], spec)
 
     return (
         row["run"],

@@ -160,9 +160,9 @@ class DataLoader:
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
-        place = np.searchsorted(self._first_windows, windows, side="right") - 1
-        in_source = windows - self._first_windows[place]
-        starts: Ints = self._first_tokens[place] + in_source * self._stride
+        source = np.searchsorted(self._first_windows, windows, side="right") - 1
+        in_source = windows - self._first_windows[source]
+        starts: Ints = self._first_tokens[source] + in_source * self._stride
         return starts
 
     def _entries(self, step: int) -> tuple[int, int]:

@@ -208,10 +208,10 @@ class Tokens:
                 what = f"shard is damaged: block {number} has hash {actual}, expected {expected}"
                 raise DataError(what, where, RESTORE)
         if int(ids.max()) >= self.vocab_size:
-            place = int(np.argmax(ids >= self.vocab_size))
-            offset = file.offset + number * BLOCK_BYTES + place * ids.itemsize
-            what = f"token id {int(ids[place])} is outside the vocabulary of {self.vocab_size:,}"
-            where = f"{file.path}, byte offset {offset:,} (token {token + place:,})"
+            index = int(np.argmax(ids >= self.vocab_size))
+            offset = file.offset + number * BLOCK_BYTES + index * ids.itemsize
+            what = f"token id {int(ids[index])} is outside the vocabulary of {self.vocab_size:,}"
+            where = f"{file.path}, byte offset {offset:,} (token {token + index:,})"
             raise DataError(what, where, "use the tokenizer that made these shards")
 
 

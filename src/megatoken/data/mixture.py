@@ -17,7 +17,7 @@ SCANNED_TOKENS = 1 << 24  # to search for end-of-text in shards that do not reco
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A dataset in a mixture, and its share of the training sequences, 0 to 1."""
 
     dataset: Dataset
@@ -31,15 +31,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets with the same tokenizer. train: the training tokens of all parts, end to end."""
+    """Datasets with the same tokenizer. train: all training tokens, end to end."""
 
-    parts: tuple[Part, ...]
+    components: tuple[Component, ...]
     train: Tokens
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of all parts. Raises DataError as `Dataset.vocabulary` does."""
-        return self.parts[0].dataset.vocabulary
+        """The vocabulary of all components. Raises DataError as `Dataset.vocabulary` does."""
+        return self.components[0].dataset.vocabulary
 
     @property
     def fingerprint(self) -> str:
@@ -48,26 +48,26 @@ class Mixture:
         For one dataset, it is that of the dataset; for several, a hash of their fingerprints and
         shares.
         """
-        if len(self.parts) == 1:
-            return self.parts[0].dataset.fingerprint
-        text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)
+        if len(self.components) == 1:
+            return self.components[0].dataset.fingerprint
+        text = "".join(f"{each.share!r} {each.dataset.fingerprint}\n" for each in self.components)
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
     @property
     def n_val(self) -> int:
-        """Number of held-out tokens in all parts."""
-        return sum(len(part.dataset.val) for part in self.parts)
+        """Number of held-out tokens in all components."""
+        return sum(len(each.dataset.val) for each in self.components)
 
     def set_vocab_size(self, vocab_size: int) -> None:
         """Set the vocabulary size that all ids are checked against."""
         self.train.set_vocab_size(vocab_size)
-        for part in self.parts:
-            part.dataset.set_vocab_size(vocab_size)
+        for component in self.components:
+            component.dataset.set_vocab_size(vocab_size)
 
     def __str__(self) -> str:
-        if len(self.parts) == 1:
-            return self.parts[0].name
-        return ", ".join(f"{part.name} ({part.share:.3g})" for part in self.parts)
+        if len(self.components) == 1:
+            return self.components[0].name
+        return ", ".join(f"{each.name} ({each.share:.3g})" for each in self.components)
 
 
 def load_mixture(
@@ -86,22 +86,23 @@ def load_mixture(
         load_dataset(path, external_tokenizer=external_tokenizer, report=report) for path in weights
     ]
     total = sum(weights.values())
-    parts = tuple(
-        Part(dataset, weight / total)
+    components = tuple(
+        Component(dataset, weight / total)
         for dataset, weight in zip(datasets, weights.values(), strict=True)
     )
-    if len(parts) == 1:
-        return Mixture(parts, datasets[0].train)
-    for part in parts:
-        if part.share < _SMALLEST_SHARE:
-            raise ConfigError(f"the weight of {part.name} is almost 0", "data.path", "leave it out")
-        if _identify(part) != _identify(parts[0]):
-            what = f"{part.name} and {parts[0].name} have different tokenizers"
-            fix = f"prepare one again, with --tokenizer {parts[0].name}"
+    if len(components) == 1:
+        return Mixture(components, datasets[0].train)
+    for component in components:
+        if component.share < _SMALLEST_SHARE:
+            what = f"the weight of {component.name} is almost 0"
+            raise ConfigError(what, "data.path", "leave it out")
+        if _identify(component) != _identify(components[0]):
+            what = f"{component.name} and {components[0].name} have different tokenizers"
+            fix = f"prepare one again, with --tokenizer {components[0].name}"
             raise DataError(what, "data.path", fix)
     files = [file for dataset in datasets for file in dataset.shards]
     shards = [file for file in files if file.shard.split == "train"]
-    return Mixture(parts, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
+    return Mixture(components, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
 
 
 def _parse_spec(spec: str) -> dict[str, float]:
@@ -121,12 +122,12 @@ def _parse_spec(spec: str) -> dict[str, float]:
     return weights
 
 
-def _identify(part: Part) -> tuple[str, str]:
-    """Return the tokenizer's identity and the token dtype, which all parts must have in common.
+def _identify(component: Component) -> tuple[str, str]:
+    """Return the tokenizer's identity and the token dtype, which must be the same in all components.
 
     The identity is the tokenizer's fingerprint or, if none is recorded, its name.
     """
-    manifest = part.dataset.manifest
+    manifest = component.dataset.manifest
     return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
 
 
@@ -138,7 +139,7 @@ def find_document_start(dataset: Mixture) -> int:
     tokens must include an end-of-text token.
     """
     eot = dataset.vocabulary.eot
-    counts = [part.dataset.manifest.documents.get("train", 0) for part in dataset.parts]
+    counts = [each.dataset.manifest.documents.get("train", 0) for each in dataset.components]
     if 0 in counts:
         n_scanned = min(len(dataset.train), SCANNED_TOKENS)
         has_documents = bool((dataset.train.read(0, n_scanned) == eot).any())

@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
         return (self.rows[1] - self.rows[0], self.columns)
 
 
-class Part(NamedTuple):
+class Overlap(NamedTuple):
     """The overlap of a matrix with the slice of a parameter that a rank holds.
 
     row, columns: first row of the overlap and its columns, in the matrix.
@@ -185,19 +185,21 @@ class ShardedMatrices:
         }
         self.names = list(self._shapes)
         self._owned = [matrix for matrix in matrices if matrix.owner == dims.rank]
-        # _local: for each owner, this rank's parts of that owner's matrices. _remote: for each
-        # rank, that rank's parts of the matrices that this rank owns.
-        self._local: list[list[Part]] = [[] for _ in ranks]
-        self._remote: list[list[Part]] = [[] for _ in ranks]
+        # _local: for each owner, the overlaps of its matrices with this rank's slices. _remote: for
+        # each rank, the overlaps of the matrices that this rank owns with that rank's slices.
+        self._local: list[list[Overlap]] = [[] for _ in ranks]
+        self._remote: list[list[Overlap]] = [[] for _ in ranks]
         for matrix in matrices:
-            self._local[matrix.owner] += _find_parts(matrix, slices[matrix.name], dims.rank)
+            self._local[matrix.owner] += _find_overlaps(matrix, slices[matrix.name], dims.rank)
         for matrix in self._owned:
-            for rank, parts in enumerate(self._remote):
-                parts += _find_parts(matrix, slices[matrix.name], rank)
-        self._sent = [[part for part in parts if part.sender == dims.rank] for parts in self._local]
+            for rank, overlaps in enumerate(self._remote):
+                overlaps += _find_overlaps(matrix, slices[matrix.name], rank)
+        self._sent = [
+            [each for each in overlaps if each.sender == dims.rank] for overlaps in self._local
+        ]
         self._received = [
-            [part for part in parts if part.sender == rank]
-            for rank, parts in enumerate(self._remote)
+            [each for each in overlaps if each.sender == rank]
+            for rank, overlaps in enumerate(self._remote)
         ]
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -206,18 +208,24 @@ class ShardedMatrices:
         full = {matrix: self._empty(matrix.shape) for matrix in self._owned}
         self._exchange(
             [
-                [part.slice_local(slices[part.matrix.name]) for part in parts]
-                for parts in self._sent
+                [each.slice_local(slices[each.matrix.name]) for each in overlaps]
+                for overlaps in self._sent
             ],
-            [[part.slice_full(full[part.matrix]) for part in parts] for parts in self._received],
+            [
+                [each.slice_full(full[each.matrix]) for each in overlaps]
+                for overlaps in self._received
+            ],
         )
         full = dict(zip(full, function(list(full.values())), strict=True))
         results = {name: self._empty(shape) for name, shape in self._shapes.items()}
         self._exchange(
-            [[part.slice_full(full[part.matrix]) for part in parts] for parts in self._remote],
             [
-                [part.slice_local(results[part.matrix.name]) for part in parts]
-                for parts in self._local
+                [each.slice_full(full[each.matrix]) for each in overlaps]
+                for overlaps in self._remote
+            ],
+            [
+                [each.slice_local(results[each.matrix.name]) for each in overlaps]
+                for overlaps in self._local
             ],
         )
         return list(results.values())
@@ -245,7 +253,7 @@ class ShardedMatrices:
             target.copy_(piece.view(target.shape))
 
 
-def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> list[Part]:
+def _find_overlaps(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> list[Overlap]:
     """Return the overlaps of a matrix with the slice of `rank`.
 
     slices: for every rank, its slice of the matrix's parameter.
@@ -253,4 +261,4 @@ def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> lis
     local = slices[rank]
     sender = matrix.owner if slices[matrix.owner] == local else slices.index(local)
     full = TensorSlice((matrix.rows,), (0, matrix.columns))
-    return [Part(matrix, *overlap, sender) for overlap in full.overlaps(local)]
+    return [Overlap(matrix, *overlap, sender) for overlap in full.overlaps(local)]

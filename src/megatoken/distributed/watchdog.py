@@ -67,12 +67,17 @@ class Watchdog:
         """
         stacks = self._dump_stacks(processes)
         # The main thread is the last.
-        places = {rank: split_threads(text)[-1] for rank, text in stacks.items()}
-        counts = Counter(places.values())
+        main_stacks = {rank: split_threads(text)[-1] for rank, text in stacks.items()}
+        counts = Counter(main_stacks.values())
 
         def order(rank: int) -> tuple[bool, bool, int, int]:
             text = stacks[rank]
-            return bool(text), waits_in_collective(text), counts[places[rank]], self.read(rank)[1]
+            return (
+                bool(text),
+                waits_in_collective(text),
+                counts[main_stacks[rank]],
+                self.read(rank)[1],
+            )
 
         rank = min(processes, key=order)
         what = f"rank {rank} hangs"

@@ -249,7 +249,7 @@ class Block(Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        has_pre, has_post = (config.norm_position in (place, "both") for place in ("pre", "post"))
+        has_pre, has_post = (config.norm_position in (side, "both") for side in ("pre", "post"))
         self.norm1 = build_norm(config) if has_pre else None
         self.attention = Attention(config, layer)
         self.post_norm1 = build_norm(config) if has_post else None
@@ -510,8 +510,8 @@ def init_weights(
     if model.config.zero_init:
         zeros += (*into_stream, "head.weight")
     for name, parameter in model.named_parameters():
-        place, _, own_name = name.rpartition(".")
-        owner = model.get_submodule(place)
+        module_name, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(module_name)
         if isinstance(owner, AddedModule):
             yield name, owner.draw_initial(own_name, generator)
         if added_only or isinstance(owner, AddedModule):

@@ -66,7 +66,7 @@ def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) ->
     rows = range(len(rungs))
     shown = panel(
         line(published, rows, "published", fmt="o", color="C1", alpha=0.5, markersize=10),
-        line(rates, rows, "predicted", fmt="o", color="C0", notes=notes, place="right"),
+        line(rates, rows, "predicted", fmt="o", color="C0", notes=notes, note_position="right"),
         names=[rung["name"] for rung in rungs],
         title=title,
         xlabel="tokens/s",

@@ -90,10 +90,10 @@ def _describe_budget(steps: StepConfig) -> str:
 
 def _describe_parts(dataset: Mixture, seq_len: int, tokens: int) -> list[str]:
     """Return a line for each dataset of a mixture. tokens: training tokens of the run."""
-    if len(dataset.parts) == 1:
+    if len(dataset.components) == 1:
         return []
     lines = []
-    for part in dataset.parts:
+    for part in dataset.components:
         size = (len(part.dataset.train) - 1) // seq_len * seq_len
         epochs = _format_epochs(tokens * part.share / size)
         lines.append(

@@ -41,7 +41,7 @@ class ChatObjective(Objective):
     def check_data(self, config: Config, dataset: Mixture) -> None:
         super().check_data(config, dataset)
         seq_len = config.model.seq_len
-        for part in dataset.parts:
+        for part in dataset.components:
             row_tokens = part.dataset.manifest.source["seq_len"]
             if row_tokens != seq_len:
                 what = f"its rows have {row_tokens:,} tokens, model.seq_len is {seq_len:,}"
@@ -57,7 +57,9 @@ class Sft(ChatObjective):
     def open_data(
         self, config: Config, dataset: Mixture, comm: Comm
     ) -> tuple[DataLoader | None, int]:
-        marks = np.concatenate([open_rows(part.dataset, "train").marks for part in dataset.parts])
+        marks = np.concatenate(
+            [open_rows(part.dataset, "train").marks for part in dataset.components]
+        )
         loader = open_loader(ChatLoader, config, dataset, comm, marks=marks)
         return loader, loader.n_windows * loader.seq_len
 
@@ -78,7 +80,7 @@ class RowObjective(ChatObjective):
     def open_data(
         self, config: Config, dataset: Mixture, comm: Comm
     ) -> tuple[DataLoader | None, int]:
-        if len(dataset.parts) > 1:
+        if len(dataset.components) > 1:
             what = f"objective.name={config.objective.name} reads one dataset"
             raise ConfigError(what, "data.path", "prepare the rows together")
         n_rows = len(dataset.train) // (config.model.seq_len + 1) // self.rows

@@ -50,7 +50,7 @@ Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismat
 
 def read_pairs(run: Run, split: str) -> list[Pair]:
     """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
-    rows = open_rows(run.data.dataset.parts[0].dataset, split)
+    rows = open_rows(run.data.dataset.components[0].dataset, split)
     read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
     if run.config.objective.name != "kto":
         return list(zip(read[::2], read[1::2], strict=True))

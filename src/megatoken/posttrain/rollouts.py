@@ -52,7 +52,7 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:
     """Return the prompts of a split. Their `text` holds only the last message."""
-    dataset = run.data.dataset.parts[0].dataset
+    dataset = run.data.dataset.components[0].dataset
     rows = open_rows(dataset, split)
     prompts = []
     for number, row in enumerate(read_answers(dataset, split)):

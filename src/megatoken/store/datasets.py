@@ -45,12 +45,12 @@ READ_BLOCKS = 64  # blocks read at once
 class RemoteDataset(StoredFiles):
     """A dataset at an address.
 
-    n_shards: 0 for external shards, which have no hashes. mark, content: name and content of the
+    n_shards: 0 for external shards, which have no hashes. marker, content: name and content of the
     file that is written to the cache last, to show that the copy is complete.
     """
 
     n_shards: int
-    mark: str
+    marker: str
     content: bytes
 
     def fetch_tokenizer(self, folder: Path) -> Path:
@@ -85,14 +85,14 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
 
     with storage_errors(folder), lock_folder(folder, "download", on_wait=report_progress):
         needed = count_missing()
-        if needed or not (folder / remote.mark).exists():
+        if needed or not (folder / remote.marker).exists():
             free = shutil.disk_usage(folder).free
             if free < needed:
                 what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
                 raise StorageError(what, folder, "make room, or set MEGATOKEN_CACHE")
             report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
             remote.fetch(folder, report_progress)
-            replace_file(folder / remote.mark, remote.content, durable=True)
+            replace_file(folder / remote.marker, remote.content, durable=True)
     return folder
 
 
@@ -103,7 +103,7 @@ def list_remote(address: str) -> RemoteDataset:
     store cannot be read.
     """
     folder, _, last = address.rstrip("/").rpartition("/")
-    if last.endswith(SUFFIXES) or any(sign in last for sign in "*?["):
+    if last.endswith(SUFFIXES) or any(char in last for char in "*?["):
         return _list_external(ObjectStore(folder), last)
     store = ObjectStore(address)
     try:

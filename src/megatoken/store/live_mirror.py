@@ -165,19 +165,19 @@ class Mirror:
         self._in_use.clear()
         if self._is_waiting:
             self.start()
-        answer: dict[str, Any] = {"error": f"the upload ended with code {exit_code}"}
+        result: dict[str, Any] = {"error": f"the upload ended with code {exit_code}"}
         if lines:
-            answer = json.loads(lines[-1])
-        if "error" in answer:
-            self._console.warn(f"not copied to save.mirror: {answer['error']}")
-            self._event("not mirrored", message=answer["error"])
+            result = json.loads(lines[-1])
+        if "error" in result:
+            self._console.warn(f"not copied to save.mirror: {result['error']}")
+            self._event("not mirrored", message=result["error"])
             return False
-        if answer["uploaded"]:
-            size = format_quantity(answer["bytes"], "B")
-            duration = format_duration(answer["seconds"])
-            names = ", ".join(answer["uploaded"])
+        if result["uploaded"]:
+            size = format_quantity(result["bytes"], "B")
+            duration = format_duration(result["seconds"])
+            names = ", ".join(result["uploaded"])
             message = f"{names} copied to {self._address}: {size} in {duration}"
-            self._event("mirrored", message=message, **answer)
+            self._event("mirrored", message=message, **result)
         return True
 
     def finish(self) -> None:

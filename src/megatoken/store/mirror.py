@@ -150,10 +150,10 @@ def upload_checkpoint(run: Path, store: ObjectStore, step: int) -> int:
 def open_mirrored(store: ObjectStore, step: int) -> tuple[CheckpointManifest, StoredFiles]:
     """Read the manifest of a mirrored checkpoint. Raises DamagedError."""
     name = step_folder(Path(), step).name
-    place = store.below(f"{CHECKPOINTS}/{name}")
-    where = place.at(MANIFEST)
+    checkpoint = store.below(f"{CHECKPOINTS}/{name}")
+    where = checkpoint.at(MANIFEST)
     try:
-        manifest = parse_manifest(place.read(MANIFEST), where, name)
+        manifest = parse_manifest(checkpoint.read(MANIFEST), where, name)
     except MissingObjectError as error:
         raise damaged(where, "it is missing, so this was never committed") from error
 
@@ -162,7 +162,7 @@ def open_mirrored(store: ObjectStore, step: int) -> tuple[CheckpointManifest, St
         return describe_hash(hash_ranges(read, entry.bytes), entry)
 
     sizes = {file: entry.bytes for file, entry in manifest.files.items()}
-    return manifest, StoredFiles(place, sizes, find_damage, damaged)
+    return manifest, StoredFiles(checkpoint, sizes, find_damage, damaged)
 
 
 def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
@@ -177,8 +177,8 @@ def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: i
     valid = partial(_is_complete, store)
     surplus = choose_surplus(steps, valid, keep_last=keep_last, keep_every=keep_every, keep=[best])
     folders = parse_steps({name.split("/")[1] for name in store.list(CHECKPOINTS)})
-    unmarked = {*folders} - {*steps}
-    remove_steps(store, [*surplus, *(step for step in unmarked if step < max(steps, default=0))])
+    incomplete = {*folders} - {*steps}
+    remove_steps(store, [*surplus, *(step for step in incomplete if step < max(steps, default=0))])
 
 
 def remove_steps(store: ObjectStore, steps: Sequence[int]) -> None:

@@ -15,12 +15,12 @@ from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.metrics_log import METRICS, STATUS, Row, find_last_rows
 from megatoken.store.run_folder import is_copy
 
-MARKS = {METRICS, STATUS, "checkpoints"}  # a folder with one of these is a run
+RUN_FILES = {METRICS, STATUS, "checkpoints"}  # a folder with one of these is a run
 
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder looks like a run folder."""
-    return any((folder / name).exists() for name in MARKS)
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
 def find_runs(root: Path) -> Iterator[Path]:
@@ -29,7 +29,7 @@ def find_runs(root: Path) -> Iterator[Path]:
     Hidden folders are skipped.
     """
     for folder, names, files in os.walk(root):
-        if not MARKS.isdisjoint([*names, *files]):
+        if not RUN_FILES.isdisjoint([*names, *files]):
             yield Path(folder)
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))

@@ -142,7 +142,7 @@ def report(
     picture = partial(draw_race, curves, targets, metric)
     save_picture(picture, options.out / "race.png", console)
     device = open_device(MachineConfig()).name
-    record = write_record(options.out, "race", data, device, ["megatoken", *options.words])
+    record = write_record(options.out, "race", data, device, ["megatoken", *options.arguments])
     console.print(f"record: {record}")
     return data
 

@@ -68,8 +68,8 @@ def validate(run: Run, batches: BatchSource, poll: Poll) -> None:
     poll: called on all ranks before each batch; may raise StopRequested.
     """
     step = run.state.step
-    parts = [part for part in run.data.dataset.parts if len(part.dataset.val)]
-    if not parts or not run.config.evaluate.tokens or ("val", step) in run.progress.logged:
+    is_logged = ("val", step) in run.progress.logged
+    if is_logged or not run.data.dataset.n_val or not run.config.evaluate.tokens:
         return
     run.begin("validate")
     row, text = batches.validate(poll)

@@ -72,8 +72,8 @@ class Objective:
 
     def check_data(self, config: Config, dataset: Mixture) -> None:
         """Raise DataError if the objective cannot train on the datasets."""
-        for part in dataset.parts:
-            part.dataset.require_kind(self.kind, f"objective.name={config.objective.name}")
+        for component in dataset.components:
+            component.dataset.require_kind(self.kind, f"objective.name={config.objective.name}")
 
     def open_data(
         self, config: Config, dataset: Mixture, comm: Comm
@@ -97,7 +97,7 @@ class Objective:
         return [f"loss {row['loss']:.4f}"]
 
     def next_command(self, config: Config, out: Path) -> str:
-        """Return the words after `megatoken` that use the finished run."""
+        """Return the arguments of `megatoken` that use the finished run."""
         run = shlex.quote(str(out))
         return f"chat {run}" if self.is_chat else f'sample {run} "your prompt"'
 
@@ -107,25 +107,25 @@ def load_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
 
     Raises ConfigError if it does not have one of the options.
     """
-    kind: type[Objective] = Objective if name == "pretrain" else load_entry("objective", name)
+    objective: type[Objective] = Objective if name == "pretrain" else load_entry("objective", name)
     given = {key: value for key, value in (options or {}).items() if value is not None}
-    for key in given.keys() - {field.name for field in fields(kind)}:
+    for key in given.keys() - {field.name for field in fields(objective)}:
         what = f"a {key} has no effect with objective.name={name}"
         raise ConfigError(what, "Trainer", "leave it out, or use another objective")
-    return kind(**given)
+    return objective(**given)
 
 
 def open_loader(
-    kind: type[DataLoader], config: Config, dataset: Mixture, comm: Comm, **options: Any
+    loader: type[DataLoader], config: Config, dataset: Mixture, comm: Comm, **options: Any
 ) -> DataLoader:
     """Return this rank's loader; all ranks of a tensor-parallel group get the same batches."""
     order = config.data.order
-    if order == "sequential" and len(dataset.parts) > 1:
+    if order == "sequential" and len(dataset.components) > 1:
         fix = "set data.order=shuffled, or one dataset in data.path"
         raise ConfigError("a mixture must be shuffled", "data.order", fix)
     dims = build_dims("none", config.machine.tensor_parallel, comm.dist_env)
     check_dims(dims, config.model)
-    return kind(
+    return loader(
         dataset.train,
         seq_len=config.model.seq_len,
         batch_size=config.batch_seqs,
@@ -134,7 +134,7 @@ def open_loader(
         dp_size=dims.dp_size,
         ramp=config.budget.ramp,
         order=order,
-        sources=[(len(part.dataset.train), part.share) for part in dataset.parts],
+        sources=[(len(each.dataset.train), each.share) for each in dataset.components],
         **options,
     )
 
@@ -155,15 +155,16 @@ class TextBatches(Prefetcher):
         of the training tokens, and target_tokens is the total. `sources` then holds the values of
         each dataset, by name.
         """
-        parts = [part for part in self.run.data.dataset.parts if len(part.dataset.val)]
-        sources = {part.name: self._measure(part.dataset, poll) for part in parts}
-        total_share = sum(part.share for part in parts)
+        components = [each for each in self.run.data.dataset.components if len(each.dataset.val)]
+        sources = {each.name: self._measure(each.dataset, poll) for each in components}
+        total_share = sum(each.share for each in components)
 
         def average(key: str) -> float:
-            return float(sum(part.share / total_share * sources[part.name][key] for part in parts))
+            shares = ((each.share / total_share, sources[each.name]) for each in components)
+            return float(sum(share * values[key] for share, values in shares))
 
-        row = sources[parts[0].name]
-        if len(parts) > 1:
+        row = sources[components[0].name]
+        if len(components) > 1:
             row = {
                 "loss": average("loss"),
                 "bits_per_byte": average("bits_per_byte"),

@@ -63,7 +63,7 @@ def _rewind_log(
     """Drop the log's rows after `step`, and summarize the remaining ones.
 
     Returns their (kind, step) pairs as a set, and a dict from step to validation loss. In the pair
-    of a task score, the task's name stands in place of the kind.
+    of a task score, the task's name replaces the kind.
     """
     run.log_file.rewind(step, elapsed_seconds)
     rows = read_metrics(run.out)

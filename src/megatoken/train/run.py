@@ -48,7 +48,7 @@ class Progress:
     """What a run has logged and saved so far. Weights and position are in TrainState.
 
     logged: a (kind, step) pair for each row in the metrics log. In the pair of a task score, the
-        task's name stands in place of the kind.
+        task's name replaces the kind.
     val_losses: validation loss in nats by step.
     verified: checkpoint files that this process has hashed, by checkpoint folder.
     in_use: steps of checkpoints that observers are reading, which are not pruned.

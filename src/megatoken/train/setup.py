@@ -197,7 +197,7 @@ def write_run_files(resolved: ResolvedConfig, run: Run) -> None:
         "processes": run.comm.dist_env.world_size,
         "peak_flops": run.device.peak_flops,
         "peak_source": run.device.peak_source,
-        "command": [redact(word) for word in sys.argv],
+        "command": [redact(argument) for argument in sys.argv],
     }
     with storage_errors(out):
         content = json.dumps(provenance, indent=1) + "\n"

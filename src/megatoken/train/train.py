@@ -95,8 +95,8 @@ class Trainer:
         nproc: number of processes to start on this machine.
         explain: whether to print the measurements behind every automatic choice.
         allow_changes: whether a resume may change guarded settings or the dataset.
-        options: of the objective, such as `reward` of grpo and ppo: a function of (prompt, answer,
-            right answer), or its name as `module:function`.
+        options: of the objective, such as `reward` of grpo and ppo: a function of (prompt,
+            completion, answer), or its name as `module:function`.
         """
         objects = [model, optimizer, *callbacks, *filter(callable, options.values())]
         if nproc > 1 and any(each is not None for each in objects):

@@ -1,6 +1,6 @@
 """Malformed recipes and overrides exit with 2 and one line, before anything is written.
 
-Each has the place and the names that its error must contain.
+Each lists parts that its error must contain.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,15 +29,15 @@ class BadConfig(NamedTuple):
 
     says: tuple[str, ...] = ()
     recipe: bytes = GOOD
-    words: tuple[str, ...] = ("RECIPE",)
+    arguments: tuple[str, ...] = ("RECIPE",)
 
 
 def text(recipe: str, *says: str) -> BadConfig:
     return BadConfig(("FILE", *says), recipe.encode())
 
 
-def override(word: str, *says: str) -> BadConfig:
-    return BadConfig(says, words=("RECIPE", word))
+def override(argument: str, *says: str) -> BadConfig:
+    return BadConfig(says, arguments=("RECIPE", argument))
 
 
 def misspelled_fields() -> Iterator[BadConfig]:
@@ -128,12 +128,12 @@ WRONG_OVERRIDES = """
 
 
 def wrong_overrides() -> Iterator[BadConfig]:
-    for word in (*WRONG_OVERRIDES.split(), "save.every=10 minutes"):
-        yield override(word, word.partition("=")[0], "command line")
-    for word in ("--model.n_layer=3", "model.n_layer", "=3", "-lr"):
-        yield override(word, word)
-    for word in ("data.path=nothing://bucket/data", "save.mirror=nothing://bucket/run"):
-        yield override(word, "nothing")
+    for argument in (*WRONG_OVERRIDES.split(), "save.every=10 minutes"):
+        yield override(argument, argument.partition("=")[0], "command line")
+    for argument in ("--model.n_layer=3", "model.n_layer", "=3", "-lr"):
+        yield override(argument, argument)
+    for argument in ("data.path=nothing://bucket/data", "save.mirror=nothing://bucket/run"):
+        yield override(argument, "nothing")
     yield override("data.path=s3://KEY:a-secret@bucket/data", "s3://***@bucket/data")
 
 
@@ -145,9 +145,9 @@ def wrong_names() -> Iterator[BadConfig]:
         "llama3-8b": "model.preset",
     }
     for name, suggestion in near.items():
-        yield BadConfig((name, suggestion), words=(name,))
+        yield BadConfig((name, suggestion), arguments=(name,))
     for name in ("nowhere/x.yaml", ".", "", "x" * 300, "/dev/null/x", "a\0b", "a\nb"):
-        yield BadConfig(words=(name,))
+        yield BadConfig(arguments=(name,))
 
 
 @pytest.mark.long
@@ -167,8 +167,10 @@ def test_bad_configs_exit_with_one_line(
     recipe = tmp_path / "r.yaml"
     for case in kind():
         recipe.write_bytes(case.recipe)
-        words = [str(recipe) if word == "RECIPE" else word for word in case.words]
-        code = main(["train", *words])
+        arguments = [
+            str(recipe) if argument == "RECIPE" else argument for argument in case.arguments
+        ]
+        code = main(["train", *arguments])
         out, err = capsys.readouterr()
         assert (code, out, err.count("\n")) == (ExitCode.CONFIG, "", 1), (case, err)
         assert err.startswith("error: ")

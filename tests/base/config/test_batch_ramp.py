@@ -33,8 +33,8 @@ def test_batches_grow_linearly_in_tokens():
 
 
 def test_a_token_budget_counts_the_small_batches():
-    words = ["budget.tokens=300e9", "budget.batch_start=32768", "budget.batch_ramp=4e9"]
-    config = resolve("gpt2-124m", words).config
+    overrides = ["budget.tokens=300e9", "budget.batch_start=32768", "budget.batch_ramp=4e9"]
+    config = resolve("gpt2-124m", overrides).config
     steps = config.total_steps(0)
     assert config.budget.tokens_before(steps) == pytest.approx(300e9, abs=524_288 / 2)
     # 4e9 / 15 tokens of each multiple of 32,768, instead of 7,629 full batches.

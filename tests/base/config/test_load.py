@@ -19,7 +19,7 @@ from megatoken.base.config.load import (
 )
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import FIELDS, DataConfig
-from megatoken.base.config.words import WORDS
+from megatoken.base.config.setting_names import OTHER_NAMES
 from megatoken.base.errors import ConfigError
 
 RECIPE = """\
@@ -90,8 +90,8 @@ def test_rendered_config_loads_again(tmp_path: Path, text: str):
     """Also if an origin, which is rendered as a comment, has lines."""
     folder = tmp_path / "two\nlines: \udc80"
     folder.mkdir()
-    words = [f"data.path={text}", f"sample.prompt={text}", "optim.lr=1e-05", "log.every=3"]
-    resolved = resolve(write(folder, RECIPE), words)
+    overrides = [f"data.path={text}", f"sample.prompt={text}", "optim.lr=1e-05", "log.every=3"]
+    resolved = resolve(write(folder, RECIPE), overrides)
     rendered = render(resolved.config, resolved.origins)
     assert resolve(write(tmp_path, rendered)).config == resolved.config
 
@@ -129,10 +129,10 @@ def test_gpt3_recipes_are_the_papers(row: str):
     assert config.model.preset == name
 
 
-def test_words_of_other_tools_name_settings():
-    words = yaml.safe_load(WORDS.read_text())
-    assert {text.partition(" ")[0] for text in words.values()} <= FIELDS.keys()
-    assert not words.keys() & {key.rpartition(".")[2] for key in FIELDS}
+def test_other_names_of_settings_lead_to_ours():
+    names = yaml.safe_load(OTHER_NAMES.read_text())
+    assert {text.partition(" ")[0] for text in names.values()} <= FIELDS.keys()
+    assert not names.keys() & {key.rpartition(".")[2] for key in FIELDS}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_recipes_of_other_programs_are_named(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         "optim.name=adamw optim.matrix_lr=0.03",
         "optim.schedule=constant optim.decay=0.5dur",
@@ -163,8 +163,8 @@ def test_recipes_of_other_programs_are_named(tmp_path: Path, name: str, text: st
         "evaluate.every=0 evaluate.patience=3",
     ],
 )
-def test_ignored_overrides_are_refused(words: str, tmp_path: Path):
-    cause, ignored = words.split()
+def test_ignored_overrides_are_refused(overrides: str, tmp_path: Path):
+    cause, ignored = overrides.split()
     resolved = resolve("quickstart", [cause])
     with pytest.raises(ConfigError, match=ignored.partition("=")[0]):
         resolve("quickstart", [cause, ignored])
@@ -174,7 +174,7 @@ def test_ignored_overrides_are_refused(words: str, tmp_path: Path):
 
 def changes(old: str, new: str) -> list[tuple[str, str]]:
     """Return the changes between overrides of the same recipe, and what a resume may do."""
-    configs = (load_config("quickstart", *words.split()) for words in (old, new))
+    configs = (load_config("quickstart", *overrides.split()) for overrides in (old, new))
     return [(str(change), change.resume) for change in list_changes(*configs)]
 
 
@@ -193,8 +193,8 @@ def test_registered_choices_satisfy_every_condition(monkeypatch: pytest.MonkeyPa
 
 
 def test_changes_are_listed_with_what_a_resume_may_do():
-    words = "optim.lr=1e-4 data.path=/moved machine.micro_batch=1 seed=1"
-    assert changes("optim.lr=3e-3", words) == [
+    overrides = "optim.lr=1e-4 data.path=/moved machine.micro_batch=1 seed=1"
+    assert changes("optim.lr=3e-3", overrides) == [
         ("seed: 1337 -> 1", "fatal"),
         ("data.path: data/python -> /moved", "free"),
         ("optim.lr: 0.003 -> 0.0001", "guarded"),

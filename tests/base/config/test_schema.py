@@ -56,9 +56,9 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("word", "value"), VALUES.items())
-def test_values_are_parsed(word: str, value: object):
-    key, text = word.split("=")
+@pytest.mark.parametrize(("assignment", "value"), VALUES.items())
+def test_values_are_parsed(assignment: str, value: object):
+    key, text = assignment.split("=")
     for written in (text, format_value(value)):
         parsed = parse_value(FIELDS[key], written)
         assert (parsed, type(parsed)) == (value, type(value))
@@ -75,8 +75,8 @@ UPDATES = "objective.name=grpo objective.updates=4 "
 RAMP = "budget.batch_start=32768 budget.batch_ramp=4000000000 "
 
 
-def read(words: str) -> Config:
-    pairs = (word.split("=") for word in words.split())
+def read(assignments: str) -> Config:
+    pairs = (assignment.split("=") for assignment in assignments.split())
     values = {key: parse_value(FIELDS[key], text) for key, text in pairs}
     return build_config({"budget.steps": 1} | values)
 
@@ -128,8 +128,8 @@ none:                  optim.warmup=0.1dur optim.decay=1dur
 
 @pytest.mark.parametrize("row", CONFLICTS.strip().splitlines())
 def test_conflicting_settings_are_reported(row: str):
-    key, words = row.split(": ")
-    conflicts = [key for key, *_ in validate(read(words))]
+    key, assignments = row.split(": ")
+    conflicts = [key for key, *_ in validate(read(assignments))]
     assert conflicts == ([] if key == "none" else [key])
 
 
@@ -148,7 +148,7 @@ def test_presets_are_valid_and_round_trip(name: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "d_ff"),
+    ("assignments", "d_ff"),
     [
         ("model.mlp=gelu model.d_model=384", 1536),
         ("model.mlp=swiglu model.d_model=768", 2048),
@@ -157,8 +157,8 @@ def test_presets_are_valid_and_round_trip(name: str):
         ("model.preset=llama3-8b model.mlp=swiglu model.d_model=5120", 14336),
     ],
 )
-def test_d_ff_follows_d_model_unless_given(words: str, d_ff: int):
-    assert read(words).model.resolve(1).d_ff == d_ff
+def test_d_ff_follows_d_model_unless_given(assignments: str, d_ff: int):
+    assert read(assignments).model.resolve(1).d_ff == d_ff
 
 
 def test_total_steps():

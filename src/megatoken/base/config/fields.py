@@ -116,14 +116,14 @@ class ConfigField:
         """A description of the accepted values, for messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = {
+        names = {
             int: "a whole number",
             float: "a number",
             bool: "true or false",
             str: "text",
             Duration: "a duration such as 100steps, 10e9tok, 3ep or 0.01dur",
         }
-        return words[self.value_type] + (" or auto" if self.default == "auto" else "")
+        return names[self.value_type] + (" or auto" if self.default == "auto" else "")
 
 
 _REGISTERED: dict[str, list[str]] = {}  # names added by `register_choice`, by setting

@@ -27,8 +27,8 @@ from megatoken.base.config.schema import (
     is_ignored,
     resume_class,
 )
+from megatoken.base.config.setting_names import suggest_setting
 from megatoken.base.config.validate import validate
-from megatoken.base.config.words import suggest_setting
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
 from megatoken.base.rooms import PACKAGE, list_entries
@@ -91,7 +91,7 @@ def list_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
 
-def prepare_words(dataset: str, out: str) -> list[str]:
+def prepare_arguments(dataset: str, out: str) -> list[str]:
     """Return the arguments of `megatoken` that prepare a shipped recipe's dataset in `out`.
 
     dataset: the recipe's data.path.
@@ -171,7 +171,7 @@ def resolve_assignments(
 ) -> ResolvedConfig:
     """Parse and check the settings of a recipe, after replacing some of them by `overrides`.
 
-    Raises ConfigError, which names the place where a wrong value was written.
+    Raises ConfigError, which names the file and line, or the option, of a wrong value.
 
     name: name of the run, also used for its folder in runs/ unless --out is given.
     """
@@ -181,7 +181,7 @@ def resolve_assignments(
             f"{name!r:.80} cannot name a run", fix="rename the recipe or its run_name"
         )
     settings: dict[str, Assignment] = {}
-    for layer in (recipe, [_split_override(word) for word in overrides]):
+    for layer in (recipe, [_split_override(text) for text in overrides]):
         keys = {assignment.key for assignment in layer if assignment.text}
         unset = [*ALTERNATIVES] if keys.intersection(ALTERNATIVES) else []
         if "model.preset" in keys:
@@ -208,11 +208,11 @@ def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(f"{key}: {problem}", origins[key], fix)
 
 
-def _split_override(word: str) -> Assignment:
-    key, equals, text = word.partition("=")
+def _split_override(override: str) -> Assignment:
+    key, equals, text = override.partition("=")
     if not equals:
         fix = "write section.field=value"
-        raise ConfigError(f"cannot read override '{word}'", COMMAND_LINE, fix)
+        raise ConfigError(f"cannot read override '{override}'", COMMAND_LINE, fix)
     return Assignment(key, text, COMMAND_LINE)
 
 
@@ -274,9 +274,9 @@ def _refuse_foreign(path: Path) -> None:
     foreign: dict[str, list[str]] = yaml.safe_load(FOREIGN_RECIPES.read_text(encoding="utf-8"))
     root = None if path.suffix in foreign else compose_yaml(path)
     keys = root.value if isinstance(root, yaml.MappingNode) else ()
-    for mark in (path.suffix, *(str(key.value) for key, _ in keys)):
-        if mark in foreign:
-            what, fix = foreign[mark]
+    for name in (path.suffix, *(str(key.value) for key, _ in keys)):
+        if name in foreign:
+            what, fix = foreign[name]
             raise ConfigError(what, path, fix.replace("FILE", str(path)))
 
 

@@ -187,7 +187,7 @@ def default_d_ff(d_model: int, mlp: str) -> int:
 
 
 def describe_heads(model: ModelConfig) -> str:
-    """Describe the attention heads in words."""
+    """Return the numbers of attention heads as text."""
     grouped = f" ({model.kv_heads} key/value)" if model.kv_heads != model.n_head else ""
     return f"{model.n_head} heads{grouped}"
 

@@ -19,7 +19,7 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.rooms import list_entries, load_entry
 
 DataOrder = Literal["shuffled", "sequential", "one-batch"]
-DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
+DEVICE_NAMES = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
 S = TypeVar("S")
 # The sections of rooms, by the prefix of their settings.
@@ -168,9 +168,9 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sections: tuple[Any, ...] = tuple(section() for section in SECTIONS.values())
 
-    def section(self, kind: type[S]) -> S:
+    def section(self, section_type: type[S]) -> S:
         """Return the section of a room, given its class."""
-        return next(section for section in self.sections if isinstance(section, kind))
+        return next(section for section in self.sections if isinstance(section, section_type))
 
     def with_section(self, section: object) -> "Config":
         """Return a config in which `section` replaces that of the same class."""

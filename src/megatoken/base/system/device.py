@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatoken.base.config.schema import DEVICE_WORDS, MachineConfig
+from megatoken.base.config.schema import DEVICE_NAMES, MachineConfig
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.environment import preferred_precision
 from megatoken.base.system.machine import (
@@ -202,7 +202,7 @@ def _find_device(requested: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if not re.fullmatch(DEVICE_WORDS, requested):
+    if not re.fullmatch(DEVICE_NAMES, requested):
         raise ConfigError(
             f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps"
         )

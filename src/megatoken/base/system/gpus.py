@@ -62,8 +62,8 @@ def _simplify(name: str) -> str:
     return NOISE.sub("", name.lower())
 
 
-_BY_WORD = {
-    _simplify(word): gpu for gpu in GPUS.values() for word in (gpu.name, gpu.driver, *gpu.aliases)
+_BY_NAME = {
+    _simplify(name): gpu for gpu in GPUS.values() for name in (gpu.name, gpu.driver, *gpu.aliases)
 }
 
 
@@ -74,10 +74,10 @@ def find_driver(name: object) -> Gpu | None:
 
 def find_gpu(name: str, where: str = "--gpus") -> Gpu:
     """Return the GPU with a short name or the name that its driver reports. Raises ConfigError."""
-    gpu = _BY_WORD.get(_simplify(name))
+    gpu = _BY_NAME.get(_simplify(name))
     if gpu is None:
-        near = suggest(_simplify(name), _BY_WORD)
-        fix = f"did you mean {_BY_WORD[near].name}? " if near else ""
+        near = suggest(_simplify(name), _BY_NAME)
+        fix = f"did you mean {_BY_NAME[near].name}? " if near else ""
         fix += "see plan --gpus list, or measure with plan --calibrate"
         raise ConfigError(f"unknown GPU '{name}'", where, fix)
     return gpu

@@ -205,7 +205,7 @@ def backend_attention(
 
 cudnn_attention = partial(backend_attention, SDPBackend.CUDNN_ATTENTION)
 fa2_attention = partial(backend_attention, SDPBackend.FLASH_ATTENTION)
-BUILT_IN = list_entries("attention")  # names and places
+BUILT_IN = list_entries("attention")  # names and references
 ATTENTION: dict[str, AttentionFn] = {}  # registered ones, which come before those built in
 CUDA_ONLY = ("cudnn", "fa2")
 CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # calls with a mask or a cache use "flash" instead

@@ -341,7 +341,7 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
             x, y = [row[key] for _, row in places], [place for place, _ in places]
             label_of_dots = kind if is_rate and places else ""
             lines.append(
-                line(x, y, label_of_dots, fmt="o", color=color, notes=notes, place="right")
+                line(x, y, label_of_dots, fmt="o", color=color, notes=notes, note_position="right")
             )
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
         scale = "log" if sources and is_rate else "linear"
@@ -361,13 +361,13 @@ def draw_scaling(rows: Sequence[Row], title: str, path: Path) -> Path:
     """Plot the speedup by number of processes next to linear scaling."""
     counts = [row["nproc"] for row in rows]
     lines = [line([0, max(counts)], [0, max(counts)], "linear", ls="--", color="gray")]
-    for scaling, place in SCALINGS.items():
+    for scaling, note_position in SCALINGS.items():
         points = [row for row in rows if row["rate"] and row["name"].endswith(("1", scaling))]
         notes = [
             f"{row['tokens_per_second']:,.0f}\n{format_cell('mfu', row['mfu'])}" for row in points
         ]
         x, y = [row["nproc"] for row in points], [row["speedup"] for row in points]
-        lines.append(line(x, y, scaling, fmt="o-", notes=notes, place=place))
+        lines.append(line(x, y, scaling, fmt="o-", notes=notes, note_position=note_position))
     ends: dict[str, Any] = {"xlim": (0, None), "ylim": (0, None), "xmargin": 0.15, "ymargin": 0.15}
     ylabel = "speedup (at each point: tokens/s and MFU)"
     shown = panel(*lines, title=title, xlabel="processes", ylabel=ylabel, xticks=counts, **ends)

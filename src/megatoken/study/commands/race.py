@@ -80,13 +80,13 @@ class Contender:
 
         For each dataset, the hash of the input files and the number of documents in each split.
         """
-        manifests = [part.dataset.manifest for part in self.data.parts]
+        manifests = [part.dataset.manifest for part in self.data.components]
         return [(manifest.source.get("inputs"), manifest.documents) for manifest in manifests]
 
     @property
     def n_val(self) -> int:
         """The number of held-out tokens in the dataset that has most of them."""
-        return max(len(part.dataset.val) for part in self.data.parts)
+        return max(len(part.dataset.val) for part in self.data.components)
 
     @property
     def total_tokens(self) -> int:

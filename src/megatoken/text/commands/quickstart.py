@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.base.config.load import prepare_words, resolve
+from megatoken.base.config.load import prepare_arguments, resolve
 from megatoken.base.config.schema import flatten
 from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result | Data:
     data = config.data.path
     # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
-        _, default, *words = prepare_words(resolve(RECIPE).config.data.path, data)
+        _, default, *words = prepare_arguments(resolve(RECIPE).config.data.path, data)
         run_step(["prepare", source or default, *words], options, console, answers)
     dataset = load_dataset(data)
     prompt = options.prompt
