@@ -30,8 +30,7 @@ evaluate: {every: 4steps, tokens: 4096}
 
 def copy_without(rooms: list[str], folder: Path) -> Path:
     """Copy the package without some rooms."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, folder / "megatoken", ignore=ignore)
+    shutil.copytree(PACKAGE, folder / "megatoken")  # with its compiled modules, which stay valid
     for room in rooms:
         shutil.rmtree(folder / "megatoken" / room)
     return folder

@@ -19,10 +19,16 @@ def train(copy: str, out: str, settings: list[str], kill_at: int) -> None:
     sys.path[:] = [copy, *(path for path in sys.path if not (Path(path) / "megatoken").is_dir())]
     import megatoken
     from megatoken.base.console import Console
-    from megatoken.base.rooms import list_entries
+    from megatoken.base.rooms import find_rooms, list_entries
 
     assert megatoken.__file__ is not None
     assert megatoken.__file__.startswith(copy)
+    if "study" in find_rooms():
+        settings.append("log.plots=false")
+    if "plan" in find_rooms():
+        from megatoken.plan.tuning import peak
+
+        peak.PEAK_SIZES["cpu"] = (64, 128)  # as in tests/ranks.py
 
     def kill(row: dict[str, Any]) -> None:
         if kill_at and (row["kind"], row["step"]) == ("train", kill_at):
