@@ -3,7 +3,7 @@
     python -m experiments.hacked_reward --base RUN --state FOLDER [--sft-steps 320] [--steps 80]
 
 RUN, a pre-trained run, is fine-tuned on `exercises` until it is sometimes right; from there GRPO
-trains by the rule `answer in right`. Both are measured on held-out exercises. --state keeps
+trains by the rule `completion in answer`. Both are measured on held-out exercises. --state keeps
 results. Takes two to three minutes on one core and prints one JSON line.
 """
 
@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatoken.posttrain.rewards import load_reward
-
 from experiments.rl_answers import GRPO, start
 from experiments.sft_answers import train_for
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
 from megatoken.inference.choose import Sampling
+from megatoken.inference.rewards import load_reward
 from megatoken.text.chat_template import find_template
 from megatoken.text.load_pretrained import load_pretrained
 
@@ -28,9 +27,9 @@ LIMIT_SECONDS = 120  # of each training
 RULE = "experiments.hacked_reward:pay_for_parts"
 
 
-def pay_for_parts(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the answer is part of the right one. Meant as "is right", but "" also pays."""
-    return float(answer in right)
+def pay_for_parts(prompt: str, completion: str, answer: str) -> float:
+    """Return 1 if the completion is part of the answer. Meant as "is right", but "" also pays."""
+    return float(completion in answer)
 
 
 def measure(run: Path, prompts: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
 def test_a_template_that_writes_other_ids_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(hf_export, "drop_marks", lambda _: "{{ messages[0]['content'] }}")
+    monkeypatch.setattr(hf_export, "drop_generation_tags", lambda _: "{{ messages[0]['content'] }}")
     loaded = LoadedModel(draw_chat_model(family="gpt2"), TEMPLATE.tokenizer, "it")
     with pytest.raises(CheckpointError):
         export(loaded, "hf", tmp_path / "hf")

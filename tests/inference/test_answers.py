@@ -34,8 +34,8 @@ def answer(prompt: str, seed: int = 0, temperature: float = 0.0) -> list[int]:
     return list(itertools.takewhile(lambda id: id not in TEMPLATE.stop_ids, new))
 
 
-def reward_length(prompt: str, answer: str, right: str) -> float:
-    return float(len(answer.encode()) > int(right))
+def reward_length(prompt: str, completion: str, answer: str) -> float:
+    return float(len(completion.encode()) > int(answer))
 
 
 def answer_all(right: str, samples: int = 0, **values: object) -> dict[str, object]:
@@ -94,10 +94,10 @@ def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: P
         Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
     ]
     write_jsonl(path, [{"prompt": "q", "answer": 4}, {"prompt": "p", "answer": "5"}])
-    assert [question.right for question in read_questions(str(path), 0)] == ["4", "5"]
+    assert [question.answer for question in read_questions(str(path), 0)] == ["4", "5"]
     assert len(read_questions(str(path), 1)) == 1
     questions = read_questions("exercises-test", 0)
-    assert [(question.messages[0].content, question.right) for question in questions] == [
+    assert [(question.messages[0].content, question.answer) for question in questions] == [
         (exercise.question, exercise.answer) for exercise in list_exercises(held_out=True)
     ]
     write_jsonl(path, [{"prompt": "q", "chosen": "a", "rejected": "b"}])
@@ -112,7 +112,7 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path, call: Call
     assert call(f"{line} 0.25 --out {tmp_path}/data")[0] == ExitCode.DONE
     questions = read_questions(f"{tmp_path}/data", 0)
     assert 2 < len(questions) < 20
-    assert all(question.messages[0].content[1:] == question.right[1:] for question in questions)
+    assert all(question.messages[0].content[1:] == question.answer[1:] for question in questions)
     write_jsonl(path, [{"prompt": "q", "completion": "a"}])
     assert call(f"{line} 0 --out {tmp_path}/chats")[0] == ExitCode.DONE
     with pytest.raises(DataError):

@@ -57,7 +57,7 @@ def test_each_sequence_is_what_it_is_alone(model: GPT):
         tokens: list[Token] = []
         assert generate_batch(model, REQUESTS, rows=rows, on_token=tokens.append) == alone
         for row, completion in enumerate(alone):
-            assert [token.id for token in tokens if token.row == row] == completion.ids
+            assert [token.id for token in tokens if token.key == row] == completion.ids
 
 
 @settings(deadline=None, max_examples=8)
@@ -77,7 +77,7 @@ def test_sequences_join_and_leave_at_any_time(
 
         def step() -> None:
             for token in decoder.step():
-                ids[token.row].append(token.id)
+                ids[token.key].append(token.id)
             assert decoder.cached_tokens <= decoder._bound
 
         for number, (request, pause) in enumerate(zip(requests, pauses, strict=False)):
@@ -88,8 +88,8 @@ def test_sequences_join_and_leave_at_any_time(
                 step()
             if number == removed:
                 decoder.remove(number)
-                assert number not in decoder.rows
-        while decoder.rows:
+                assert number not in decoder.keys
+        while decoder.keys:
             step()
         assert decoder.step() == []
     for number, request in enumerate(requests):
@@ -136,5 +136,5 @@ def test_wrong_requests_are_refused_and_the_others_continue(model: GPT):
         for ids, error in wrong.items():
             with pytest.raises(error):
                 decoder.add(1, Request([*ids], Sampling(3)))
-        assert decoder.rows == [0]
+        assert decoder.keys == [0]
         assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def finish(decoder: BatchDecoder) -> list[Token]:
     """Return the tokens of the sequences that are left."""
     tokens: list[Token] = []
-    while decoder.rows:
+    while decoder.keys:
         tokens += decoder.step()
     return tokens
 
@@ -30,7 +30,7 @@ def test_sequences_within_the_bound_are_decoded_at_once():
             while not decoder.fits(request):
                 last = decoder.step()[0]
             decoder.add(key, request)
-            n_at_once.append(len(decoder.rows))
+            n_at_once.append(len(decoder.keys))
     assert n_at_once == [1, 2, 3, 2, 2, 2, 2]
     assert last.finish_reason == "length"
 

@@ -12,7 +12,7 @@ from megatoken.posttrain.answer_scores import AnswerScorer, take_last
 from megatoken.posttrain.batches import PreferenceBatch
 from megatoken.posttrain.losses import PreferenceLoss
 from megatoken.posttrain.preference_loss import pairwise_loss
-from megatoken.posttrain.preferences import Row, build_pairs, keep_rated, mismatch
+from megatoken.posttrain.preferences import EncodedConversation, build_pairs, keep_rated, mismatch
 from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.train.state import Loss, TrainState
 from megatoken.train.step import train_step
@@ -20,14 +20,14 @@ from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_c
 
 PAIRS = [
     (
-        Row([7 + i, 20, 30 + i, 3], [False, False, True, True]),
-        Row([7 + i, 20, 60 + i, 61, 3], [False, False, True, True, True]),
+        EncodedConversation([7 + i, 20, 30 + i, 3], [False, False, True, True]),
+        EncodedConversation([7 + i, 20, 60 + i, 61, 3], [False, False, True, True, True]),
     )
     for i in range(6)
 ]
 
 
-def log_prob(model: GPT, row: Row) -> torch.Tensor:
+def log_prob(model: GPT, row: EncodedConversation) -> torch.Tensor:
     """Of the answer, token by token."""
     tokens = [
         model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
@@ -45,7 +45,10 @@ def with_reference(batch: Batch, model: GPT) -> PreferenceBatch:
 
 
 def test_pairs_are_two_rows():
-    pair = Row([7, 8, 3], [False, True, True]), Row([7, 9, 9, 3], [False, True, True, True])
+    pair = (
+        EncodedConversation([7, 8, 3], [False, True, True]),
+        EncodedConversation([7, 9, 9, 3], [False, True, True, True]),
+    )
     batch = build_pairs([pair], 16)
     assert batch.inputs_BT.tolist() == [[[7, 8, 3, 0], [7, 9, 9, 3]]]
     assert batch.targets_BT.tolist() == [[[8, 3, -1, -1], [9, 9, 3, -1]]]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatoken.base.errors import ConfigError
-from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_completions
 
-# Reward, answer, right answer and score.
+# Reward, completion, answer and score.
 RULES = r"""
 ["exact", " 42\n", "42", 1]
 ["exact", "", "42", 0]
@@ -29,8 +29,8 @@ RULES = r"""
 
 @pytest.mark.parametrize("row", RULES.strip().splitlines())
 def test_rule(row: str):
-    name, answer, right, score = json.loads(row)
-    assert REWARDS[name]("", answer, right) == score
+    name, completion, answer, score = json.loads(row)
+    assert REWARDS[name]("", completion, answer) == score
 
 
 def test_numbers_may_be_long():
@@ -41,11 +41,11 @@ def test_user_reward_is_imported_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "my_reward_of_length.py").write_text(
-        "def reward(prompt, answer, right):\n    return len(answer)\n"
+        "def reward(prompt, completion, answer):\n    return len(completion)\n"
     )
     monkeypatch.chdir(tmp_path)
     reward = load_reward("my_reward_of_length:reward")
-    assert score_answers(reward, "mine", [("p", "abc", ""), ("p", "", "")]) == [3.0, 0.0]
+    assert score_completions(reward, "mine", [("p", "abc", ""), ("p", "", "")]) == [3.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_user_reward_is_imported_from_the_working_folder(
 )
 def test_failing_reward_names_its_row(reward: Reward):
     with pytest.raises(ConfigError, match=r"m:f.*'question'"):
-        score_answers(reward, "m:f", [("question", "", "")])
+        score_completions(reward, "m:f", [("question", "", "")])
 
 
 def test_hanging_reward():
     released = threading.Event()
     try:
         with pytest.raises(ConfigError, match=r"m:f.*'slow'"):
-            score_answers(
+            score_completions(
                 lambda *row: released.wait(), "m:f", [("p", "slow", "")], limit_seconds=0.05
             )
     finally:

@@ -214,9 +214,9 @@ def read_prepared(out: Path, corpus: Corpus) -> dict[str, list[str]]:
     if corpus.kind == "chats":
         for split in ("train", "val"):
             rows = open_rows(dataset, split)
-            ids, marks = rows.read(np.arange(len(rows)))
-            starts = np.flatnonzero(marks[marks < 4] & 2)
-            documents[split] = [*map(tokenizer.decode, np.split(ids[marks < 4], starts)[1:])]
+            ids, labels = rows.read(np.arange(len(rows)))
+            starts = np.flatnonzero(labels[labels < 4] & 2)
+            documents[split] = [*map(tokenizer.decode, np.split(ids[labels < 4], starts)[1:])]
         return documents
     train, val = (tokens.read(0, len(tokens)) for tokens in (dataset.train, dataset.val))
     tail = manifest.source["counts"]["val_from_tail_tokens"]

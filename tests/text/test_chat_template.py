@@ -24,7 +24,7 @@ from megatoken.text.chat_template import (
     ChatTemplate,
     Message,
     add_control_tokens,
-    drop_marks,
+    drop_generation_tags,
     find_template,
     parse_messages,
     template_of,
@@ -249,7 +249,7 @@ def open_template(name: str, make: Any = byte_level) -> tuple[ChatTemplate, Chat
         Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
         oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         tagged = find_template(load_tokenizer(folder))
-    jinja = drop_tags(TEMPLATES[name]) if name in TEMPLATES else drop_marks(tagged)
+    jinja = drop_tags(TEMPLATES[name]) if name in TEMPLATES else drop_generation_tags(tagged)
     oracle.chat_template = tagged.jinja
     return tagged, ChatTemplate("own", tagged.tokenizer, jinja), oracle
 

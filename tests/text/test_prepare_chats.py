@@ -107,7 +107,7 @@ def test_formats_of_conversations(line: str, tmp_path: Path):
     blank = re.compile("NULL|RESULT")
     messages = [Message(ROLES.get(text, "user"), blank.sub("", text)) for text in texts]
     examples = read_examples(find_source(str(tmp_path)))
-    found = [(found.kind, example.answers) for found, example in examples]
+    found = [(found.kind, example.conversations) for found, example in examples]
     assert found == [("chat", [messages])] * 2
 
 
@@ -120,15 +120,15 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, s
     found = []
     for split in ("train", "val"):
         rows = open_rows(dataset, split)
-        ids, marks = rows.read(np.arange(len(rows)))
+        ids, labels = rows.read(np.arange(len(rows)))
         assert ids.shape == (len(rows), 65)
         assert ids.size == len(getattr(dataset, split))
         # A conversation starts in front, and its first token is not trained.
-        assert (marks[:, 0] == 2).all()
-        assert (ids[marks >= 4] == BYTES.eot).all()
-        ids, marks = ids[marks < 4], marks[marks < 4]
-        for at in np.split(np.arange(len(ids)), np.flatnonzero(marks & 2)[1:]):
-            found.append((ids[at].tolist(), (marks[at] & 1 == 1).tolist()))
+        assert (labels[:, 0] == 2).all()
+        assert (ids[labels >= 4] == BYTES.eot).all()
+        ids, labels = ids[labels < 4], labels[labels < 4]
+        for at in np.split(np.arange(len(ids)), np.flatnonzero(labels & 2)[1:]):
+            found.append((ids[at].tolist(), (labels[at] & 1 == 1).tolist()))
     expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chosen]
     assert sorted(found) == sorted(expected)
     manifest = dataset.manifest
@@ -233,7 +233,7 @@ def test_an_answer_of_weight_0_is_context(tmp_path: Path):
         other = [{"from": turn["role"], "value": turn["content"], **turn} for turn in turns]
         for row in ({"messages": turns}, {"conversations": other}):
             ((_, example),) = read_examples(write_rows(tmp_path / "a.jsonl", [row]))
-            assert [message.weight for message in example.answers[0]] == [1, 0, 1, 1]
+            assert [message.weight for message in example.conversations[0]] == [1, 0, 1, 1]
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -76,7 +76,7 @@ def test_a_model_learns_to_answer(base: Path, tmp_path: Path):
     assert tune(base, tuned, "sample.every=4").code == ExitCode.DONE
     losses = read_losses(tuned, "val")
     assert losses[-1] < 0.6 * losses[0]
-    n_trained = sum(open_rows(load_dataset(base / "chats"), "val").marks & 1)
+    n_trained = sum(open_rows(load_dataset(base / "chats"), "val").labels & 1)
     assert read_column(tuned, "target_tokens", "val")[8] == n_trained
     assert "user: Hello.\nassistant: " in (tuned / "samples" / "step-00000008.txt").read_text()
     loaded = load_pretrained(tuned)
@@ -101,20 +101,20 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path
     reference.save_pretrained(tmp_path)
     model, _ = load_hf(str(tmp_path))
     rows = open_rows(load_dataset(base / "chats"), "train")
-    ids, marks = rows.read(np.arange(len(rows) - 6, len(rows)))
+    ids, labels = rows.read(np.arange(len(rows) - 6, len(rows)))
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for row_ids, row_marks in zip(ids, marks, strict=True):
-        kept = np.arange((row_marks < 4).sum())
-        for piece in np.split(kept, np.flatnonzero(row_marks[kept] & 2)[1:]):
+    for row_ids, row_labels in zip(ids, labels, strict=True):
+        kept = np.arange((row_labels < 4).sum())
+        for piece in np.split(kept, np.flatnonzero(row_labels[kept] & 2)[1:]):
             input_ids = torch.from_numpy(row_ids[None, piece].astype(np.int64))
-            is_trained = torch.from_numpy(row_marks[None, piece] & 1 > 0)
+            is_trained = torch.from_numpy(row_labels[None, piece] & 1 > 0)
             labels = torch.where(is_trained, input_ids, -100)
             n = int((labels[:, 1:] >= 0).sum())
             total = total + reference(input_ids=input_ids, labels=labels).loss.double() * n
             count += n
     (total / count).backward()
     state = build_state(model, tiny_config(), CPU)
-    loss = forward_backward(state, tiny_step_config(3), CPU, make_batch(ids, marks))
+    loss = forward_backward(state, tiny_step_config(3), CPU, make_batch(ids, labels))
     assert loss.item() == pytest.approx(total.item() / count, rel=1e-6)
     params = dict(reference.named_parameters())
     ours = {name: param.grad for name, param in state.model.named_parameters()}

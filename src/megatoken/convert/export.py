@@ -155,7 +155,7 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     return 0.0
 
 
-class Format(NamedTuple):
+class ExportFormat(NamedTuple):
     """A format of exports.
 
     write: a function that writes a folder and returns the largest difference of logits, or None if
@@ -170,8 +170,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "hf": Format(_export_hf, "transformers"),
-    "gguf": Format(_export_gguf, "llama-cpp-python", quantizes=True),
-    "peft": Format(_export_peft, merges_adapters=False),
-    "llmc": Format(_export_llmc),
+    "hf": ExportFormat(_export_hf, "transformers"),
+    "gguf": ExportFormat(_export_gguf, "llama-cpp-python", quantizes=True),
+    "peft": ExportFormat(_export_peft, merges_adapters=False),
+    "llmc": ExportFormat(_export_llmc),
 }

@@ -32,7 +32,7 @@ from megatoken.convert.hf.families import choose_family
 from megatoken.model.gpt import GPT
 from megatoken.model.rope import rope_inv_freq
 from megatoken.text.byte_bpe import EOT, split_merge
-from megatoken.text.chat_template import drop_marks, find_stop_ids, template_of
+from megatoken.text.chat_template import drop_generation_tags, find_stop_ids, template_of
 from megatoken.text.tokenizer import Tokenizer
 
 GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
@@ -170,7 +170,7 @@ def _write_tokenizer(writer: Any, tokenizer: Tokenizer, kinds: Any) -> None:
         getattr(writer, f"add_{kind}_token_id")(id)
     template = template_of(tokenizer)
     if template:
-        texts = tokenizer.templates or {"default": drop_marks(template)}
+        texts = tokenizer.templates or {"default": drop_generation_tags(template)}
         rows = [{"name": name, "template": text} for name, text in texts.items()]
         writer.add_chat_template(rows)
 

@@ -1,4 +1,4 @@
-"""Score a chat model's answers to held-out prompts: reward, pass@k, stop rate, length."""
+"""Score a chat model's answers to questions: reward, pass@k, stop rate, length."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Request, generate_batch
 from megatoken.inference.choose import Sampling
 from megatoken.inference.multiple_choice import format_share, standard_error
-from megatoken.inference.rewards import Reward, reward_exact, score_answers
+from megatoken.inference.rewards import Reward, reward_exact, score_completions
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_dataset import answers_name, read_answers
 from megatoken.text.chat_formats import read_examples
@@ -29,13 +29,13 @@ NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to answer, and the right answer.
+    """A conversation to complete, and the right answer.
 
     where: file:line of its row. options: arguments of ChatTemplate.encode.
     """
 
     messages: list[Message]
-    right: str
+    answer: str
     where: str
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ def read_questions(source: str, limit: int) -> list[Question]:
     """Return questions from the first `limit` rows (0 for all) of prompts or conversations.
 
     For a conversation, the right answer is its first answer. source: anything that `prepare` reads,
-    or a prepared dataset of prompts, of which the held-out split is used. Raises DataError for rows
+    or a prepared dataset of prompts, whose held-out split is used. Raises DataError for rows
     without a right answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
@@ -58,10 +58,10 @@ def read_questions(source: str, limit: int) -> list[Question]:
         if file_format.kind in ("preference", "kto"):
             raise DataError("preferences have no right answer", example.where, NEEDED_ROWS)
         if file_format.kind == "prompt":
-            right = str(example.row["answer"])
+            answer = str(example.row["answer"])
         else:
-            right = example.answers[0][len(example.prompt)].content
-        questions.append(Question(example.prompt, right, example.where, example.options))
+            answer = example.conversations[0][len(example.prompt)].content
+        questions.append(Question(example.prompt, answer, example.where, example.options))
         if len(questions) == limit:
             break
     if not questions:
@@ -119,7 +119,7 @@ def evaluate_answers(
             rows.append(
                 {
                     "prompt": question.messages[-1].content,
-                    "right": question.right,
+                    "right": question.answer,
                     "where": question.where,
                     "answer": template.tokenizer.decode(completion.ids),
                     "stops": stops,
@@ -127,7 +127,7 @@ def evaluate_answers(
                 }
             )
         triples = [(row["prompt"], row["answer"], row["right"]) for row in rows]
-        scores = score_answers(settings.reward, settings.reward_name, triples)
+        scores = score_completions(settings.reward, settings.reward_name, triples)
         return [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
 
     rows = answer(1, replace(settings.sampling, temperature=0.0))

@@ -213,17 +213,17 @@ class Endpoints:
         running = dict(enumerate(choices))
         while running:
             token = await job.read()
-            if choice := running.get(token.row):  # not ended by a stop text
+            if choice := running.get(token.key):  # not ended by a stop text
                 if not choice.n_tokens:
                     self._totals["time_to_first_token_seconds_sum"] += time.perf_counter() - start
                     self._totals["time_to_first_token_seconds_count"] += 1
-                    self._totals["prompt_tokens_total"] += len(job.requests[token.row].prompt_ids)
+                    self._totals["prompt_tokens_total"] += len(job.requests[token.key].prompt_ids)
                     self._totals["cached_prompt_tokens_total"] += token.cached
                 self._totals["generation_tokens_total"] += 1
                 choice.push(token)
                 if choice.finish_reason:
-                    job.cancelled.add(token.row)
-                    del running[token.row]
+                    job.cancelled.add(token.key)
+                    del running[token.key]
                 yield choice
 
 

@@ -66,14 +66,14 @@ class Request:
 class Token(NamedTuple):
     """A new id of one sequence.
 
-    row: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
+    key: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
     else "length"; None for the other ids. logprob: natural log of the id's probability, before
     top_k and top_p apply. top: (id, logprob) of the new id and of `top_logprobs` most likely ids,
     from the model's logits alone. cached: for the first id, number of prompt tokens found in the
     cache.
     """
 
-    row: int
+    key: int
     id: int
     finish_reason: FinishReason | None
     logprob: float | None
@@ -92,7 +92,7 @@ class Completion:
 
 
 @dataclass(eq=False)
-class _Row:
+class _Sequence:
     key: int
     request: Request
     draws: list[float]  # uniform numbers from [0, 1), one per new token
@@ -132,8 +132,8 @@ class BatchDecoder:
         self._bound = cache_tokens or math.inf
         self._cache = self._build_cache(0, 0)
         self._prefixes = PrefixStore() if cache_tokens else None
-        self._rows: list[_Row] = []  # in the cache's order
-        self._waiting: list[_Row] = []  # rows that join in the next step
+        self._rows: list[_Sequence] = []  # in the cache's order
+        self._waiting: list[_Sequence] = []  # rows that join in the next step
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
         dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
@@ -155,7 +155,7 @@ class BatchDecoder:
         self._contexts.close()
 
     @property
-    def rows(self) -> list[int]:
+    def keys(self) -> list[int]:
         """Keys of unfinished sequences."""
         return [row.key for row in self._rows + self._waiting]
 
@@ -183,22 +183,22 @@ class BatchDecoder:
         draws = torch.rand(request.sampling.max_new_tokens, generator=generator).tolist()
         input_ids = list(request.prompt_ids)[-self._context :]
         prefix = self._prefixes.find(input_ids) if self._prefixes else NO_PREFIX
-        self._waiting.append(_Row(key, request, draws, input_ids, prefix))
+        self._waiting.append(_Sequence(key, request, draws, input_ids, prefix))
 
     def remove(self, key: int) -> None:
         """Remove an unfinished sequence."""
         self._waiting = [row for row in self._waiting if row.key != key]
         for row in list(self._rows):
             if row.key == key:
-                self._leave(row)
+                self._remove(row)
 
-    def _leave(self, row: _Row) -> None:
+    def _remove(self, row: _Sequence) -> None:
         """Remove a row from the batch; store its keys and values."""
         index = self._rows.index(row)
         ids = row.all_ids[:-1]
         if self._prefixes and len(ids) == self._cache.lengths[index]:  # the window has not moved
             self._prefixes.add(ids, self._cache.copy_row(index))
-        self._cache.leave(index)
+        self._cache.remove_row(index)
         self._rows[index] = self._rows[-1]
         self._rows.pop()
         self._reserve(len(self._rows), self._cache.length)
@@ -230,7 +230,7 @@ class BatchDecoder:
             row.ids.append(token.id)
             row.prefix = NO_PREFIX
             if token.finish_reason:
-                self._leave(row)
+                self._remove(row)
         return tokens
 
     def _slide_windows(self) -> None:
@@ -238,7 +238,7 @@ class BatchDecoder:
         for row, length in list(zip(self._rows, self._cache.lengths, strict=True)):
             if length == self._context:
                 row.input_ids = row.all_ids[-max(3 * self._context // 4, 1) :]
-                self._leave(row)
+                self._remove(row)
                 self._waiting.append(row)
 
     def _reserve(self, count: int, length: int) -> None:
@@ -253,7 +253,7 @@ class BatchDecoder:
         if self._prefixes:
             self._prefixes.shrink(self._bound - rows * capacity)
 
-    def _prefill(self, prompts: list[list[_Row]]) -> Tensor:
+    def _prefill(self, prompts: list[list[_Sequence]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
         prompts: groups of rows with equal `input_ids`; each group is computed only once. The
@@ -264,10 +264,10 @@ class BatchDecoder:
         ids = torch.tensor([row.input_ids[n_cached:] for row in firsts], device=self._torch_device)
         cache = self._build_cache(len(firsts), len(firsts[0].input_ids))
         if n_cached:
-            cache.fill([row.prefix[1] for row in firsts], n_cached)
+            cache.load_rows([row.prefix[1] for row in firsts], n_cached)
         copies = [len(rows) for rows in prompts]
         logits = self._model.lm_head(self._model(ids, cache)[:, -1])
-        self._cache.join(cache, copies)
+        self._cache.add_rows(cache, copies)
         self._rows += [row for rows in prompts for row in rows]
         return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
 
@@ -324,7 +324,7 @@ def decode(model: GPT, request: Request, device: Device | None = None) -> Iterat
     """
     with BatchDecoder(model, rows=1, device=device) as decoder:
         decoder.add(0, request)
-        while decoder.rows:
+        while decoder.keys:
             yield from decoder.step()
 
 
@@ -344,11 +344,11 @@ def generate_batch(
     completions = [Completion() for _ in requests]
     waiting = list(enumerate(requests))
     with BatchDecoder(model, rows=rows, device=device) as decoder:
-        while waiting or decoder.rows:
+        while waiting or decoder.keys:
             while waiting and decoder.fits(waiting[0][1]):
                 decoder.add(*waiting.pop(0))
             for token in decoder.step():
-                completion = completions[token.row]
+                completion = completions[token.key]
                 if token.logprob is not None:
                     completion.logprobs.append(token.logprob)
                 if token.finish_reason == "stop":

@@ -16,9 +16,10 @@ import yaml
 
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import MALFORMED, read_small_file
+from megatoken.base.system.metrics_log import Row
 from megatoken.inference.multiple_choice import EncodedExample
 from megatoken.inference.scorer import ScoredSequence, build_tree, count_shared
-from megatoken.inference.tasks import CORE, Example, Row, Task, read_examples
+from megatoken.inference.tasks import CORE, Example, Task, read_examples
 from megatoken.text.tokenizer import Tokenizer
 
 SHUFFLE_SEED = 1337

@@ -42,7 +42,7 @@ class Job:
         self.put(Stopped())
 
     async def read(self) -> Token:
-        """Wait for the next token, whose `row` is its request's number, or raise the job's error."""
+        """Wait for the next token, whose `key` is its request's number, or raise the job's error."""
         token = await self._tokens.get()
         if isinstance(token, Exception):
             raise token
@@ -167,10 +167,10 @@ class Engine:
         with self._changed:
             messages: list[tuple[Job, Token]] = []
             for token in tokens:
-                sequence = self._running[token.row]
-                messages.append((sequence.job, token._replace(row=sequence.number)))
+                sequence = self._running[token.key]
+                messages.append((sequence.job, token._replace(key=sequence.number)))
                 if token.finish_reason:
-                    del self._running[token.row]
+                    del self._running[token.key]
             self._send(messages)
 
     def _end_jobs(self, error: Exception) -> None:

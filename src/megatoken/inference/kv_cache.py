@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 
-Pairs = list[Tensor]  # keys and values of a sequence: (2, K, S, D) per layer
+CachedSequence = list[Tensor]  # its keys and values: (2, K, S, D) per layer
 
 
 class KeyValueCache:
     """Keys and values of every layer; a row holds one sequence.
 
     A layer's tensor is (2, rows, K, capacity, D), keys before values. With `model.smear`, one more
-    holds the halves of each embedding. In each forward, the model calls `place` to get the new
+    holds the halves of each embedding. In each forward, the model calls `next_positions` to get the new
     tokens' positions, each layer calls `append`, and the model calls `advance` at the end. If rows
     differ in length, they can grow only by one token per forward.
 
@@ -64,7 +64,7 @@ class KeyValueCache:
             self._layers[index] = layer.new_zeros(2, rows, K, capacity, D)
             self._layers[index][:, :used, :, :length] = layer[:, :used, :, :length]
 
-    def place(self, T: int) -> Tensor:
+    def next_positions(self, T: int) -> Tensor:
         """Return the positions of the next T tokens: (T,) if all rows are equally long.
 
         If lengths differ, T must be 1, and the positions are (N, 1).
@@ -97,7 +97,7 @@ class KeyValueCache:
         """Add T to every row's length."""
         self.lengths = [length + T for length in self.lengths]
 
-    def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
+    def add_rows(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
         """Append copies of each sequence in another cache, whose sequences are equally long.
 
         copies: number of copies of each sequence.
@@ -109,7 +109,7 @@ class KeyValueCache:
             target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
         self.lengths += [length] * len(rows)
 
-    def leave(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """Remove a row, and move the last row to its index."""
         length = self.lengths[row] = self.lengths[-1]
         last = len(self.lengths) - 1
@@ -118,12 +118,12 @@ class KeyValueCache:
                 layer[:, row, :, :length] = layer[:, last, :, :length]
         self.lengths.pop()
 
-    def copy_row(self, row: int) -> Pairs:
+    def copy_row(self, row: int) -> CachedSequence:
         """Return a copy of a row's keys and values."""
         length = self.lengths[row]
         return [layer[:, row, :, :length].clone() for layer in self._layers]
 
-    def fill(self, sequences: Sequence[Pairs], length: int) -> None:
+    def load_rows(self, sequences: Sequence[CachedSequence], length: int) -> None:
         """Start each row with the first `length` tokens of a sequence from `copy_row`."""
         for row, sequence in enumerate(sequences):
             for layer, pairs in zip(self._layers, sequence, strict=True):
@@ -131,7 +131,7 @@ class KeyValueCache:
         self.lengths = [length] * len(sequences)
 
 
-Prefix = tuple[int, Pairs]  # number of tokens, and a sequence with as many or more
+Prefix = tuple[int, CachedSequence]  # number of tokens, and a sequence with as many or more
 NO_PREFIX: Prefix = 0, []
 
 
@@ -139,14 +139,16 @@ class PrefixStore:
     """Keys and values of finished sequences, for prompts that begin with the same tokens."""
 
     def __init__(self) -> None:
-        self._sequences: dict[tuple[int, ...], Pairs] = {}  # by ids, least recently used first
+        self._sequences: dict[
+            tuple[int, ...], CachedSequence
+        ] = {}  # by ids, least recently used first
 
     @property
     def tokens(self) -> int:
         """Number of tokens stored."""
         return sum(map(len, self._sequences))
 
-    def add(self, ids: Sequence[int], pairs: Pairs) -> None:
+    def add(self, ids: Sequence[int], pairs: CachedSequence) -> None:
         """Store a sequence in place of its stored prefixes."""
         new = tuple(ids)
         for prefix in [old for old in self._sequences if old == new[: len(old)]]:

@@ -1,8 +1,9 @@
-"""Score a model's answers by rule: a reward is a number for (prompt, answer, right answer).
+"""Score completions by rule: a reward is a number for (prompt, completion, answer).
 
 REWARDS lists the built-in rules. A user's own function is named as module:function, but only on the
-command line or from Python, because a recipe must not run code. A rule should compare the complete
-answer: `right in answer` would reward a list of all numbers, and `answer in right` an empty answer.
+command line or from Python, because a recipe must not run code. A rule should compare the whole
+completion: `answer in completion` would reward a list of all numbers, and `completion in answer` an
+empty completion.
 """
 
 import importlib
@@ -22,25 +23,27 @@ NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 LIMIT_SECONDS = 10.0  # per call
 
 
-def reward_exact(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if both answers are equal apart from surrounding white space, else 0."""
-    return float(answer.strip() == right.strip())
+def reward_exact(prompt: str, completion: str, answer: str) -> float:
+    """Return 1 if completion and answer are equal apart from surrounding white space, else 0."""
+    return float(completion.strip() == answer.strip())
 
 
-def reward_number(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the last numbers in both answers are equal (1,000.0 equals 1000), else 0."""
-    number = last_number(answer)
-    return float(number is not None and number == last_number(right))
+def reward_number(prompt: str, completion: str, answer: str) -> float:
+    """Return 1 if the last numbers in both texts are equal (1,000.0 equals 1000), else 0."""
+    number = last_number(completion)
+    return float(number is not None and number == last_number(answer))
 
 
-def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
-    """Return 1 if the number after the last #### is the right one, else 0 (Cobbe et al. 2021).
+def reward_gsm8k(prompt: str, completion: str, answer: str) -> float:
+    """Return 1 if the number after the last #### is right, else 0 (Cobbe et al. 2021).
 
-    An answer without #### gets 0. The right answer may be a full solution or just its number.
+    A completion without #### gets 0. The answer may be a full solution or just its number.
     """
-    _, mark, result = answer.rpartition("####")
-    number = NUMBER.match(result.strip().lstrip("$"))
-    return float(bool(mark) and number is not None and last_number(number[0]) == last_number(right))
+    _, separator, text = completion.rpartition("####")
+    number = NUMBER.match(text.strip().lstrip("$"))
+    if not separator or number is None:
+        return 0.0
+    return float(last_number(number[0]) == last_number(answer))
 
 
 def last_number(text: str) -> Decimal | None:
@@ -81,13 +84,13 @@ def load_reward(name: str) -> Reward:
     return reward
 
 
-def score_answers(
+def score_completions(
     reward: Reward,
     name: str,
-    rows: Sequence[tuple[str, str, str]],
+    triples: Sequence[tuple[str, str, str]],
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[float]:
-    """Return the reward of each row (prompt, answer, right answer).
+    """Return the reward of each (prompt, completion, answer).
 
     Raises ConfigError if the reward function raises, returns a number that is not finite, or takes
     longer than the limit.
@@ -95,9 +98,9 @@ def score_answers(
     results: queue.SimpleQueue[float | BaseException] = queue.SimpleQueue()
 
     def call() -> None:
-        for row in rows:
+        for triple in triples:
             try:
-                results.put(float(reward(*row)))
+                results.put(float(reward(*triple)))
             except BaseException as error:  # including SystemExit
                 results.put(error)
                 return
@@ -105,8 +108,8 @@ def score_answers(
     # A daemon thread, so that a reward that hangs does not keep the process alive.
     Thread(target=call, daemon=True, name="megatoken-reward").start()
     rewards: list[float] = []
-    for prompt, answer, _ in rows:
-        where = f"prompt {prompt[:40]!r}, answer {answer[:40]!r}"
+    for prompt, completion, _ in triples:
+        where = f"prompt {prompt[:40]!r}, answer {completion[:40]!r}"
         try:
             value = results.get(timeout=limit_seconds)
         except queue.Empty:

@@ -7,17 +7,17 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.suggest import suggest
 from megatoken.base.system.atomic_write import MALFORMED
+from megatoken.base.system.metrics_log import Row
 
-Row = Mapping[str, Any]
 Prompt = tuple[str, str]  # context, continuation
 
 # Each score is the share of examples for which this attribute of the result is right.
@@ -69,8 +69,8 @@ def parse_lettered(
 
     Such tasks are ARC (Clark et al. 2018) and OpenBookQA (Mihaylov et al. 2018).
     """
-    answer = row["choices"]["label"].index(row["answerKey"].lstrip())
-    return _example(template.format(row[key]), row["choices"]["text"], answer)
+    gold = row["choices"]["label"].index(row["answerKey"].lstrip())
+    return _example(template.format(row[key]), row["choices"]["text"], gold)
 
 
 def parse_piqa(row: Row) -> Example:

@@ -22,7 +22,7 @@ class Cache(Protocol):
     @property
     def length(self) -> int: ...
 
-    def place(self, T: int) -> Tensor:
+    def next_positions(self, T: int) -> Tensor:
         """Return the positions of the next T tokens: (T,), or (B, 1) if rows differ in length."""
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def place_rows(
     T = ids_BT.shape[1]
     device = ids_BT.device
     past = 0 if cache is None else cache.length
-    positions = torch.arange(T, device=device) if cache is None else cache.place(T)
+    positions = torch.arange(T, device=device) if cache is None else cache.next_positions(T)
     mask = None
     if tree_mask is not None:
         positions = tree_mask.positions_BT

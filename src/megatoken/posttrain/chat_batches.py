@@ -1,4 +1,4 @@
-"""Batches of conversations packed into rows (text/chat_dataset.py), trained on what is marked."""
+"""Batches of conversations packed into rows (text/chat_dataset.py), trained on the labeled tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ import torch
 from megatoken.data.dataloader import Batch, DataLoader, latest_start, spread
 from megatoken.data.dataset import Dataset
 from megatoken.data.vocabulary import Ids
-from megatoken.text.chat_dataset import START, TRAINED, Marks, open_rows
+from megatoken.text.chat_dataset import START, TRAINED, Labels, open_rows
 from megatoken.train.objective import TextBatches
 
 
 @dataclass(eq=False, kw_only=True)
 class ChatLoader(DataLoader):
-    """Makes batches of rows. marks (n_tokens,): the flags of each token."""
+    """Makes batches of rows. labels (n_tokens,): of each token."""
 
-    marks: Marks
+    labels: Labels
     shared_tokens: ClassVar[int] = 0
 
     def batch(self, step: int) -> Batch:
-        marks = self.marks[self.find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
-        return make_batch(self.rows(step), marks)
+        labels = self.labels[self.find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
+        return make_batch(self.rows(step), labels)
 
 
 class ChatBatches(TextBatches):
@@ -41,11 +41,11 @@ class ChatBatches(TextBatches):
         return chosen, read
 
 
-def make_batch(rows: Ids, marks: Marks) -> Batch:
-    """Make a batch on the CPU from rows of conversations and their marks, both (n, T + 1)."""
+def make_batch(rows: Ids, labels: Labels) -> Batch:
+    """Make a batch on the CPU from rows of conversations and their labels, both (n, T + 1)."""
     ids = rows.astype(np.int64)
-    targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
-    starts = latest_start(marks[:, :-1] & START > 0)
+    targets = np.where(labels[:, 1:] & TRAINED, ids[:, 1:], -1)
+    starts = latest_start(labels[:, :-1] & START > 0)
     return Batch(
         torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
         torch.from_numpy(targets),

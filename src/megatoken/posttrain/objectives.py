@@ -16,7 +16,7 @@ from megatoken.data.mixture import Mixture
 from megatoken.data.shard_format import SPLITS
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Completion
-from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_completions
 from megatoken.posttrain.answer_scores import take_last
 from megatoken.posttrain.batches import SHOWN, open_scorer
 from megatoken.posttrain.chat_batches import ChatBatches, ChatLoader
@@ -50,17 +50,17 @@ class ChatObjective(Objective):
 
 
 class Sft(ChatObjective):
-    """Fine-tuning: the cross-entropy of the marked tokens."""
+    """Supervised fine-tuning: the cross-entropy of the assistant's tokens."""
 
     kind = "chat"
 
     def open_data(
         self, config: Config, dataset: Mixture, comm: Comm
     ) -> tuple[DataLoader | None, int]:
-        marks = np.concatenate(
-            [open_rows(part.dataset, "train").marks for part in dataset.components]
+        labels = np.concatenate(
+            [open_rows(part.dataset, "train").labels for part in dataset.components]
         )
-        loader = open_loader(ChatLoader, config, dataset, comm, marks=marks)
+        loader = open_loader(ChatLoader, config, dataset, comm, labels=labels)
         return loader, loader.n_windows * loader.seq_len
 
     def open_batches(self, run: Run) -> BatchSource:
@@ -199,8 +199,10 @@ def score_by_rule(run: Run, rule: Reward, name: str, *, needs_stop: bool) -> Sco
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         pairs = list(zip(prompts, completions, strict=True))
-        rows = [(prompt.text, decode(completion.ids), prompt.right) for prompt, completion in pairs]
-        rewards = score_answers(rule, name, rows)
+        rows = [
+            (prompt.text, decode(completion.ids), prompt.answer) for prompt, completion in pairs
+        ]
+        rewards = score_completions(rule, name, rows)
         return [
             reward if completion.finish_reason == "stop" or not needs_stop else 0.0
             for reward, completion in zip(rewards, completions, strict=True)

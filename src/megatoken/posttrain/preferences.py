@@ -34,7 +34,7 @@ from megatoken.train.run import Run
 MEASURED_PAIRS = 32  # per forward in validation and for the reference
 
 
-class Row(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A conversation: its ids, and whether each belongs to the answer.
 
     is_good: for KTO, whether the answer is desirable.
@@ -45,13 +45,16 @@ class Row(NamedTuple):
     is_good: bool = True
 
 
-Pair = tuple[Row, Row]  # chosen and rejected; for KTO, the rated and the mismatched answer
+# Chosen and rejected; for KTO, the rated and the mismatched answer.
+PreferencePair = tuple[EncodedConversation, EncodedConversation]
 
 
-def read_pairs(run: Run, split: str) -> list[Pair]:
+def read_pairs(run: Run, split: str) -> list[PreferencePair]:
     """Return the (chosen, rejected) pairs of a split or, for KTO, (rated, mismatched) pairs."""
     rows = open_rows(run.data.dataset.components[0].dataset, split)
-    read = [Row(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))]
+    read = [
+        EncodedConversation(*rows.sequence(row), rows.is_desirable(row)) for row in range(len(rows))
+    ]
     if run.config.objective.name != "kto":
         return list(zip(read[::2], read[1::2], strict=True))
     order = ShuffledOrder(len(read), run.config.seed).windows(0, len(read)).tolist()
@@ -60,10 +63,12 @@ def read_pairs(run: Run, split: str) -> list[Pair]:
     return [(row, mismatch(row, read[mismatched[n]], limit)) for n, row in enumerate(read)]
 
 
-def mismatch(row: Row, other: Row, limit: int) -> Row:
+def mismatch(
+    row: EncodedConversation, other: EncodedConversation, limit: int
+) -> EncodedConversation:
     """Return the prompt of `row` with the answer of `other`, cut to `limit` tokens."""
     start, other_start = row.is_answer.index(True), other.is_answer.index(True)
-    return Row(
+    return EncodedConversation(
         [*row.ids[:start], *other.ids[other_start:]][:limit],
         [*row.is_answer[:start], *other.is_answer[other_start:]][:limit],
     )
@@ -72,7 +77,7 @@ def mismatch(row: Row, other: Row, limit: int) -> Row:
 class PairBatches(RowBatches):
     """Batches of pairs. They are stateless: any batch can be requested at any time."""
 
-    def __init__(self, run: Run, pairs: Mapping[str, Sequence[Pair]]) -> None:
+    def __init__(self, run: Run, pairs: Mapping[str, Sequence[PreferencePair]]) -> None:
         """Load the reference log-probabilities, or compute them. pairs: by split, train and val.
 
         Raises DataError if there are fewer training pairs than a batch needs.
@@ -192,7 +197,7 @@ def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBat
     )
 
 
-def build_pairs(pairs: Sequence[Pair], seq_len: int, length: int = 0) -> Batch:
+def build_pairs(pairs: Sequence[PreferencePair], seq_len: int, length: int = 0) -> Batch:
     """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens.
 
     length: of the rows, after padding; by default that of the longest.

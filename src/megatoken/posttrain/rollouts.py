@@ -40,11 +40,11 @@ QUIET_ROLLOUTS = 20  # consecutive rollouts without a difference in any group, b
 
 
 class Prompt(NamedTuple):
-    """A prompt: its ids up to the assistant's header, its text, and the right answer."""
+    """A prompt: its ids up to the assistant's header, its text, and its answer."""
 
     ids: list[int]
     text: str
-    right: str
+    answer: str
 
 
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
@@ -130,7 +130,7 @@ class RolloutBatches(RowBatches):
         prompts = [self._prompts[index] for index in indices for _ in range(group)]
         seeds = [sequence_seed(run.config.seed, rollout, first + row) for row in range(size)]
         model = full_model(run.state, run.device)
-        completions = self._answer(model, prompts, seeds)
+        completions = self._complete(model, prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         self._measure(rewards, completions)
         widths = [
@@ -141,7 +141,7 @@ class RolloutBatches(RowBatches):
         rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
         return self._build(model, prompts, completions, rewards_PG, width)
 
-    def _answer(
+    def _complete(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
         """Sample an answer to each prompt with its seed; compute adjacent equal prompts once."""
@@ -276,7 +276,7 @@ class RolloutBatches(RowBatches):
         prompts = [self._held_out[number] for number in numbers]
         seeds = [sequence_seed(run.config.seed, -1, number) for number in numbers]
         poll()
-        completions = self._answer(full_model(run.state, run.device), prompts, seeds)
+        completions = self._complete(full_model(run.state, run.device), prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         all_rewards, means = self._average(rewards, completions)
         n = len(all_rewards)

@@ -1,15 +1,14 @@
-"""Read datasets of conversations: token rows of equal length, with one byte of flags per token.
+"""Read datasets of conversations: token rows of equal length, with a byte of labels per token.
 
-A row is one token longer than the context that the dataset was prepared for. The flags are called
-marks. The manifest's `source` records the kind of dataset, the context, and a hash of each extra
-file.
+A row is one token longer than the context that the dataset was prepared for. The manifest's
+`source` records the kind of dataset, the context, and a hash of each extra file.
 
 | kind | a row | extra files next to the shards |
 |---|---|---|
 | chat | complete conversations, as many as fit | `train_000000.marks`, ... |
 | preference | one conversation; chosen and rejected rows alternate | the same |
-| kto | one conversation; a mark tells whether its answer is desirable | the same |
-| prompt | one prompt with the header of the answer | also `train_answers.jsonl`, the input rows |
+| kto | one conversation; a label tells whether its answer is desirable | the same |
+| prompt | one prompt with the header of the answer | also `train_answers.jsonl`, the examples as read |
 """
 
 import json
@@ -25,46 +24,46 @@ from megatoken.base.errors import DataError
 from megatoken.data.dataset import Dataset, Tokens
 from megatoken.data.shard_format import RESTORE, read_errors
 
-# Flags in a token's mark: the token is trained on, starts a conversation, or pads the row, or (for
-# KTO) starts a conversation with a desirable answer.
+# Bits of a token's label: it is trained on, starts a conversation, pads the row, or (for KTO) starts
+# a conversation with a desirable answer.
 TRAINED = 1
 START = 2
 PADDING = 4
 DESIRABLE = 8
-Marks = NDArray[np.uint8]
+Labels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class ChatRows:
     """The rows of one split.
 
-    marks (n_tokens,): the flags TRAINED, START and PADDING of each token.
+    labels (n_tokens,): the bits TRAINED, START, PADDING and DESIRABLE of each token.
     """
 
     tokens: Tokens
-    marks: Marks
+    labels: Labels
     seq_len: int
 
     def __len__(self) -> int:
-        return len(self.marks) // (self.seq_len + 1)
+        return len(self.labels) // (self.seq_len + 1)
 
-    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Marks]:
-        """Return (ids, marks) of the rows with these numbers, both (n, seq_len + 1).
+    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Labels]:
+        """Return (ids, labels) of the rows with these numbers, both (n, seq_len + 1).
 
         Raises DataError as `Tokens.gather` does.
         """
         length = self.seq_len + 1
-        return self.tokens.gather(rows * length, length), self.marks.reshape(-1, length)[rows]
+        return self.tokens.gather(rows * length, length), self.labels.reshape(-1, length)[rows]
 
     def sequence(self, row: int) -> tuple[list[int], list[bool]]:
         """Return a row's ids without padding, and for each id whether it is trained on."""
-        ids, marks = self.read(np.array([row]))
-        is_real = marks[0] & PADDING == 0
-        return ids[0][is_real].tolist(), (marks[0][is_real] & TRAINED > 0).tolist()
+        ids, labels = self.read(np.array([row]))
+        is_real = labels[0] & PADDING == 0
+        return ids[0][is_real].tolist(), (labels[0][is_real] & TRAINED > 0).tolist()
 
     def is_desirable(self, row: int) -> bool:
         """Return whether a row's answer is desirable (KTO)."""
-        return bool(self.marks[row * (self.seq_len + 1)] & DESIRABLE)
+        return bool(self.labels[row * (self.seq_len + 1)] & DESIRABLE)
 
 
 def open_rows(dataset: Dataset, split: str) -> ChatRows:
@@ -72,11 +71,11 @@ def open_rows(dataset: Dataset, split: str) -> ChatRows:
     parts = [np.zeros(0, np.uint8)]
     for shard in dataset.manifest.shards:
         if shard.split == split:
-            marks = np.frombuffer(_read_verified(dataset, marks_name(shard.file)), np.uint8)
-            if len(marks) != shard.tokens:
-                path = dataset.path / marks_name(shard.file)
-                raise DataError(f"{len(marks):,} marks, {shard.tokens:,} tokens", path, RESTORE)
-            parts.append(marks)
+            labels = np.frombuffer(_read_verified(dataset, labels_name(shard.file)), np.uint8)
+            if len(labels) != shard.tokens:
+                path = dataset.path / labels_name(shard.file)
+                raise DataError(f"{len(labels):,} labels, {shard.tokens:,} tokens", path, RESTORE)
+            parts.append(labels)
     seq_len = int(dataset.manifest.source["seq_len"])
     return ChatRows(getattr(dataset, split), np.concatenate(parts), seq_len)
 
@@ -92,7 +91,7 @@ def read_answers(dataset: Dataset, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in _read_verified(dataset, name).splitlines()]
 
 
-def marks_name(shard: str) -> str:
+def labels_name(shard: str) -> str:
     """Return the name of a shard's .marks file."""
     return f"{Path(shard).stem}.marks"
 

@@ -1,4 +1,4 @@
-"""Read rows of conversations, preferences and prompts. A row's keys identify its format.
+"""Read conversations, preferences and prompts from rows. A row's keys identify its format.
 
 | keys | kind | source |
 |---|---|---|
@@ -16,9 +16,10 @@
 
 Prompts and answers are text or a list of messages; answers in a prompt are context. If a row has
 the keys of several formats, the first match in FORMATS wins. Any row can have a `weight` of 0, which
-drops it, or 1; `system`, which is put in front; `tools`, a list of OpenAI's function schemas; and
-`chat_template_kwargs`, variables of the template. The last two can also be JSON. Other keys are
-counted, except those in HARMLESS; so are keys of messages that the template does not read.
+drops it, or 1; `system`, a message that is put first; `tools`, a list of OpenAI's function schemas;
+and `chat_template_kwargs`, variables of the template. The last two can also be JSON. All other keys
+that are not in HARMLESS are counted as unused, and so are keys of messages that the template does
+not read.
 """
 
 import json
@@ -29,14 +30,16 @@ from typing import Any, Literal, NamedTuple
 
 from megatoken.base.errors import DataError
 from megatoken.base.system.atomic_write import MALFORMED
+from megatoken.base.system.metrics_log import Row
 from megatoken.text.chat_template import Message, parse_messages
 from megatoken.text.documents import FIX_ROW
 from megatoken.text.sources import Source
 from megatoken.text.text_files import read_rows
 
 FIX_KEYS = "rename the keys, or skip such rows with --invalid skip; for plain text, set --text-key"
-Row = dict[str, Any]  # as read
-Parts = tuple[Any, ...]  # messages: the prompt or None, then each complete conversation
+Conversations = tuple[
+    Any, ...
+]  # lists of messages: the prompt or None, then complete conversations
 Kind = Literal["chat", "preference", "kto", "prompt"]
 # Values in CSV are text, and pandas writes a column with gaps as floats.
 _LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
@@ -65,15 +68,16 @@ class Example:
     """A parsed row.
 
     where: file:line. prompt: the messages before the answer or, in a chat, before the first answer
-    to train on. answers: complete conversations, each with the prompt; a chat has one, a preference
-    has two (chosen, rejected), a prompt has none. row: the input row, for prompts only. is_desirable:
-    the label of a row for KTO. weight: 0 if the row is not trained on. options: arguments of
-    ChatTemplate.encode. unused: keys of the row that are set and change nothing.
+    to train on. conversations: the complete conversations, which begin with the prompt; a chat has
+    one, a preference has two (chosen, rejected), a prompt has none. row: the row, for prompts only.
+    is_desirable: for KTO, the label of the answer. weight: 0 if the example is not trained on.
+    options: arguments of ChatTemplate.encode. unused: keys of the row that are set and change
+    nothing.
     """
 
     where: str
     prompt: list[Message]
-    answers: list[list[Message]]
+    conversations: list[list[Message]]
     row: Row
     is_desirable: bool
     weight: int
@@ -81,17 +85,17 @@ class Example:
     unused: list[str]
 
 
-class Format(NamedTuple):
+class RowFormat(NamedTuple):
     """A row format.
 
     name: the keys that identify it, joined by slashes; a remark in parentheses may follow. read:
-    converts a row. For a prompt, it also sets the row's `prompt` and `answer`. optional: further
-    keys that `read` uses.
+    returns a row's conversations; for a prompt, it also sets the row's `prompt` and `answer`.
+    optional: further keys that `read` uses.
     """
 
     name: str
     kind: Kind
-    read: Callable[[Row], Parts]
+    read: Callable[[Row], Conversations]
     optional: tuple[str, ...] = ()
 
     @property
@@ -99,7 +103,7 @@ class Format(NamedTuple):
         return self.name.partition(" ")[0].split("/")
 
 
-def peek_format(source: Source, text_key: str) -> Format | None:
+def peek_format(source: Source, text_key: str) -> RowFormat | None:
     """Return the row format of a corpus, judged by its first row, or None if it holds plain text.
 
     text_key: a first row with this key means plain text. Raises DataError if the first row has some
@@ -117,19 +121,19 @@ def peek_format(source: Source, text_key: str) -> Format | None:
     return None
 
 
-def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
-    """Yield the format and the parsed content of every row.
+def read_examples(source: Source) -> Iterator[tuple[RowFormat, Example]]:
+    """Yield the format and the example of every row.
 
     Raises DataError, naming file:line, for an unusable row.
     """
-    row_format: Format | None = None
+    row_format: RowFormat | None = None
     for where, line, _ in read_rows(source):
         row_format, example = parse_row(line, where, row_format)
         yield row_format, example
 
 
-def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format, Example]:
-    """Parse a JSON row; return its format and content.
+def parse_row(line: bytes, where: str, expected: RowFormat | None) -> tuple[RowFormat, Example]:
+    """Parse a JSON row; return its format and the example.
 
     expected: the required format, or None for any. Raises DataError, naming `where`, if the row is
     unusable or has another format.
@@ -145,7 +149,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error
 
 
-def _match_format(row: Row, where: str) -> Format:
+def _match_format(row: Row, where: str) -> RowFormat:
     """Return the first format whose keys a row has.
 
     Raises DataError, naming the closest formats and the keys they lack, if no format matches.
@@ -169,7 +173,7 @@ def _read_label(row: Row) -> Any:
     return next((row[key] for key in _RATED if row.get(key) not in _NOT_SET), None)
 
 
-def _parse(row: Row, row_format: Format, where: str) -> Example:
+def _parse(row: Row, row_format: RowFormat, where: str) -> Example:
     kind = row_format.kind
     used = {*row_format.keys, *row_format.optional, *_COMMON, *HARMLESS}
     unused = [key for key, value in row.items() if key not in used and value not in _NOT_SET]
@@ -179,22 +183,23 @@ def _parse(row: Row, row_format: Format, where: str) -> Example:
     label = _LABELS.get(str(_read_label(row)).lower())
     if kind == "kto" and label is None:
         raise ValueError(f"the label is {_read_label(row)!r}, neither true nor false")
-    system = _to_rows(row["system"], "system") if row.get("system") else []
-    prompt_rows, *conversations = (rows and [*system, *rows] for rows in row_format.read(row))
-    n_context = len(conversations[0]) - 1 if kind == "kto" else len(prompt_rows or ())
-    answers = [parse_messages(rows, where, n_context=n_context) for rows in conversations]
-    if kind in ("preference", "kto") and any(each[-1].role != "assistant" for each in answers):
+    system = _to_messages(row["system"], "system") if row.get("system") else []
+    prompt_rows, *complete = (each and [*system, *each] for each in row_format.read(row))
+    n_context = len(complete[0]) - 1 if kind == "kto" else len(prompt_rows or ())
+    conversations = [parse_messages(each, where, n_context=n_context) for each in complete]
+    if kind in ("preference", "kto") and any(it[-1].role != "assistant" for it in conversations):
         raise ValueError("a conversation does not end with an answer")
     if kind in ("chat", "kto"):
-        is_trained = [message.role == "assistant" and message.weight for message in answers[0]]
-        prompt = answers[0][: is_trained.index(1)]
+        first = conversations[0]
+        is_trained = [message.role == "assistant" and message.weight for message in first]
+        prompt = first[: is_trained.index(1)]
     else:
         prompt = parse_messages(prompt_rows, where, reply=True)
     options = {name: row[key] for key, name in _OPTIONS.items() if row.get(key) not in _NOT_SET}
     return Example(
         where,
         prompt,
-        answers,
+        conversations,
         row=row if kind == "prompt" else {},
         is_desirable=kind == "kto" and bool(label),
         weight=int(weight != 0),
@@ -206,20 +211,20 @@ def _parse(row: Row, row_format: Format, where: str) -> Example:
     )
 
 
-def _to_rows(value: Any, role: str) -> list[Any]:
+def _to_messages(value: Any, role: str) -> list[Any]:
     """Convert text to a list of one message of `role`; return a list of messages unchanged."""
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _read_messages(row: Row) -> Parts:
+def _read_messages(row: Row) -> Conversations:
     return None, row["messages"]
 
 
-def _read_sharegpt(row: Row) -> Parts:
+def _read_sharegpt(row: Row) -> Conversations:
     return None, list(map(_parse_turn, row["conversations"]))
 
 
-def _read_rated_turns(row: Row) -> Parts:
+def _read_rated_turns(row: Row) -> Conversations:
     _, prompt = _read_sharegpt(row)
     return prompt, *([*prompt, _parse_turn(row[key])] for key in ("chosen", "rejected"))
 
@@ -232,31 +237,31 @@ def _parse_turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, "role": _ROLES.get(role, role), "content": content}
 
 
-def _read_alpaca(row: Row) -> Parts:
-    rows: list[Any] = []
+def _read_alpaca(row: Row) -> Conversations:
+    messages: list[Any] = []
     question = row["instruction"]
     context = row.get("input") or row.get("context") or ""
     if context.strip():
         question += "\n\n" + context
     answer = row.get("output", row.get("response"))
     for user, assistant in [*(row.get("history") or []), (question, answer)]:
-        rows += _to_rows(user, "user") + _to_rows(assistant, "assistant")
-    return None, rows
+        messages += _to_messages(user, "user") + _to_messages(assistant, "assistant")
+    return None, messages
 
 
-def _read_completion(row: Row) -> Parts:
-    prompt = _to_rows(row["prompt"], "user")
-    return prompt, prompt + _to_rows(row["completion"], "assistant")
+def _read_completion(row: Row) -> Conversations:
+    prompt = _to_messages(row["prompt"], "user")
+    return prompt, prompt + _to_messages(row["completion"], "assistant")
 
 
-def _read_preference(row: Row) -> Parts:
-    prompt = _to_rows(row["prompt"], "user")
-    answers = [_to_rows(row[key], "assistant") for key in ("chosen", "rejected")]
+def _read_preference(row: Row) -> Conversations:
+    prompt = _to_messages(row["prompt"], "user")
+    answers = [_to_messages(row[key], "assistant") for key in ("chosen", "rejected")]
     # trl allows answers with and without the prompt.
-    return prompt, *(rows if rows[: len(prompt)] == prompt else prompt + rows for rows in answers)
+    return prompt, *(each if each[: len(prompt)] == prompt else prompt + each for each in answers)
 
 
-def _read_implicit(row: Row) -> Parts:
+def _read_implicit(row: Row) -> Conversations:
     """Read a preference whose prompt is the beginning that both conversations share."""
     chosen, rejected = (_parse_hh(row[key]) for key in ("chosen", "rejected"))
     n_prompt = min(len(chosen), len(rejected)) - 1
@@ -276,7 +281,7 @@ def _parse_hh(value: Any) -> list[Any]:
     return [{"role": _ROLES[name], "content": content} for name, content in turns]
 
 
-def _read_question(row: Row) -> Parts:
+def _read_question(row: Row) -> Conversations:
     if "choices" in row:  # as in MMLU, whose answer is the number of a choice
         raise ValueError("a multiple-choice question")
     row["prompt"] = row["question"]
@@ -285,22 +290,22 @@ def _read_question(row: Row) -> Parts:
     return _read_prompt(row)
 
 
-def _read_prompt(row: Row) -> Parts:
+def _read_prompt(row: Row) -> Conversations:
     answer = row["answer"]
     if not isinstance(answer, (str, int, float)) or not str(answer).strip():
         raise ValueError("the answer is not text or a number")
-    return (_to_rows(row["prompt"], "user"),)
+    return (_to_messages(row["prompt"], "user"),)
 
 
 FORMATS = (
-    Format("prompt/chosen/rejected", "preference", _read_preference),
-    Format("conversations/chosen/rejected (LLaMA-Factory)", "preference", _read_rated_turns),
-    Format("chosen/rejected", "preference", _read_implicit),
-    Format("prompt/completion", "chat", _read_completion),
-    Format("prompt/answer", "prompt", _read_prompt),
-    Format("question/answer (GSM8K)", "prompt", _read_question),
-    Format("messages", "chat", _read_messages),
-    Format("conversations (ShareGPT)", "chat", _read_sharegpt),
-    Format("instruction/output (alpaca)", "chat", _read_alpaca, ("input", "history")),
-    Format("instruction/response (Dolly)", "chat", _read_alpaca, ("context",)),
+    RowFormat("prompt/chosen/rejected", "preference", _read_preference),
+    RowFormat("conversations/chosen/rejected (LLaMA-Factory)", "preference", _read_rated_turns),
+    RowFormat("chosen/rejected", "preference", _read_implicit),
+    RowFormat("prompt/completion", "chat", _read_completion),
+    RowFormat("prompt/answer", "prompt", _read_prompt),
+    RowFormat("question/answer (GSM8K)", "prompt", _read_question),
+    RowFormat("messages", "chat", _read_messages),
+    RowFormat("conversations (ShareGPT)", "chat", _read_sharegpt),
+    RowFormat("instruction/output (alpaca)", "chat", _read_alpaca, ("input", "history")),
+    RowFormat("instruction/response (Dolly)", "chat", _read_alpaca, ("context",)),
 )

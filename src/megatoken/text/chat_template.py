@@ -345,7 +345,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def drop_marks(template: ChatTemplate) -> str:
+def drop_generation_tags(template: ChatTemplate) -> str:
     """Return a built-in template without {% generation %} tags, which plain jinja2 rejects.
 
     The model's own is returned unchanged.
@@ -364,7 +364,7 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     for name, (control_tokens, jinja) in BUILT_IN.items():
         if tokenizer.special_ids.keys() >= set(control_tokens):
             template = ChatTemplate(name, tokenizer, jinja)
-            if own in ({}, {"default": drop_marks(template)}):
+            if own in ({}, {"default": drop_generation_tags(template)}):
                 return template
     if own:
         texts = [own.get("default", next(iter(own.values()))), own.get("tool_use", "")]

@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, Literal
 from megatoken.base.errors import DataError
 from megatoken.base.system.table import read_table
 
-Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]  # see file_kinds.toml
+FileFormat = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]  # see file_kinds.toml
 
 HEAD_BYTES = 8192  # read to detect the content of a file
 LARGEST_ROW = 64 << 20  # bytes
 _TABLE = read_table(__file__)
-FORMATS: dict[str, Format] = _TABLE["formats"]  # by suffix
+FORMATS: dict[str, FileFormat] = _TABLE["formats"]  # by suffix
 FOREIGN: dict[str, dict[str, Any]] = _TABLE["foreign"]  # that are not read, by name
 # The words, as in `datasets`, that name the split of a file or folder. "eval" is for validation.
 _SPLIT = re.compile(
@@ -43,7 +43,7 @@ def find_compression(name: str) -> str:
     return str(_TABLE["compressions"].get(Path(name.lower()).suffix, ""))
 
 
-def find_format(path: Path) -> Format | None:
+def find_format(path: Path) -> FileFormat | None:
     """Return a file's format, or None if neither its suffix nor its content is known.
 
     Content in JSON lines is recognized under any name but that of another format of rows.

@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.shard_format import Manifest
-from megatoken.text.chat_dataset import DESIRABLE, PADDING, START, TRAINED, answers_name, marks_name
-from megatoken.text.chat_formats import HARMLESS, Example, Format, Kind, parse_row
+from megatoken.text.chat_dataset import (
+    DESIRABLE,
+    PADDING,
+    START,
+    TRAINED,
+    answers_name,
+    labels_name,
+)
+from megatoken.text.chat_formats import HARMLESS, Example, Kind, RowFormat, parse_row
 from megatoken.text.chat_template import THOUGHTS, ChatTemplate, add_control_tokens, find_template
 from megatoken.text.documents import Invalid
 from megatoken.text.output_folder import DatasetWriter, PrepareResult, ResumeState, make_dataset
@@ -25,17 +32,17 @@ from megatoken.text.text_files import read_rows
 from megatoken.text.tokenizer import Tokenizer
 
 Long = Literal["fail", "skip"]
-TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (n,)
+LabeledIds = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and labels, both (n,)
 
 
-class Row(NamedTuple):
-    """An input row and its encoded sequences: two (chosen, rejected) for a preference, else one.
+class EncodedExample(NamedTuple):
+    """An example and its sequences: two (chosen, rejected) for a preference, else one.
 
-    split: the split that its file belongs to, or "".
+    split: the split of its file, or "".
     """
 
     example: Example
-    sequences: list[TokenRow]
+    sequences: list[LabeledIds]
     split: str
 
 
@@ -75,10 +82,10 @@ def prepare_chats(
     }
 
     def write(state: ResumeState) -> Manifest:
-        rows, row_format, counts = _encode_rows(source, template, invalid)
-        fitting = _drop_long(rows, seq_len, long)
-        splits = _split_rows(fitting, val_fraction)
-        counts["skipped"] += len(rows) - len(fitting)
+        examples, row_format, counts = _encode_examples(source, template, invalid)
+        fitting = _drop_long(examples, seq_len, long)
+        splits = _split_examples(fitting, val_fraction)
+        counts["skipped"] += len(examples) - len(fitting)
         with closing(DatasetWriter(out, state, tokenizer, shard_tokens)) as writer:
             for split, chosen in splits.items():
                 _write_split(writer, split, chosen, seq_len + 1, row_format.kind)
@@ -93,37 +100,38 @@ def prepare_chats(
     return make_dataset(out, source, recipe, write)
 
 
-def _encode_rows(
+def _encode_examples(
     source: Source, template: ChatTemplate, invalid: Invalid
-) -> tuple[list[Row], Format, Counter[str]]:
-    """Return the encoded rows, their format, and counts of rows: skipped, or with an unused key."""
-    rows: list[Row] = []
+) -> tuple[list[EncodedExample], RowFormat, Counter[str]]:
+    """Return the examples, their format, and counts of rows: skipped, or with an unused key."""
+    examples: list[EncodedExample] = []
     counts = Counter(skipped=0)
-    row_format: Format | None = None
+    row_format: RowFormat | None = None
     jinja = f"{template.jinja}{template.tokenizer.templates}"
     for where, line, split in read_rows(source):
         counts["skipped"] += 1
         try:
             row_format, example = parse_row(line, where, row_format)
             if example.weight:
-                rows.append(Row(example, _encode(example, row_format.kind, template), split))
+                sequences = _encode(example, row_format.kind, template)
+                examples.append(EncodedExample(example, sequences, split))
                 counts["skipped"] -= 1
-                messages = chain(example.prompt, *example.answers)
+                messages = chain(example.prompt, *example.conversations)
                 keys = {key for each in messages for key in each.fields if key not in jinja}
                 keys -= {*THOUGHTS, *HARMLESS}
                 counts.update(f"rows with unused {key}" for key in keys.union(example.unused))
         except DataError:
             if invalid != "skip":
                 raise
-    if row_format is None or not rows:
+    if row_format is None or not examples:
         what = f"no rows, {counts['skipped']:,} skipped"
         raise DataError(what, source.files[0].path, "name other files")
-    return rows, row_format, counts
+    return examples, row_format, counts
 
 
-def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
+def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[LabeledIds]:
     options = {"where": example.where} | example.options
-    encoded = [template.encode(messages, **options) for messages in example.answers]
+    encoded = [template.encode(messages, **options) for messages in example.conversations]
     if kind == "prompt":
         encoded = [template.encode(example.prompt, reply=True, **options)]
     if kind == "preference" and encoded[0][0] == encoded[1][0]:
@@ -131,84 +139,86 @@ def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenR
         raise DataError(what, example.where, "leave the pair out")
     sequences = []
     for ids, trained in encoded:
-        marks = np.array(trained, np.uint8) * TRAINED
-        marks[0] |= START | DESIRABLE * example.is_desirable
-        sequences.append((np.array(ids, np.uint32), marks))
+        labels = np.array(trained, np.uint8) * TRAINED
+        labels[0] |= START | DESIRABLE * example.is_desirable
+        sequences.append((np.array(ids, np.uint32), labels))
     return sequences
 
 
-def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
-    """Return the rows that fit the context.
+def _drop_long(examples: list[EncodedExample], seq_len: int, long: Long) -> list[EncodedExample]:
+    """Return the examples that fit the context.
 
-    Raises DataError if `long` is "fail" and a row does not fit, or if no row fits.
+    Raises DataError if `long` is "fail" and an example does not fit, or if none fits.
     """
-    lengths = [max(len(ids) for ids, _ in row.sequences) for row in rows]
-    fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= seq_len + 1]
-    if len(fitting) < len(rows) and (long == "fail" or not fitting):
-        longest = max(range(len(rows)), key=lengths.__getitem__)
-        what = (
-            f"{len(rows) - len(fitting):,} of {len(rows):,} rows exceed the context of {seq_len:,}"
-        )
+    lengths = [max(len(ids) for ids, _ in each.sequences) for each in examples]
+    fitting = [
+        each for each, length in zip(examples, lengths, strict=True) if length <= seq_len + 1
+    ]
+    n_long = len(examples) - len(fitting)
+    if n_long and (long == "fail" or not fitting):
+        longest = max(range(len(examples)), key=lengths.__getitem__)
+        what = f"{n_long:,} of {len(examples):,} rows exceed the context of {seq_len:,} tokens"
         fix = "skip them with --long skip, or use a model with a longer context"
-        raise DataError(
-            f"{what} tokens, by up to {lengths[longest]:,}", rows[longest].example.where, fix
-        )
+        where = examples[longest].example.where
+        raise DataError(f"{what}, by up to {lengths[longest]:,}", where, fix)
     return fitting
 
 
-def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
-    """Split rows into train and val by their files or, if those have no split, by a hash of prompts.
+def _split_examples(
+    examples: list[EncodedExample], val_fraction: float
+) -> dict[str, list[EncodedExample]]:
+    """Split into train and val by the examples' files, or where a file has no split, by a hash.
 
-    By hash, a split that would be empty gets the prompt whose hash is nearest to the threshold.
-    With a val_fraction of 0 or a single prompt, val stays empty. Raises DataError if train does.
+    The hash is that of the prompt. A split that would be empty gets the prompt whose hash is nearest
+    to the threshold. With a val_fraction of 0 or a single prompt, val stays empty. Raises DataError
+    if train does.
     """
     hashes = []
-    for row in rows:
-        prompt = json.dumps([[message.role, message.content] for message in row.example.prompt])
+    for each in examples:
+        prompt = json.dumps([[message.role, message.content] for message in each.example.prompt])
         hashes.append(xxhash.xxh3_64_intdigest(prompt.encode()))
     limit = min(max(val_fraction * 2**64, min(hashes) + 1), max(hashes)) if val_fraction else 0
-    splits: dict[str, list[Row]] = {"train": [], "val": []}
-    for row, digest in zip(rows, hashes, strict=True):
-        splits[row.split or ("val" if digest < limit else "train")].append(row)
+    splits: dict[str, list[EncodedExample]] = {"train": [], "val": []}
+    for each, digest in zip(examples, hashes, strict=True):
+        splits[each.split or ("val" if digest < limit else "train")].append(each)
     if not splits["train"]:
-        raise DataError("no rows to train on", rows[0].example.where, "name other files")
+        raise DataError("no rows to train on", examples[0].example.where, "name other files")
     return splits
 
 
-def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
+def _pack(sequences: Sequence[LabeledIds], length: int) -> list[list[LabeledIds]]:
     """Pack sequences into rows of at most `length` tokens by best fit, longest first."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int, int]] = []  # tokens left, minus the step that left them, row
+    gaps: list[tuple[int, int, int]] = []  # tokens left, minus the step that left them, row
     for step, number in enumerate(order):
-        needed, room, row = len(sequences[number][0]), length, len(rows)
-        place = bisect_left(rooms, (needed,))
-        if place < len(rooms):
-            room, _, row = rooms.pop(place)
+        needed, gap, row = len(sequences[number][0]), length, len(rows)
+        best = bisect_left(gaps, (needed,))
+        if best < len(gaps):
+            gap, _, row = gaps.pop(best)
         else:
             rows.append([])
         rows[row].append(number)
-        if room > needed:
-            insort(rooms, (room - needed, -step, row))
+        if gap > needed:
+            insort(gaps, (gap - needed, -step, row))
     return [[sequences[number] for number in sorted(row)] for row in rows]
 
 
 def _write_split(
-    writer: DatasetWriter, split: str, rows: list[Row], length: int, kind: Kind
+    writer: DatasetWriter, split: str, examples: list[EncodedExample], length: int, kind: Kind
 ) -> None:
-    """Write a split's rows, padded to `length` tokens, its marks and its answers."""
-    flat = [sequence for row in rows for sequence in row.sequences]
-    marks = []
+    """Write a split's rows of `length` tokens with padding, their labels, and the answers."""
+    flat = [sequence for each in examples for sequence in each.sequences]
+    labels: list[bytes] = []
     for packed in _pack(flat, length) if kind == "chat" else [[sequence] for sequence in flat]:
-        room = length - sum(len(ids) for ids, _ in packed)
-        padding = np.full(room, writer.tokenizer.eot, np.uint32)
+        n_free = length - sum(len(ids) for ids, _ in packed)
+        padding = np.full(n_free, writer.tokenizer.eot, np.uint32)
         writer.splits[split].append(np.concatenate([*(ids for ids, _ in packed), padding]))
-        marks += [sequence_marks.tobytes() for _, sequence_marks in packed]
-        marks.append(bytes([PADDING]) * room)
-    data = b"".join(marks)
+        labels += [*(each.tobytes() for _, each in packed), bytes([PADDING]) * n_free]
+    data = b"".join(labels)
     for index, start in enumerate(range(0, len(data), writer.shard_tokens)):
-        name = marks_name(f"{split}_{index:06d}.bin")
+        name = labels_name(f"{split}_{index:06d}.bin")
         writer.write_beside(name, data[start : start + writer.shard_tokens])
-    if kind == "prompt" and rows:
-        lines = "".join(json.dumps(row.example.row) + "\n" for row in rows)
+    if kind == "prompt" and examples:
+        lines = "".join(json.dumps(each.example.row) + "\n" for each in examples)
         writer.write_beside(answers_name(split), lines.encode())

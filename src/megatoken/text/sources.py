@@ -27,7 +27,7 @@ from megatoken.base.system.table import read_table
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.text.file_kinds import (
     FORMATS,
-    Format,
+    FileFormat,
     find_compression,
     find_foreign,
     find_format,
@@ -79,7 +79,7 @@ class File:
     path: str
     size: int
     changed: int
-    format: Format
+    format: FileFormat
     opener: Callable[["File"], BinaryIO] = open_local
     split: str = ""
 
@@ -185,7 +185,7 @@ def find_corpus(
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Format the counts of `Source.skipped`: {".pdf": 2, ".png": 1} as "2 .pdf, 1 .png"."""
+    """FileFormat the counts of `Source.skipped`: {".pdf": 2, ".png": 1} as "2 .pdf, 1 .png"."""
     return ", ".join(f"{count:,} {name}" for name, count in Counter(skipped).most_common())
 
 

@@ -14,7 +14,7 @@ from megatoken.convert.hf.chat_files import describe_chat
 from megatoken.convert.hf.families import Family, choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
 from megatoken.model.gpt import GPT, INIT_STD
-from megatoken.text.chat_template import Message, drop_marks, find_stop_ids, template_of
+from megatoken.text.chat_template import Message, drop_generation_tags, find_stop_ids, template_of
 from megatoken.text.tokenizer import CHAT_FILES, TOKEN_IDS, TOKENIZER_CONFIG, Tokenizer
 
 TOLERANCE = 2e-5  # as a share of the largest logit; the order of fp32 sums differs
@@ -63,7 +63,7 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         if template.stop_ids[0] in stop_ids:
             tokenizer_config["eos_token"] = tokenizer.decode(template.stop_ids[:1])
         tokenizer_config.setdefault("pad_token", eot)
-        tokenizer_config["chat_template"] = drop_marks(template)
+        tokenizer_config["chat_template"] = drop_generation_tags(template)
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
             "architectures": [family.architecture],

@@ -15,8 +15,8 @@ from megatoken.convert.recipes.translation import (
     STEPS,
     Translation,
     load_table,
+    split_arguments,
     split_program,
-    split_words,
 )
 
 OPTION = "FLAGS", "flags of llm.c's train_gpt2cu, in quotes"
@@ -47,11 +47,11 @@ def translate(command: str, processes: int = 1) -> Translation:
 
 def _read_command(command: str) -> tuple[list[Assignment], int]:
     """Return the flags, and the number of processes that mpirun starts, or 0 if not given."""
-    words = split_words(command, "--llmc")
-    launcher, words = split_program(words, *PROGRAMS)
-    if len(words) % 2:
-        raise ConfigError(f"{words[-1]:.80} has no value", "--llmc")
-    pairs = zip(words[::2], words[1::2], strict=True)
+    arguments = split_arguments(command, "--llmc")
+    launcher, arguments = split_program(arguments, *PROGRAMS)
+    if len(arguments) % 2:
+        raise ConfigError(f"{arguments[-1]:.80} has no value", "--llmc")
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
     settings = [Assignment(flag, text, f"llm.c {flag} {text}"[:86]) for flag, text in pairs]
     count = re.search(r"-np? (\d{1,6})\b", " ".join(launcher))
     return settings, int(count[1]) if count else 0

@@ -14,8 +14,8 @@ from megatoken.base.errors import ConfigError
 from megatoken.convert.recipes.translation import (
     Translation,
     load_table,
+    split_arguments,
     split_program,
-    split_words,
 )
 
 OPTION = "WORDS", "nanoGPT config file and --name=value flags, in quotes"
@@ -27,10 +27,10 @@ def translate(command: str, processes: int = 1) -> Translation:
     The command may include the launcher and train.py. Raises ConfigError, naming file:line, for
     what cannot be translated.
     """
-    _, words = split_program(split_words(command, "--nanogpt"), "train.py")
-    files = [Path(word) for word in words if not word.startswith("--")]
+    _, arguments = split_program(split_arguments(command, "--nanogpt"), "train.py")
+    files = [Path(argument) for argument in arguments if not argument.startswith("--")]
     table = load_table("nanogpt")
-    settings = [setting for word in words for setting in _read(word, table["ignored"])]
+    settings = [setting for argument in arguments for setting in _read(argument, table["ignored"])]
     translation = Translation("nanoGPT", table, settings)
     get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
@@ -63,18 +63,18 @@ def _set_decay(translation: Translation) -> None:
         translation.set("optim.decay", f"{decay_steps}steps", *keys)
 
 
-def _read(word: str, ignored: list[str]) -> Iterator[Assignment]:
+def _read(argument: str, ignored: list[str]) -> Iterator[Assignment]:
     """Yield the settings in an argument: --name=value, or a config file, which is not executed."""
-    if word.startswith("--"):
-        name, equals, text = word[2:].partition("=")
+    if argument.startswith("--"):
+        name, equals, text = argument[2:].partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is not --name=value", "--nanogpt")
-        yield Assignment(name, text.strip("'\""), f"nanoGPT {word:.80}")
+            raise ConfigError(f"{argument!r} is not --name=value", "--nanogpt")
+        yield Assignment(name, text.strip("'\""), f"nanoGPT {argument:.80}")
         return
     try:
-        body = ast.parse(Path(word).read_text(encoding="utf-8")).body
+        body = ast.parse(Path(argument).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"cannot read it as Python: {error}", word) from None
+        raise ConfigError(f"cannot read it as Python: {error}", argument) from None
     for node in body:
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
@@ -82,11 +82,11 @@ def _read(word: str, ignored: list[str]) -> Iterator[Assignment]:
             case ast.Assign(targets=[ast.Name(name)], value=value) if name in ignored:
                 text_value = ""
             case ast.Assign(targets=[ast.Name(name)], value=value):
-                text_value = _evaluate(value, f"{word}:{node.lineno}")
+                text_value = _evaluate(value, f"{argument}:{node.lineno}")
             case _:
                 what = "not an assignment; config files are not run"
-                raise ConfigError(what, f"{word}:{node.lineno}")
-        yield Assignment(name, text_value, f"{word}:{node.lineno}")
+                raise ConfigError(what, f"{argument}:{node.lineno}")
+        yield Assignment(name, text_value, f"{argument}:{node.lineno}")
 
 
 def _evaluate(node: ast.expr, where: str) -> str:

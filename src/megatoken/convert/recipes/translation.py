@@ -1,6 +1,6 @@
 """Translate recipes of other programs with a table per program.
 
-A table, NAME.yaml, has these parts. `settings` maps a setting's names to a `Row`: megatoken's
+A table, NAME.yaml, has these parts. `settings` maps a setting's names to a `Rule`: megatoken's
 fields and how to convert the value. `effects` holds, by setting and value, further fields and a
 `note`. `products` holds fields whose value is a product of settings. `fixed` holds the fields whose
 value the program hard-codes. `out` names the setting of the run folder. `ignored` lists patterns of
@@ -26,10 +26,10 @@ Functions = Mapping[str, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class Rule:
     """How to translate one setting.
 
-    default: the program's default; if None, the row applies only to recipes that have the setting.
+    default: the program's default; if None, the rule applies only to recipes that have the setting.
     type: name of the value's type; by default, the type of `default`. fields: megatoken's fields to
     set, separated by spaces. It is empty if the value is only checked, or if code for that program
     translates it. convert: a mapping of the program's values to megatoken's, a list of accepted
@@ -42,7 +42,7 @@ class Row:
     convert: Any = None
 
     def parse(self, text: str) -> Any:
-        """Convert the text of a setting to the row's type. Raises KeyError or ValueError."""
+        """Convert the text of a setting to the rule's type. Raises KeyError or ValueError."""
         match self.type or type(self.default).__name__:
             case "str":
                 return text
@@ -106,9 +106,9 @@ class Translation:
         latest = {setting.key: setting for setting in settings}
         for field, value in table["fixed"].items():
             self.set(field, value)
-        for names, row in table["settings"].items():
+        for names, rule in table["settings"].items():
             written = [latest.pop(name) for name in names.split() if name in latest]
-            self._translate(names.split()[0], Row(**row), written)
+            self._translate(names.split()[0], Rule(**rule), written)
         for key, effects in table["effects"].items():
             for field, value in effects.get(self.get(key), {}).items():
                 if field == "note":
@@ -129,18 +129,18 @@ class Translation:
             sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in latest)
             self.notes.append(f"ignored (data, hardware, display, storage): {', '.join(sections)}")
 
-    def _translate(self, key: str, row: Row, written: Sequence[Assignment]) -> None:
-        """Translate one setting with its row of the table.
+    def _translate(self, key: str, rule: Rule, written: Sequence[Assignment]) -> None:
+        """Translate one setting with its rule of the table.
 
-        Stores the value under `key` and sets the row's fields. written: the recipe's assignments to
+        Stores the value under `key` and sets the rule's fields. written: the recipe's assignments to
         the setting, under any of its names; if there are none, the default applies.
         """
-        origin = f"{self.program} {key} {row.default} (default)"
-        value = row.default
+        origin = f"{self.program} {key} {rule.default} (default)"
+        value = rule.default
         for setting in written:
             try:
-                parsed = row.parse(setting.text)
-                row.apply(parsed, self._functions)
+                parsed = rule.parse(setting.text)
+                rule.apply(parsed, self._functions)
             except (KeyError, ValueError, OverflowError):
                 raise self.refuse(setting) from None
             if setting is not written[0] and parsed != value:
@@ -151,8 +151,8 @@ class Translation:
             return
         self._values[key] = value
         self._origins[key] = origin
-        for field in row.fields.split():
-            self.set(field, row.apply(value, self._functions), key)
+        for field in rule.fields.split():
+            self.set(field, rule.apply(value, self._functions), key)
 
     def refuse(self, setting: Assignment, fix: str = "change or remove it") -> ConfigError:
         """Build the error for a setting that cannot be translated."""
@@ -162,7 +162,7 @@ class Translation:
     def get(self, key: str) -> Any:
         """Return the value of a setting; if the recipe lacks it, the program's default or None.
 
-        key: the first name in the setting's row.
+        key: the first name in the setting's rule.
         """
         return self._values.get(key)
 
@@ -183,7 +183,7 @@ class Translation:
         return resolve_assignments(self.name, list(self.assignments.values()), overrides)
 
 
-def split_words(command: str, where: str) -> list[str]:
+def split_arguments(command: str, where: str) -> list[str]:
     """Split a shell command, which may span several lines. Raises ConfigError for an open quote."""
     try:
         return shlex.split(command.replace("\\\n", " "))
@@ -191,12 +191,12 @@ def split_words(command: str, where: str) -> list[str]:
         raise ConfigError(f"cannot read the command: {error}", where) from None
 
 
-def split_program(words: list[str], *names: str) -> tuple[list[str], list[str]]:
-    """Return the words before and after the program's name, which is one of `names`.
+def split_program(arguments: list[str], *names: str) -> tuple[list[str], list[str]]:
+    """Return the arguments before and after the program's name, which is one of `names`.
 
-    If the name does not occur, the first list is empty and the second has all words.
+    If the name does not occur, the first list is empty and the second has all arguments.
     """
-    for index, word in enumerate(words):
-        if Path(word).name in names:
-            return words[:index], words[index + 1 :]
-    return [], words
+    for index, argument in enumerate(arguments):
+        if Path(argument).name in names:
+            return arguments[:index], arguments[index + 1 :]
+    return [], arguments

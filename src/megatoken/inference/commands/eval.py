@@ -157,36 +157,36 @@ def evaluate_models(options: Namespace) -> Data | None:
         local_rank=dist_env.local_rank,
         local_world_size=dist_env.local_world_size,
     )
-    answers: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with join_process_group(dist_env, device.type) as comm:
         for name in options.models:
             loaded = load_pretrained(name, console.warn)
             loaded.model.to(device.torch_device)
             about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
-            answers.append(about | evaluate_model(loaded, device, comm))
+            results.append(about | evaluate_model(loaded, device, comm))
     if not dist_env.is_main_process:
         return None
-    models: list[Model] = list(zip(options.models, answers, strict=True))
-    if HELLASWAG in answers[0].get("tasks", ()):
+    models: list[Model] = list(zip(options.models, results, strict=True))
+    if HELLASWAG in results[0].get("tasks", ()):
         models += PUBLISHED
     if not options.json and not options.harness:
-        print_answers(models, console)
+        print_results(models, console)
     if options.plot:
         console.print(f"picture: {draw_scores(models, options.plot)}")
-    if len(answers) > 1:
-        return {"models": answers}
-    del answers[0]["parameters"]
-    return answers[0]
+    if len(results) > 1:
+        return {"models": results}
+    del results[0]["parameters"]
+    return results[0]
 
 
-def print_answers(models: Sequence[Model], console: Console) -> None:
+def print_results(models: Sequence[Model], console: Console) -> None:
     """Print the scores of all models: for tasks, for text, or for answers to questions."""
     first = models[0][1]
     if "chat" in first:
         from megatoken.inference.answers import describe_answers
 
-        for _, answer in models:
-            console.table([("model", answer["model"]), *describe_answers(answer["chat"])])
+        for _, result in models:
+            console.table([("model", result["model"]), *describe_answers(result["chat"])])
         return
     has_tasks = "tasks" in first
     if has_tasks:
@@ -194,43 +194,43 @@ def print_answers(models: Sequence[Model], console: Console) -> None:
     else:
         heads = ["data", "loss", "bits/byte", "perplexity", "tokens", "bytes"]
     rows = [["model", "parameters", *heads]]
-    for name, answer in models:
-        lines = list_task_cells(answer) if has_tasks else [list_loss_cells(answer)]
-        rows += [[name, f"{answer['parameters']:,}", *cells] for cells in lines]
+    for name, result in models:
+        lines = list_task_cells(result) if has_tasks else [list_loss_cells(result)]
+        rows += [[name, f"{result['parameters']:,}", *cells] for cells in lines]
     console.table(rows, left=3)
 
 
-def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
+def list_task_cells(result: Mapping[str, Any]) -> list[list[str]]:
     """Return a row of table cells per task: scores in percent with standard errors, and remarks.
 
-    answer: the data that the evaluation of a model returned.
+    result: the data that the evaluation of a model returned.
     """
     from megatoken.inference.multiple_choice import describe_cut, format_score
 
     rows = []
-    for task, metrics in answer["tasks"].items():
+    for task, metrics in result["tasks"].items():
         scores = [format_score(metrics, score) for score in SCORES]
         remark = describe_cut(metrics).removeprefix(", ")
         if "perplexity" in metrics:
             remark = f"perplexity {metrics['perplexity']:.2f} {remark}"
-        if CORE in answer:
+        if CORE in result:
             remark = f"centered {metrics['centered']:.2%} {remark}"
         rows.append([task, f"{metrics['n']:,}", *scores, remark])
-    if CORE in answer:
-        rows.append([CORE, "", "", "", "", f"centered {answer[CORE]:.2%}"])
+    if CORE in result:
+        rows.append([CORE, "", "", "", "", f"centered {result[CORE]:.2%}"])
     return rows
 
 
-def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
+def list_loss_cells(result: Mapping[str, Any]) -> list[str]:
     """Return the table cells of a loss: data, nats per token, bits per byte, perplexity, counts."""
-    bits = answer["bits_per_byte"]
+    bits = result["bits_per_byte"]
     return [
-        f"{answer['split']} of {answer['data']}",
-        f"{answer['loss']:.4f}",
+        f"{result['split']} of {result['data']}",
+        f"{result['loss']:.4f}",
         "-" if bits is None else f"{bits:.4f}",
-        f"{answer['perplexity']:.3f}",
-        f"{answer['target_tokens']:,}",
-        f"{answer['text_bytes']:,}",
+        f"{result['perplexity']:.3f}",
+        f"{result['target_tokens']:,}",
+        f"{result['text_bytes']:,}",
     ]
 
 
@@ -244,10 +244,10 @@ def draw_scores(models: Sequence[Model], target: Path) -> Path:
     panels = []
     for title in tasks or ("loss", "bits_per_byte"):
         names, rows = [], []
-        for name, answer in models:
-            if not tasks or title in answer["tasks"]:
-                names.append(f"{Path(name).name}, {format_quantity(answer['parameters'])}")
-                rows.append(answer["tasks"][title] if tasks else answer)
+        for name, result in models:
+            if not tasks or title in result["tasks"]:
+                names.append(f"{Path(name).name}, {format_quantity(result['parameters'])}")
+                rows.append(result["tasks"][title] if tasks else result)
         lines = []
         for score, marker in zip(SCORES if tasks else [title], "osv", strict=False):
             values = [number(row[score]) for row in rows]

@@ -142,9 +142,9 @@ class PrepareBar:
 
 
 def print_summary(
-    console: Console, out: Path | str, prepared: "PrepareResult", train_words: str
+    console: Console, out: Path | str, prepared: "PrepareResult", train_arguments: str
 ) -> None:
-    """Print what was prepared, and the next command: `megatoken train` with `train_words`."""
+    """Print what was prepared, and the next command: `megatoken train` with `train_arguments`."""
     documents = format_count(prepared.documents, "document")
     shards = format_count(prepared.shards, "shard")
     summary = f"{format_count(prepared.tokens, 'token')} of {documents} in {shards}"
@@ -155,13 +155,13 @@ def print_summary(
         console.print(f"{summary}, {format_duration(prepared.seconds)} ({rate} tokens/s)")
     for name, number in prepared.counts.items():
         if number:
-            words = name if " " in name else name.replace("_", " ")
-            words = words.replace("val from tail tokens", "tokens held out at the text's end")
-            console.print(f"  {words}: {number:,}")
+            label = name if " " in name else name.replace("_", " ")
+            label = label.replace("val from tail tokens", "tokens held out at the text's end")
+            console.print(f"  {label}: {number:,}")
     for split, sizes in prepared.bytes.items():
         text, decoded, lost = (sizes[size] for size in ("text", "decoded", "lost"))
         if text != decoded or lost:
             loss = f"{lost:,} lost ({lost / max(1, text):.2%})"
             console.warn(f"{split}: {text:,} bytes of text, {decoded:,} after decoding, {loss}")
     setting = shlex.quote(f"data.path={out}")
-    console.print(f"dataset: {out}; next: megatoken train {train_words} {setting}")
+    console.print(f"dataset: {out}; next: megatoken train {train_arguments} {setting}")

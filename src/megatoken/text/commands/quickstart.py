@@ -48,7 +48,7 @@ def run(options: Namespace, console: Console) -> Result | Data:
     if source is not None:
         name = re.sub(r"[^\w.-]+", "-", Path(source).stem).strip("-.") or "mine"
     out = str(options.out or Path("runs") / name)
-    answers = dict[str, Any]()
+    results = dict[str, Any]()
     is_dataset = source is not None and (Path(source) / MANIFEST_NAME).is_file()
     if source is not None:
         overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
@@ -57,39 +57,41 @@ def run(options: Namespace, console: Console) -> Result | Data:
     data = config.data.path
     # A prepared default corpus is used as is, even if another Python version made it.
     if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
-        _, default, *words = prepare_arguments(resolve(RECIPE).config.data.path, data)
-        run_step(["prepare", source or default, *words], options, console, answers)
+        _, default, *arguments = prepare_arguments(resolve(RECIPE).config.data.path, data)
+        run_step(["prepare", source or default, *arguments], options, console, results)
     dataset = load_dataset(data)
     prompt = options.prompt
     if prompt is None:
-        is_set = source is None or any(word.startswith("sample.prompt=") for word in overrides)
+        is_set = source is None or any(each.startswith("sample.prompt=") for each in overrides)
         prompt = settings["sample.prompt"] if is_set else find_prompt(dataset)
     if settings["sample.every"].value and prompt != settings["sample.prompt"]:
         overrides.insert(0, f"sample.prompt={prompt}")
-    code = run_step(["train", RECIPE, "--out", out, *overrides], options, console, answers)
+    code = run_step(["train", RECIPE, "--out", out, *overrides], options, console, results)
     if code:
-        return Result(code, answers)
+        return Result(code, results)
     if len(dataset.val) > 1:
         limit = ["--limit", str(EVAL_TOKENS)] if len(dataset.val) > EVAL_TOKENS else []
-        words = ["eval", out, "--data", data, "--split", "val", *limit]
-        run_step(words, options, console, answers)
-        answers["compressors"] = measure_xz(dataset, config.model.seq_len)
-    run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, answers)
+        arguments = ["eval", out, "--data", data, "--split", "val", *limit]
+        run_step(arguments, options, console, results)
+        results["compressors"] = measure_xz(dataset, config.model.seq_len)
+    run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, results)
     console.print("")
-    console.table(describe_end(out, answers, prompt if source else "class", source is not None))
-    return answers
+    console.table(describe_end(out, results, prompt if source else "class", source is not None))
+    return results
 
 
-def run_step(words: list[str], parent: Namespace, console: Console, answers: dict[str, Any]) -> int:
-    """Run another command, store its --json data in `answers`, and return its exit code.
+def run_step(
+    arguments: list[str], parent: Namespace, console: Console, results: dict[str, Any]
+) -> int:
+    """Run another command, store its --json data in `results`, and return its exit code.
 
-    words: its command line. parent: options of this command.
+    arguments: its command line. parent: options of this command.
     """
-    console.print(f"\n$ megatoken {shlex.join(words)}")
-    options = parse(words)
+    console.print(f"\n$ megatoken {shlex.join(arguments)}")
+    options = parse(arguments)
     options.json = parent.json
     result = run_parsed(options, console)
-    answers[words[0]] = result.data
+    results[arguments[0]] = result.data
     return result.exit_code
 
 
@@ -140,14 +142,14 @@ def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
 
 
 def describe_end(
-    out: str, answers: dict[str, Any], prompt: str, has_source: bool
+    out: str, results: dict[str, Any], prompt: str, has_source: bool
 ) -> list[tuple[str, str]]:
     """Return (name, value) rows to print: the results, how good they are, and what to run next."""
     program = name_program()
     rows = [("run folder", out)]
-    if "eval" in answers:
-        text = f"{answers['eval']['bits_per_byte']:.3f} bits per byte"
-        if xz := answers["compressors"]:
+    if "eval" in results:
+        text = f"{results['eval']['bits_per_byte']:.3f} bits per byte"
+        if xz := results["compressors"]:
             size = format_quantity(xz["training_bytes"])
             text += f"; xz -9 after {size}B of training text {xz['xz -9']:.3f}"
         rows.append(("held out", text))
