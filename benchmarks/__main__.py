@@ -105,11 +105,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def counts(text: str) -> list[int]:
     """Parse integers separated by commas."""
-    return [int(word) for word in text.split(",")]
+    return [int(size) for size in text.split(",")]
 
 
 def main() -> int:
-    """Run the benchmark of the command line and print its answer as a JSON line."""
+    """Run the benchmark of the command line and print its result as a JSON line."""
     options = build_parser().parse_args()
     # Workers import the builders of this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -122,14 +122,14 @@ def main() -> int:
     run = getattr(module, f"run_{options.bench}")
     try:
         if options.bench == "report":
-            answer = run(options, console)
+            result = run(options, console)
         else:
             command = ["python", "-m", "benchmarks", *sys.argv[1:]]
-            answer = run_bench(run, options, console, command)
+            result = run_bench(run, options, console, command)
     except MegatokenError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
-    print(json.dumps(answer))
+    print(json.dumps(result))
     return 0
 
 

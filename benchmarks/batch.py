@@ -18,13 +18,13 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.machine import free_memory_bytes
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import Timing, time_calls
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.flops import count_parameters, describe_mfu, flops_per_token
 from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.workload import (
     SPEED,
     Workload,

@@ -78,9 +78,9 @@ def time_attention(starts: Tensor, device: Device, repeats: int) -> dict[str, fl
     return {name: round(timing.median * 1e3, 3) for name, timing in timings.items()}
 
 
-def time_step(kind: str, variant: str, starts: Tensor, options: argparse.Namespace) -> list[float]:
+def time_step(case: str, variant: str, starts: Tensor, options: argparse.Namespace) -> list[float]:
     """Return milliseconds and peak GB of a training step."""
-    model = replace(MODEL, window=WINDOW) if kind == "window" else MODEL
+    model = replace(MODEL, window=WINDOW) if case == "window" else MODEL
     machine = MachineConfig(
         attention="flash", fused="on", master_weights="on", compile=options.mode
     )
@@ -89,7 +89,7 @@ def time_step(kind: str, variant: str, starts: Tensor, options: argparse.Namespa
     state, step_config, device = workload.state, workload.step_config, workload.device
     assert not workload.tuning.note
     batch = draw_batch(model, rows, 0, device)
-    if kind == "documents":
+    if case == "documents":
         batch = Batch(batch.inputs_BT, batch.targets_BT, starts)
     torch.cuda.reset_peak_memory_stats()
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--mode", default="off", help="off or blocks (default off)")
     options = parser.parse_args()
     starts = draw_starts(options.batch_seqs)
-    answer: dict[str, object] = {
+    result: dict[str, object] = {
         "bench": "documents",
         "batch_seqs": options.batch_seqs,
         "documents": int((starts == torch.arange(MODEL.seq_len)).sum()),
@@ -132,8 +132,8 @@ def main() -> None:
         "window mask",
         "window varlen",
     ):
-        answer[f"{name}: ms, GB"] = time_step(*name.split(), starts, options)
-        print(json.dumps(answer), flush=True)
+        result[f"{name}: ms, GB"] = time_step(*name.split(), starts, options)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

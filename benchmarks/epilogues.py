@@ -1,6 +1,6 @@
 """Compare epilogues of cuBLASLt's matmuls with torch's kernels, on a CUDA card.
 
-    PYTHONPATH=src python benchmarks/epilogues.py
+    PYTHONPATH=src python benchevents/epilogues.py
 
 For GPT-2 124M and 64 sequences of 1,024, prints median milliseconds and relative errors against
 fp64 of a compiled block, of GELU in the epilogue of `up` (model/kernels/cublaslt.py), and of two
@@ -49,13 +49,13 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call on the device."""
     for _ in range(3):
         call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
         call()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return round(statistics.median(times), 4)
 
 

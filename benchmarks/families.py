@@ -99,8 +99,8 @@ def check(presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
     row["read back"] = "equal" if is_equal else "differs"
     for dtype in ("fp32", "q8_0"):
         try:
-            answer = export(loaded, "gguf", folder.with_suffix(f".{dtype}.gguf"), dtype, console)
-            row[f"llama.cpp {dtype}"] = answer["max_relative_difference"]
+            result = export(loaded, "gguf", folder.with_suffix(f".{dtype}.gguf"), dtype, console)
+            row[f"llama.cpp {dtype}"] = result["max_relative_difference"]
         except ConfigError as error:
             row[f"llama.cpp {dtype}"] = str(error).partition(" — ")[0]
     ids = torch.randint(tokenizer.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
@@ -121,10 +121,10 @@ def score(folder: str, ids: list[int]) -> list[float] | str:
             folder, dtype="float32", enforce_eager=True, max_model_len=SMALL["seq_len"]
         )
         sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
-        answer = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
+        completion = engine.generate([{"prompt_token_ids": ids}], sampling)[0]
     except Exception as error:  # of many types
         return f"does not load: {error!s:.200}"
-    pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
+    pairs = zip(completion.prompt_logprobs[1:], ids[1:], strict=True)
     return [logprobs[id].logprob for logprobs, id in pairs]
 
 

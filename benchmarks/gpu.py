@@ -43,13 +43,13 @@ class Bench:
     """
 
     name: str
-    words: str
+    arguments: str
     seconds: float = 90.0
     module: str = ""
 
     def list_command(self, device: str, out: Path) -> list[str]:
         """Return the command that measures a device and writes the record to a folder."""
-        words = [*self.words.split(), "--device", device]
+        arguments = [*self.arguments.split(), "--device", device]
         if self.module:
             record = [
                 str(Path(__file__).with_name("record.py")),
@@ -58,10 +58,10 @@ class Bench:
                 self.name,
                 "--",
             ]
-            return [sys.executable, *record, sys.executable, "-m", self.module, *words]
+            return [sys.executable, *record, sys.executable, "-m", self.module, *arguments]
         installed = ["megatoken", "bench"]
-        program = installed if words[0] in DOCS else ["benchmarks"]
-        return [sys.executable, "-m", *program, *words, "--out", str(out), "--name", self.name]
+        program = installed if arguments[0] in DOCS else ["benchmarks"]
+        return [sys.executable, "-m", *program, *arguments, "--out", str(out), "--name", self.name]
 
 
 def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
@@ -77,7 +77,8 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
     few = "--preset gpt2-124m --batch-seqs 2"
     larger = [
         Bench(
-            name=f"gpu-{preset.removeprefix('gpt2-')}", words=f"knob compile {step} --values blocks"
+            name=f"gpu-{preset.removeprefix('gpt2-')}",
+            arguments=f"knob compile {step} --values blocks",
         )
         for preset, step in steps.items()
         if step != small
@@ -86,66 +87,72 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
     double = f"--preset gpt2-124m --batch-seqs {2 * seqs}"
     parts = f"parts --batch-tokens {1024 * seqs}"
     return [
-        Bench(name="gpu-124m", words=f"knob compile {small} --values blocks"),
-        Bench(name="gpu-parts-124m", words=parts),
+        Bench(name="gpu-124m", arguments=f"knob compile {small} --values blocks"),
+        Bench(name="gpu-parts-124m", arguments=parts),
         Bench(
             name="gpu-sustained-124m",
-            words=f"--data {data} --batch-seqs {seqs},{8 * seqs}",
+            arguments=f"--data {data} --batch-seqs {seqs},{8 * seqs}",
             module="benchmarks.sustained",
             seconds=150,
         ),
         Bench(
-            name="gpu-compile-124m", words=f"knob compile {small} --values blocks,on", seconds=150
+            name="gpu-compile-124m",
+            arguments=f"knob compile {small} --values blocks,on",
+            seconds=150,
         ),
-        Bench(name="gpu-chunk-124m", words=f"knob loss_chunk {small} --values 4096,16384"),
+        Bench(name="gpu-chunk-124m", arguments=f"knob loss_chunk {small} --values 4096,16384"),
         Bench(
             name="gpu-accumulate-124m",
-            words=f"knob micro_batch {double} --values {2 * seqs},{seqs}",
+            arguments=f"knob micro_batch {double} --values {2 * seqs},{seqs}",
             seconds=150,
         ),
         Bench(
             name="gpu-parts-accumulate-124m",
-            words=f"parts --batch-tokens {2048 * seqs} machine.micro_batch={seqs}",
+            arguments=f"parts --batch-tokens {2048 * seqs} machine.micro_batch={seqs}",
         ),
         Bench(
             name="gpu-fp8-1558m",
-            words=f"knob fp8 {steps['gpt2-1558m']} --values off,all --repeats 3",
+            arguments=f"knob fp8 {steps['gpt2-1558m']} --values off,all --repeats 3",
             seconds=150,
         ),
-        Bench(name="gpu-journey", words=f"--data {data}", module="benchmarks.journey", seconds=150),
+        Bench(
+            name="gpu-journey", arguments=f"--data {data}", module="benchmarks.journey", seconds=150
+        ),
         Bench(
             name="gpu-peers-124m",
-            words=f"peers {small} --micro-batch {seqs} --precision bf16 --compile on {sources}",
+            arguments=f"peers {small} --micro-batch {seqs} --precision bf16 --compile on {sources}",
             seconds=150,
         ),
-        Bench(name="gpu-generate", words="generate --tokens 128 --repeats 3"),
-        Bench(name="gpu-gradients", words="", module="benchmarks.gradients"),
-        Bench(name="gpu-parts-compile-124m", words=f"{parts} machine.compile=on"),
-        Bench(name="gpu-parts-fp8-124m", words=f"{parts} machine.fp8=all"),
-        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on"),
-        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values fa2,cudnn"),
-        Bench(name="gpu-masters-124m", words=f"knob master_weights {small} --values on,off"),
-        Bench(name="gpu-products-124m", words="products --repeats 10", seconds=60),
-        Bench(name="gpu-documents-124m", words="", module="benchmarks.documents"),
+        Bench(name="gpu-generate", arguments="generate --tokens 128 --repeats 3"),
+        Bench(name="gpu-gradients", arguments="", module="benchmarks.gradients"),
+        Bench(name="gpu-parts-compile-124m", arguments=f"{parts} machine.compile=on"),
+        Bench(name="gpu-parts-fp8-124m", arguments=f"{parts} machine.fp8=all"),
+        Bench(name="gpu-fused-124m", arguments=f"knob fused {small} --values off,on"),
+        Bench(name="gpu-attention-124m", arguments=f"knob attention {small} --values fa2,cudnn"),
+        Bench(name="gpu-masters-124m", arguments=f"knob master_weights {small} --values on,off"),
+        Bench(name="gpu-products-124m", arguments="products --repeats 10", seconds=60),
+        Bench(name="gpu-documents-124m", arguments="", module="benchmarks.documents"),
         *larger,
         Bench(
             name="gpu-loss-124m",
-            words=f"--steps 60 --batch-tokens 16384 --data {data}",
+            arguments=f"--steps 60 --batch-tokens 16384 --data {data}",
             module="benchmarks.loss_parity",
             seconds=150,
         ),
-        Bench(name="gpu-graphs-small", words=f"knob compile {few} --values blocks,graphs,off"),
+        Bench(name="gpu-graphs-small", arguments=f"knob compile {few} --values blocks,graphs,off"),
         Bench(
-            name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}", seconds=150
+            name="gpu-recompute-124m",
+            arguments=f"knob activation_checkpointing {small}",
+            seconds=150,
         ),
         Bench(
             name="gpu-batch-124m",
-            words=f"knob micro_batch {small} --values 64,32,16,8",
+            arguments=f"knob micro_batch {small} --values 64,32,16,8",
             seconds=150,
         ),
-        Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
-        Bench(name="gpu-gemm", words="gemm --largest 8192"),
-        Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
+        Bench(name="gpu-attention", arguments="attention --longest 4096 --seqs 16"),
+        Bench(name="gpu-gemm", arguments="gemm --largest 8192"),
+        Bench(name="gpu-ladder", arguments="ladder --repeats 3", seconds=240),
     ]
 
 
@@ -167,39 +174,41 @@ def list_tiny_benches(data: str) -> list[Bench]:
     """Return most of the commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
-        Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks"),
-        Bench(name="gpu-fused-124m", words=f"knob fused {tiny} --values off,on"),
-        Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(name="gpu-124m", arguments=f"knob compile {tiny} --values blocks"),
+        Bench(name="gpu-fused-124m", arguments=f"knob fused {tiny} --values off,on"),
+        Bench(name="gpu-parts-124m", arguments="parts --batch-tokens 64 --repeats 1"),
         Bench(
             name="gpu-parts-accumulate-124m",
-            words="parts --batch-tokens 64 --seq-len 32 --repeats 1 machine.micro_batch=1",
+            arguments="parts --batch-tokens 64 --seq-len 32 --repeats 1 machine.micro_batch=1",
         ),
         Bench(
             name="gpu-sustained-124m",
-            words=f"--data {data} --seq-len 64 --batch-seqs 2,4 --tokens 0 {TINY_RUN}",
+            arguments=f"--data {data} --seq-len 64 --batch-seqs 2,4 --tokens 0 {TINY_RUN}",
             module="benchmarks.sustained",
         ),
-        Bench(name="gpu-chunk-124m", words=f"knob loss_chunk {tiny} --values 16,64"),
-        Bench(name="gpu-gradients", words="--presets llama-5m", module="benchmarks.gradients"),
+        Bench(name="gpu-chunk-124m", arguments=f"knob loss_chunk {tiny} --values 16,64"),
+        Bench(name="gpu-gradients", arguments="--presets llama-5m", module="benchmarks.gradients"),
         Bench(
             name="gpu-journey",
-            words=f"--data {data} --steps 16 --batch-seqs 2 {TINY_RUN}",
+            arguments=f"--data {data} --steps 16 --batch-seqs 2 {TINY_RUN}",
             module="benchmarks.journey",
         ),
-        Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
-        Bench(name="gpu-masters-124m", words=f"knob master_weights {tiny} --values on,off"),
-        Bench(name="gpu-products-124m", words="products --batch-tokens 64 --repeats 1"),
-        Bench(name="gpu-peers-124m", words=f"peers {tiny} --compile off --only transformers"),
+        Bench(
+            name="gpu-attention-124m", arguments=f"knob attention {tiny} --values flash,cudnn,fa2"
+        ),
+        Bench(name="gpu-masters-124m", arguments=f"knob master_weights {tiny} --values on,off"),
+        Bench(name="gpu-products-124m", arguments="products --batch-tokens 64 --repeats 1"),
+        Bench(name="gpu-peers-124m", arguments=f"peers {tiny} --compile off --only transformers"),
         Bench(
             name="gpu-loss-124m",
-            words=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
+            arguments=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
             module="benchmarks.loss_parity",
         ),
-        Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
-        Bench(name="gpu-generate", words="generate --tokens 4 --repeats 1"),
-        Bench(name="gpu-batch-124m", words=f"knob micro_batch {tiny} --values 1,2"),
-        Bench(name="gpu-attention", words="attention --longest 128 --repeats 1"),
-        Bench(name="gpu-gemm", words="gemm --largest 256 --repeats 1"),
+        Bench(name="gpu-graphs-small", arguments=f"knob compile {tiny} --values graphs,off"),
+        Bench(name="gpu-generate", arguments="generate --tokens 4 --repeats 1"),
+        Bench(name="gpu-batch-124m", arguments=f"knob micro_batch {tiny} --values 1,2"),
+        Bench(name="gpu-attention", arguments="attention --longest 128 --repeats 1"),
+        Bench(name="gpu-gemm", arguments="gemm --largest 256 --repeats 1"),
     ]
 
 
@@ -235,7 +244,9 @@ def main() -> int:
     if options.only:
         names = options.only.split(",")
         benches = [bench for name in names for bench in benches if bench.name == name]
-    if any(str(data) in bench.words and not has_record(bench, options.out) for bench in benches):
+    if any(
+        str(data) in bench.arguments and not has_record(bench, options.out) for bench in benches
+    ):
         prepare_python(data)
     outcomes: dict[str, str] = {}
     for bench in benches:

@@ -54,7 +54,7 @@ def compute(preset: str, machine: MachineConfig) -> tuple[float, list[Tensor], s
         gradient = copy.grad if param.grad is None else param.grad
         assert gradient is not None
         gradients.append(gradient.float().cpu())
-    return float(loss), gradients, str(workload.tuning.forms)
+    return float(loss), gradients, str(workload.tuning.choice)
 
 
 def main() -> None:

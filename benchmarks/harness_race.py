@@ -54,12 +54,12 @@ def run_ours(folder: Path, data: Path, limit: int, *arguments: str) -> dict[str,
 def run_harness(
     python: str, folder: Path, data: Path, limit: int, batch_size: int
 ) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(
+    result: dict[str, Any] = json.loads(
         run([python, str(SIDE), str(folder), str(data), str(limit), str(batch_size)]).splitlines()[
             -1
         ]
     )
-    return answer
+    return result
 
 
 def run(command: list[str]) -> str:
@@ -111,7 +111,7 @@ def race(python: str, folder: Path, data: Path, limit: int, rounds: int) -> dict
             score: sum(a == b[score] for a, b in zip(theirs[score], three["examples"], strict=True))
             for score in ("pred", "pred_norm")
         }
-        turns.append([n / answer["seconds"] for answer in (theirs, ours, three)])
+        turns.append([n / result["seconds"] for result in (theirs, ours, three)])
         print(f"{folder.name}, round {number}: {agree} of {n}; examples/s {turns[-1]}", flush=True)
     harness, two, three_rates = zip(*turns, strict=True)
     return {

@@ -63,9 +63,9 @@ def main() -> None:
     model = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=batch_size)
     ask, seconds = model.loglikelihood, []
 
-    def ask_timed(*words: object, **named: object) -> object:
+    def ask_timed(*arguments: object, **named: object) -> object:
         start = time.perf_counter()
-        answers = ask(*words, **named)
+        answers = ask(*arguments, **named)
         seconds.append(time.perf_counter() - start)
         return answers
 

@@ -147,7 +147,7 @@ def main() -> None:
         discard(root / "checkpoints" / "step-00000001")
         folder = save(True)
         files = read_manifest(folder).files
-        answer = {
+        result = {
             "soak": "hash-cost",
             "bytes": sum(entry.bytes for entry in files.values()),
             "rounds": options.rounds,
@@ -157,7 +157,7 @@ def main() -> None:
             "load_warm": share_of_hashes(options.rounds, load, lambda: None),
             "load_cold": share_of_hashes(options.rounds, load, lambda: drop_pages(folder)),
         }
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

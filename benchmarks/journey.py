@@ -27,9 +27,9 @@ POLL_SECONDS = 0.1
 FIRST_STEPS = 5  # after the start, not counted in the speed
 
 
-def megatoken(*words: str) -> list[str]:
+def megatoken(*arguments: str) -> list[str]:
     """Return the command that runs `megatoken WORDS` with this interpreter."""
-    return [sys.executable, "-m", "megatoken", *words]
+    return [sys.executable, "-m", "megatoken", *arguments]
 
 
 def prepare_python(folder: Path) -> Path:
@@ -39,10 +39,10 @@ def prepare_python(folder: Path) -> Path:
     return folder
 
 
-def run_json(*words: str) -> tuple[dict[str, Any], float]:
-    """Run a command with --json; return its answer and its seconds."""
+def run_json(*arguments: str) -> tuple[dict[str, Any], float]:
+    """Run a command with --json; return its result and its seconds."""
     start = time.perf_counter()
-    done = subprocess.run([*megatoken(*words), "--json"], check=True, stdout=subprocess.PIPE)
+    done = subprocess.run([*megatoken(*arguments), "--json"], check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout.splitlines()[-1]), time.perf_counter() - start
 
 
@@ -96,20 +96,20 @@ def main() -> None:
         first_seconds = train_until(command, run, 2 * interval + interval // 2)
         before = read_losses(run)
         steady = [row for row in read_metrics(run) if row["kind"] == "train"][FIRST_STEPS:]
-        answer: dict[str, Any] = {
+        result: dict[str, Any] = {
             "steps": options.steps,
             "first_loss": before[1],
             "first_row_seconds": first_seconds,
             "tokens_per_second": median(row["tokens_per_second"] for row in steady),
         }
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(result), flush=True)
         last_saved = max(list_steps(run / "checkpoints"))
         resumed, resumed_seconds = run_json("train", *recipe, "--out", str(run))
         rows = [row for row in read_metrics(run) if row["kind"] == "train"]
         after = {row["step"]: row["loss"] for row in rows}
         again = [step for step in before if step > last_saved]
         steady = [row for row in rows if row["step"] > 2 * interval + FIRST_STEPS]
-        answer |= {
+        result |= {
             "loss": resumed["loss"],
             "val_loss": resumed["val_loss"],
             "resumed_seconds": resumed_seconds,
@@ -117,12 +117,12 @@ def main() -> None:
             "largest_difference": max(abs(before[step] - after[step]) for step in again),
             "tokens_per_second": median(row["tokens_per_second"] for row in steady),
         }
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(result), flush=True)
         sample, sample_seconds = run_json(
             "sample", str(run), PROMPT, "--device", options.device, "--tokens", str(TOKENS)
         )
         machine = json.loads((run / "machine.json").read_text())
-    answer |= {
+    result |= {
         "sample_seconds": sample_seconds,
         "sample": sample["text"][0],
         "kernels": machine["forms"]["kernels"],
@@ -130,7 +130,7 @@ def main() -> None:
         "micro_batch": machine["micro_batch"],
         "tuning": machine["tokens_per_second"],
     }
-    print(json.dumps(answer))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

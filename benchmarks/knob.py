@@ -19,8 +19,8 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, PeerError
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import SPEED, describe_peak, format_peak
 
@@ -103,11 +103,11 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
         fix = f"choose from {', '.join(k for k in settings if k not in NOT_TIMED)}"
         raise ConfigError(f"no machine setting '{name}' to compare", "knob", fix)
     field = FIELDS[key]
-    words = [word.strip() for word in text.split(",") if word] or [*field.choices]
-    if not words:
+    values = [each.strip() for each in text.split(",") if each] or [*field.choices]
+    if not values:
         raise ConfigError(f"{key} has no named values", "--values", "list some, as in 1,2,4")
     try:
-        return setting, {word: parse_value(field, word) for word in words}
+        return setting, {each: parse_value(field, each) for each in values}
     except ValueError as error:
         raise ConfigError(str(error), "--values", f"see {key} in `megatoken config`") from None
 

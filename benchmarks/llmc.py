@@ -43,8 +43,10 @@ class LlmcTrainer:
         ) as name:  # until all of it is in memory
             program, model = build(source.parent, Path(name)), Path(name) / "model.bin"
             write_llmc(model, build_model(config), "fp32")
-            words = [str(word) for word in (program, model, batch_seqs, config.seq_len, *numbers)]
-            self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            arguments = [*map(str, (program, model, batch_seqs, config.seq_len, *numbers))]
+            self.process = subprocess.Popen(
+                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
             self._read(LOADED)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -61,13 +63,13 @@ class LlmcTrainer:
         self.step_seconds = float(logged[2]) / 1e3
         return float(logged[1])
 
-    def _read(self, form: re.Pattern[str]) -> re.Match[str]:
+    def _read(self, pattern: re.Pattern[str]) -> re.Match[str]:
         """Return the next line that matches; llm.c also prints others."""
         assert self.process.stdout is not None
         last = ""
         for line in self.process.stdout:
             last = line.decode(errors="replace").strip()
-            if found := form.fullmatch(last):
+            if found := pattern.fullmatch(last):
                 return found
         self.close()
         what = f"llm.c ended with code {self.process.returncode}: {last}"
@@ -96,7 +98,7 @@ def build(checkout: Path, folder: Path) -> Path:
             str(checkout),
             "install make, give a whole checkout",
         )
-    words = [
+    arguments = [
         make,
         "-s",
         "-C",
@@ -106,7 +108,7 @@ def build(checkout: Path, folder: Path) -> Path:
         RULE.format(DRIVER, program),
         "megatoken",
     ]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not program.is_file():
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [
             "make failed"

@@ -23,8 +23,8 @@ SMALL = ["model.n_layer=2", "model.n_head=2", "model.d_model=64", "model.seq_len
 EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "machine.compile=off"]
 
 
-def megatoken(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "megatoken", *words], check=True, stdout=sys.stderr)
+def megatoken(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "megatoken", *arguments], check=True, stdout=sys.stderr)
 
 
 def read_losses(run: Path) -> list[float]:
@@ -63,10 +63,10 @@ def main() -> None:
                   "evaluate.tokens=0", "sample.every=0", "save.every=0", "optim.warmup=0.1dur"]  # fmt: skip
         runs = {"exact": EXACT, "default": [], "other seed": ["seed=7"]}
         losses = {}
-        for kind, words in runs.items():
-            megatoken("train", "gpt2-124m", "--out", str(folder / kind), *common, *words)
-            losses[kind] = read_losses(folder / kind)
-    ends = {kind: statistics.fmean(curve[-LAST:]) for kind, curve in losses.items()}
+        for name, overrides in runs.items():
+            megatoken("train", "gpt2-124m", "--out", str(folder / name), *common, *overrides)
+            losses[name] = read_losses(folder / name)
+    ends = {name: statistics.fmean(curve[-LAST:]) for name, curve in losses.items()}
     apart = compare(losses["default"], losses["exact"])
     noise = compare(losses["other seed"], losses["default"])
     print(

@@ -80,7 +80,7 @@ def main() -> None:
     medians = {
         name: round(statistics.median(row[i] for row in rounds), 4) for i, name in enumerate(names)
     }
-    answer = {
+    result = {
         "soak": "muon-overhead",
         "precision": device.precision,
         "threads": torch.get_num_threads(),
@@ -90,7 +90,7 @@ def main() -> None:
         "share": round(statistics.median(shares), 4),
         "shares": [round(share, 4) for share in shares],
     }
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

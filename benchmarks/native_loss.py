@@ -19,7 +19,7 @@ from megatoken.base.system.metrics_log import read_metrics
 from megatoken.study.bench.runner import Worker
 from megatoken.study.bench.worker import WorkerSpec
 
-FORMS = {
+CONFIGURATIONS = {
     "fp32": {
         "precision": "fp32",
         "gemm_backend": "torch",
@@ -38,9 +38,9 @@ FORMS = {
 PLAIN = {"compile": "off", "master_weights": "auto"}
 
 
-def train_124m(form: str, steps: int) -> list[float]:
+def train_124m(name: str, steps: int) -> list[float]:
     """Return the loss of every step, trained in a worker process."""
-    machine = FORMS[form] | PLAIN
+    machine = CONFIGURATIONS[name] | PLAIN
     worker = Worker(
         spec=WorkerSpec(
             model_config=PRESETS["gpt2-124m"],
@@ -61,12 +61,14 @@ def train_124m(form: str, steps: int) -> list[float]:
     return losses
 
 
-def train_quickstart(form: str, folder: Path, seed: int, steps: int) -> dict[str, float]:
+def train_quickstart(name: str, folder: Path, seed: int, steps: int) -> dict[str, float]:
     """Return the mean loss of the last tenth of steps, and the final held-out loss."""
-    words = [f"machine.{name}={value}" for name, value in (FORMS[form] | PLAIN).items()]
-    words += [f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
-    out = f"{form}-{seed}".replace(" ", "-")
-    run(folder, "train", "quickstart", "--out", out, *words)
+    assignments = [
+        f"machine.{key}={value}" for key, value in (CONFIGURATIONS[name] | PLAIN).items()
+    ]
+    assignments += [f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
+    out = f"{name}-{seed}".replace(" ", "-")
+    run(folder, "train", "quickstart", "--out", out, *assignments)
     rows = read_metrics(folder / out)
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     held_out = [row["loss"] for row in rows if row["kind"] == "val"]
@@ -81,31 +83,31 @@ def main() -> None:
     parser.add_argument("--quickstart-steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
-    curves = {form: train_124m(form, options.steps) for form in FORMS}
-    last = {form: losses[-1] for form, losses in curves.items()}
-    answer: dict[str, Any] = {"steps": options.steps, "losses_124m": curves}
-    answer["difference_124m"] = last["bf16 native"] / last["fp32"] - 1
+    curves = {name: train_124m(name, options.steps) for name in CONFIGURATIONS}
+    last = {name: losses[-1] for name, losses in curves.items()}
+    result: dict[str, Any] = {"steps": options.steps, "losses_124m": curves}
+    result["difference_124m"] = last["bf16 native"] / last["fp32"] - 1
     print(json.dumps(last), flush=True)
-    ends: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    ends: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGURATIONS}
     with tempfile.TemporaryDirectory() as temporary:
         prepare_corpus(Path(temporary))
         for seed in range(1337, 1337 + options.seeds):
-            for form in FORMS:
-                ends[form].append(
-                    train_quickstart(form, Path(temporary), seed, options.quickstart_steps)
+            for name in CONFIGURATIONS:
+                ends[name].append(
+                    train_quickstart(name, Path(temporary), seed, options.quickstart_steps)
                 )
-                print(form, seed, ends[form][-1], flush=True)
-    held_out = {form: [end["held_out"] for end in each] for form, each in ends.items()}
+                print(name, seed, ends[name][-1], flush=True)
+    held_out = {name: [end["held_out"] for end in each] for name, each in ends.items()}
     differences = [
         low - high for low, high in zip(held_out["bf16 native"], held_out["fp32"], strict=True)
     ]
-    answer |= {
+    result |= {
         "quickstart_steps": options.quickstart_steps,
         "quickstart": ends,
         "differences": differences,
     }
-    answer["between_seeds"] = max(held_out["fp32"]) - min(held_out["fp32"])
-    print(json.dumps(answer))
+    result["between_seeds"] = max(held_out["fp32"]) - min(held_out["fp32"])
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

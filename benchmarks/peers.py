@@ -56,15 +56,15 @@ def run_peers(options: argparse.Namespace, console: Console) -> Iterator[dict[st
         for name, source in sources.items()
         for spec in list_specs(ours, name, source, precisions, compiles)
     ]
-    answer: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for workers in measure_workers([ours, *specs], options.repeats, console):
         if workers[0].skipped:
             what = f"our own worker failed: {workers[0].skipped}"
             raise PeerError(what, "peers", "use a smaller shape or batch")
-        answer = describe_step(options, ours) | summarize(workers, device)
-        yield answer
-    show_rows(COLUMNS, answer["rows"], console)
-    print_ratio(answer, console)
+        result = describe_step(options, ours) | summarize(workers, device)
+        yield result
+    show_rows(COLUMNS, result["rows"], console)
+    print_ratio(result, console)
 
 
 def list_specs(
@@ -127,7 +127,7 @@ def summarize(workers: Sequence[ProbedWorker], device: Device) -> dict[str, Any]
     for row in rows:
         rate = row["tokens_per_second"]
         row["ratio"] = ours / rate["median"] if rate else None
-    answer: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rows": rows,
         "ours": ours,
         "peer": None,
@@ -139,34 +139,34 @@ def summarize(workers: Sequence[ProbedWorker], device: Device) -> dict[str, Any]
     }
     measured = [index for index in range(1, len(rows)) if rows[index]["ratio"]]
     if not measured:
-        return answer
+        return result
     for index in measured:
         row = rows[index]
-        lowest = answer["ratios"].get(row["name"], math.inf)
-        answer["ratios"][row["name"]] = min(row["ratio"], lowest)
+        lowest = result["ratios"].get(row["name"], math.inf)
+        result["ratios"][row["name"]] = min(row["ratio"], lowest)
     best = min(measured, key=lambda index: rows[index]["ratio"])
     ratios = [1 / ratio for ratio in workers[best].ratios]
     undisturbed = workers[best].select_undisturbed(ratios)
-    answer["peer"] = rows[best]["tokens_per_second"]["median"]
-    answer["best_peer"] = {key: rows[best][key] for key in ("name", "configuration")}
-    answer["ratio"] = rows[best]["ratio"]
-    answer["ratio_spread"] = describe_seconds(Timing(tuple(ratios)))
+    result["peer"] = rows[best]["tokens_per_second"]["median"]
+    result["best_peer"] = {key: rows[best][key] for key in ("name", "configuration")}
+    result["ratio"] = rows[best]["ratio"]
+    result["ratio_spread"] = describe_seconds(Timing(tuple(ratios)))
     if undisturbed:
-        answer["ratio_undisturbed"] = describe_seconds(Timing(undisturbed))
-    return answer
+        result["ratio_undisturbed"] = describe_seconds(Timing(undisturbed))
+    return result
 
 
-def print_ratio(answer: dict[str, Any], console: Console) -> None:
+def print_ratio(result: dict[str, Any], console: Console) -> None:
     """Print our speed relative to the fastest program."""
-    if answer["ratio"] is None:
+    if result["ratio"] is None:
         return
-    fastest = " ".join(answer["best_peer"].values())
-    spread = answer["ratio_spread"]
+    fastest = " ".join(result["best_peer"].values())
+    spread = result["ratio_spread"]
     console.print(
-        f"ours is {answer['ratio']:.3g} times as fast as {fastest}, the fastest program; "
+        f"ours is {result['ratio']:.3g} times as fast as {fastest}, the fastest program; "
         f"by round {spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
     )
-    undisturbed = answer["ratio_undisturbed"]
+    undisturbed = result["ratio_undisturbed"]
     if undisturbed:
         n_rounds = f"{undisturbed['repeats']} of {spread['repeats']}"
         console.print(f"{n_rounds} rounds undisturbed: {undisturbed['median']:.3g}")

@@ -72,7 +72,7 @@ COMMON += [
 ]  # two threads of a machine with other jobs wait for one another
 
 
-def train(folder: Path, words: list[str]) -> tuple[float, int]:
+def train(folder: Path, arguments: list[str]) -> tuple[float, int]:
     """Return the seconds and peak bytes of a full run of the command."""
     command = [
         sys.executable,
@@ -83,7 +83,7 @@ def train(folder: Path, words: list[str]) -> tuple[float, int]:
         "quickstart",
         "--out",
         "run",
-        *words,
+        *arguments,
     ]
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -131,12 +131,12 @@ def train_beside(config: Config, out: Path) -> float:
 
 def race(folder: Path, name: str) -> dict[str, Any]:
     """Run one plan of a model and two runs."""
-    words = [*MODELS[name], *COMMON]
+    arguments = [*MODELS[name], *COMMON]
     for out in ("run", "beside"):
         shutil.rmtree(folder / out, ignore_errors=True)
-    planned = run(folder, "plan", "quickstart", "--calibrate", *words)
-    seconds, memory_bytes = train(folder, words)
-    config = load_config("quickstart", f"data.path={folder / 'data/python'}", *words)
+    planned = run(folder, "plan", "quickstart", "--calibrate", *arguments)
+    seconds, memory_bytes = train(folder, arguments)
+    config = load_config("quickstart", f"data.path={folder / 'data/python'}", *arguments)
     return {
         "model": name,
         "planned_seconds": 3600 * planned["hours"],

@@ -34,10 +34,10 @@ def main() -> None:
         corpus = Path(name) / "corpus.txt"
         with corpus.open("w", encoding="utf-8") as file:
             file.writelines(make_documents(options.megabytes * 10**6))
-        words = [sys.executable, "-m", "megatoken", "prepare", str(corpus)]
-        words += ["--out", f"{name}/out", "--tokenizer", options.tokenizer]
+        arguments = [sys.executable, "-m", "megatoken", "prepare", str(corpus)]
+        arguments += ["--out", f"{name}/out", "--tokenizer", options.tokenizer]
         start = time.monotonic()
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
         while process.poll() is None:
             running = list(family(process.pid))
             peak = max(peak, sum(map(count_resident_bytes, running)))
@@ -45,14 +45,14 @@ def main() -> None:
             time.sleep(0.02)
         seconds = time.monotonic() - start
         assert process.returncode == 0
-    answer = {
+    result = {
         "megabytes": options.megabytes,
         "peak_resident_megabytes": round(peak / 1e6),
         "processes": processes,
         "seconds": round(seconds, 1),
         "megabytes_per_second": round(options.megabytes / seconds, 1),
     }
-    print(json.dumps(answer))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweep import KERNEL, Call, Case, Row, time_cases
+from benchmarks.sweep import KERNEL, Call, Case, time_cases
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.model.gpt import GPT, Linear
 from megatoken.model.kernels.cross_entropy import torch_matmul
 

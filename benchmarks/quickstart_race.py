@@ -19,9 +19,9 @@ OPTIMIZERS = {"adamw": ["optim.name=adamw"], "now": []}
 SEED = 1337  # the recipes' own
 
 
-def run(folder: Path, *words: str) -> Any:
-    """Return the JSON answer of `megatoken WORDS`, run in `folder`."""
-    command = [sys.executable, "-P", "-m", "megatoken", *words, "--json"]
+def run(folder: Path, *arguments: str) -> Any:
+    """Return the JSON result of `megatoken ARGUMENTS`, run in `folder`."""
+    command = [sys.executable, "-P", "-m", "megatoken", *arguments, "--json"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -56,9 +56,9 @@ def main() -> None:
         seconds = time.perf_counter() - start
         race: dict[str, list[dict[str, Any]]] = {name: [] for name in OPTIMIZERS}
         for seed in range(SEED, SEED + options.seeds):
-            for name, words in OPTIMIZERS.items():
+            for name, arguments in OPTIMIZERS.items():
                 out = "runs/quickstart" if (name, seed) == ("now", SEED) else f"runs/{name}-{seed}"
-                run(folder, "train", "quickstart", "--out", out, f"seed={seed}", *words)
+                run(folder, "train", "quickstart", "--out", out, f"seed={seed}", *arguments)
                 rows = [
                     json.loads(row)
                     for row in (folder / out / "metrics.jsonl").read_text().splitlines()
@@ -70,14 +70,14 @@ def main() -> None:
                     {"bits_per_byte": bits, "train_seconds": train_seconds, "sample": sample}
                 )
                 print(f"{name}, seed {seed}: {bits:.4f} bits per byte", flush=True)
-    answer = {
+    result = {
         "wall_seconds_after_installation": seconds,
         "prepare": whole["prepare"],
         "eval": whole["eval"],
     }
     print(
         json.dumps(
-            answer
+            result
             | {
                 "compressors": whole["compressors"],
                 "samples": whole["sample"]["text"],

@@ -112,7 +112,7 @@ def run_overlap(options: argparse.Namespace) -> dict[str, Any]:
         return {"soak": "ranks-overlap", **measure_overlap(trace)}
 
 
-def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
+def command(out: Path, data: Path, nproc: int, *arguments: str) -> list[str]:
     program = [
         sys.executable,
         "-m",
@@ -124,7 +124,7 @@ def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
         "--nproc",
         str(nproc),
     ]
-    return [*program, f"data.path={data}", *words]
+    return [*program, f"data.path={data}", *arguments]
 
 
 def run_curves(options: argparse.Namespace) -> dict[str, Any]:
@@ -132,10 +132,12 @@ def run_curves(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         data = write_data(folder)
 
-        def train(name: str, nproc: int, *words: str) -> list[float]:
-            words = (f"budget.steps={options.steps}", "save.every=0", *words)
+        def train(name: str, nproc: int, *arguments: str) -> list[float]:
+            arguments = (f"budget.steps={options.steps}", "save.every=0", *arguments)
             subprocess.run(
-                command(folder / name, data, nproc, *words), check=True, stdout=subprocess.DEVNULL
+                command(folder / name, data, nproc, *arguments),
+                check=True,
+                stdout=subprocess.DEVNULL,
             )
             return [row["loss"] for row in read_metrics(folder / name) if row["kind"] == "train"]
 

@@ -42,10 +42,12 @@ def write_data(folder: Path) -> Path:
 
 
 def train(
-    out: Path, data: Path, nproc: int, options: argparse.Namespace, *words: str
+    out: Path, data: Path, nproc: int, options: argparse.Namespace, *arguments: str
 ) -> list[dict[str, Any]]:
     """Train and return the rows of metrics.jsonl."""
-    seq_len = next(int(word.partition("=")[2]) for word in SIZES[options.size] if "seq_len" in word)
+    seq_len = next(
+        int(override.partition("=")[2]) for override in SIZES[options.size] if "seq_len" in override
+    )
     command = [sys.executable, "-m", "megatoken", "train", *SIZES[options.size], "--out", str(out)]
     command += [
         "--nproc",
@@ -64,7 +66,7 @@ def train(
         "machine.master_weights=off",
         f"budget.batch_tokens={options.seqs * seq_len}",
     ]
-    command += ["evaluate.tokens=0", "sample.every=0", "log.plots=false", *words]
+    command += ["evaluate.tokens=0", "sample.every=0", "log.plots=false", *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return read_metrics(out)
 
@@ -108,15 +110,19 @@ def main() -> None:
                 )
                 print(f"round {number}: {nproc} processes {measured[-1]:,.1f} tokens/s", flush=True)
         steps = (SAVES + 1) * options.steps
-        words = [f"budget.steps={steps}", f"save.every={options.steps}", "machine.sharding=zero1"]
-        rows = train(folder / "saves", data, 2, options, *words)
+        arguments = [
+            f"budget.steps={steps}",
+            f"save.every={options.steps}",
+            "machine.sharding=zero1",
+        ]
+        rows = train(folder / "saves", data, 2, options, *arguments)
     saves = [
         row for row in rows if row["kind"] == "save" and row["step"] < steps
     ]  # at the end there is nothing beside
     step_seconds = statistics.median(
         row["seconds"] for row in rows if row["kind"] == "train" and row["step"] > 1
     )
-    answer = {
+    result = {
         "soak": "ranks-race",
         "ratio": statistics.median(two / one for one, two in zip(rates[1], rates[2], strict=True)),
         "tokens_per_second": {"one process": rates[1], "two processes": rates[2]},
@@ -128,7 +134,7 @@ def main() -> None:
         "save_stall_in_steps": max(row["stall_seconds"] for row in saves) / step_seconds,
         "save_writing_seconds": max(row["seconds"] for row in saves),
     }
-    print(json.dumps(answer))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -21,29 +21,29 @@ RECORDS = Path(__file__).parents[1] / "records"
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    arguments = sys.argv[1:]
     records = RECORDS
-    if words[0] == "--out":
-        records = Path(words[1])
-        words = words[2:]
-    name, dashes, *command = words
+    if arguments[0] == "--out":
+        records = Path(arguments[1])
+        arguments = arguments[2:]
+    name, dashes, *command = arguments
     assert dashes == "--", __doc__
     # Background jobs of a shell ignore SIGINT, and the program would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     device = open_device(MachineConfig()).name
-    words = [Path(command[0]).name, *command[1:]]
-    answer: dict[str, Any] = {}
+    arguments = [Path(command[0]).name, *command[1:]]
+    result: dict[str, Any] = {}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         sys.stdout.write(line)
         sys.stdout.flush()
         if line.startswith("{"):
-            answer = json.loads(line)
-            write_record(records, name, answer | {"unfinished": True}, device, words)
+            result = json.loads(line)
+            write_record(records, name, result | {"unfinished": True}, device, arguments)
     if code := process.wait():
         return code
-    write_record(records, name, answer, device, words)
+    write_record(records, name, result, device, arguments)
     return 0
 
 

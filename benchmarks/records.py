@@ -1,6 +1,6 @@
 """Read the records of a folder and list their figures.
 
-A figure is named by its path in the answer: `rows[64,8192].tokens_per_second`.
+A figure is named by its path in the result: `rows[64,8192].tokens_per_second`.
 """
 
 import json
@@ -38,7 +38,7 @@ def describe_hardware(record: Mapping[str, Any]) -> str:
 
 
 def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, figure or number) of everything in an answer.
+    """Yield (path, figure or number) of everything in a result.
 
     A row of a list is labeled by its first words and integers, so that rows of the same sizes
     match wherever they are in the list.
@@ -51,8 +51,8 @@ def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             cells = item.values() if isinstance(item, dict) and "median" not in item else ()
-            words = [str(cell) for cell in takewhile(lambda c: isinstance(c, str | int), cells)]
-            yield from list_leaves(item, f"{path}[{','.join(words[:3]) or index}]")
+            labels = [str(cell) for cell in takewhile(lambda c: isinstance(c, str | int), cells)]
+            yield from list_leaves(item, f"{path}[{','.join(labels[:3]) or index}]")
     elif isinstance(value, int | float):
         yield path, value
 

@@ -31,7 +31,7 @@ def write_metrics(folder: Path) -> None:
     noise = random.Random(0)
     lines = []
     for step in range(1, STEPS + 1):
-        place = {"step": step, "tokens": 524_288 * step, "elapsed_seconds": 0.35 * step}
+        position = {"step": step, "tokens": 524_288 * step, "elapsed_seconds": 0.35 * step}
         loss = 2.9 + 30 / (step + 20) ** 0.5 + noise.gauss(0, 0.03)
         values: dict[str, Any] = {
             "loss": loss,
@@ -42,12 +42,12 @@ def write_metrics(folder: Path) -> None:
             "grad_norm": 0.3 + noise.expovariate(20),
             "tokens_per_second": 1.5e6 + noise.gauss(0, 1e4),
         }
-        lines.append({"kind": "train", **place, **values, "mfu": 0.51, "mfu_causal": 0.47})
+        lines.append({"kind": "train", **position, **values, "mfu": 0.51, "mfu_causal": 0.47})
         if step % (STEPS // 400) == 0:
             lines.append(
                 {
                     "kind": "val",
-                    **place,
+                    **position,
                     "loss": loss,
                     "bits_per_byte": loss / 3.2,
                     "target_tokens": 1,
@@ -55,13 +55,13 @@ def write_metrics(folder: Path) -> None:
             )
         if step % (STEPS // 20) == 0:
             lines.append(
-                {"kind": "sample", **place, "text": ["Hello, I am a language model, " * 20] * 4}
+                {"kind": "sample", **position, "text": ["Hello, I am a language model, " * 20] * 4}
             )
         if step % (STEPS // 1000) == 0:
             lines.append(
                 {
                     "kind": "event",
-                    **place,
+                    **position,
                     "what": "spike",
                     "message": "a loss far above the last 128 steps",
                 }
@@ -85,12 +85,12 @@ def main() -> int:
         write_metrics(folder / "long-run")
         start = time.perf_counter()
         page = folder / run(folder, "report", "long-run")["report"]
-        answer: dict[str, Any] = {
+        result: dict[str, Any] = {
             "soak": "report",
             "steps": STEPS,
             "write_seconds": time.perf_counter() - start,
         }
-        answer["bytes"] = page.stat().st_size
+        result["bytes"] = page.stat().st_size
         seconds = []
         with Browser(program) as browser:
             for _ in range(OPENINGS):
@@ -99,9 +99,9 @@ def main() -> int:
                     browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
                     / 1000
                 )
-            answer["charts"] = browser.evaluate("document.querySelectorAll('figure svg').length")
-            answer["requests"] = len(browser.list_requests())
-            answer["browser"] = browser.call("Browser.getVersion")["product"]
+            result["charts"] = browser.evaluate("document.querySelectorAll('figure svg').length")
+            result["requests"] = len(browser.list_requests())
+            result["browser"] = browser.call("Browser.getVersion")["product"]
             for width, dark in (
                 [(w, d) for w in (1280, 390) for d in (False, True)] if options.pictures else []
             ):
@@ -110,9 +110,9 @@ def main() -> int:
                 browser.save_picture(
                     options.pictures / f"{width}-{'dark' if dark else 'light'}.png"
                 )
-    answer |= {"open_seconds": statistics.median(seconds), "open_seconds_each": seconds}
-    print(json.dumps(answer), flush=True)
-    return int(max(seconds) > SECONDS or answer["requests"] != 1)
+    result |= {"open_seconds": statistics.median(seconds), "open_seconds_each": seconds}
+    print(json.dumps(result), flush=True)
+    return int(max(seconds) > SECONDS or result["requests"] != 1)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from typing import ClassVar
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import Timing, time_once
 from megatoken.model.flops import describe_mfu
 from megatoken.plan.tuning.peak import product_calls, random_square
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.runner import Worker, count_steps
 from megatoken.study.bench.worker import WorkerSpec
 

@@ -64,7 +64,7 @@ def report(
 ) -> None:  # fmt: skip
     """Print the comparison as a line of JSON. Raises AssertionError if replies differ."""
     ids = take_ids(loaded)
-    answer = {
+    result = {
         "model": loaded.source,
         "tokens": len(ids),
         "max_relative_difference": float((found - expected).abs().max() / expected.abs().max()),
@@ -75,15 +75,15 @@ def report(
     }
     if replies:
         ours = [_answer(loaded, chat) for chat in list_chats(loaded)]
-        answer["conversations"] = len(ours)
+        result["conversations"] = len(ours)
         for name in Reply._fields:
-            answer[f"same_{name}"] = sum(
+            result[f"same_{name}"] = sum(
                 getattr(reply, name) == getattr(own, name)
                 for reply, own in zip(replies, ours, strict=True)
             )
-        answer["stopped_by_themselves"] = sum(own.finish_reason == "stop" for own in ours)
-    print(json.dumps(answer))
-    assert answer["max_relative_difference"] < 1e-4
-    assert answer["same_greedy_text"]
-    assert answer["same_tokens"]
-    assert all(answer[f"same_{name}"] == len(replies) for name in Reply._fields if replies)
+        result["stopped_by_themselves"] = sum(own.finish_reason == "stop" for own in ours)
+    print(json.dumps(result))
+    assert result["max_relative_difference"] < 1e-4
+    assert result["same_greedy_text"]
+    assert result["same_tokens"]
+    assert all(result[f"same_{name}"] == len(replies) for name in Reply._fields if replies)

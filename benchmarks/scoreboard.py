@@ -36,17 +36,17 @@ def show_scoreboard(options: argparse.Namespace, console: Console) -> dict[str, 
     folders = {folder: read_records(folder, console) for folder in options.folders}
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for records in folders.values() for name in records):
-        answers = {
+        results = {
             f"{describe_hardware(records[name])} ({folder.name})": records[name]["answer"]
             for folder, records in folders.items()
             if name in records
         }
-        if name != (options.record or name) or len(answers) < (1 if options.record else 2):
+        if name != (options.record or name) or len(results) < (1 if options.record else 2):
             continue
-        warn_of_settings(name, answers, console)
-        for row in list_speeds(answers, every=bool(options.record)):
+        warn_of_settings(name, results, console)
+        for row in list_speeds(results, every=bool(options.record)):
             rows.append({"record": name, **row})
-        if name == options.record == "ladder" and is_published(answers):
+        if name == options.record == "ladder" and is_published(results):
             rows += [describe_published(row) for row in list_published()]
     if not rows:
         fix = "--record NAME shows all speeds of one record"
@@ -60,9 +60,9 @@ def show_scoreboard(options: argparse.Namespace, console: Console) -> dict[str, 
     return {"scoreboard": [{key: row[key] for key in keys} for row in rows]}
 
 
-def is_published(answers: Mapping[str, Any]) -> bool:
+def is_published(results: Mapping[str, Any]) -> bool:
     """Return whether people have published ladders of the model that was measured."""
-    return all(answer.get("preset") == "gpt2-124m" for answer in answers.values())
+    return all(result.get("preset") == "gpt2-124m" for result in results.values())
 
 
 def describe_published(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return short if len({*short}) == len({*names}) else names
 
 
-def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:
+def list_speeds(results: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:
     """Yield the figures of one record by kind: every one, or each machine's best."""
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for machine, answer in answers.items():
+    for machine, result in results.items():
         best: dict[str, dict[str, Any]] = {}
-        leaves = dict(list_leaves(answer))
+        leaves = dict(list_leaves(result))
         for path, figure in leaves.items():
             key = path.rpartition(".")[2]
             if not isinstance(figure, dict) or not figure["median"]:
@@ -114,14 +114,14 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
     shared = [rows for rows in kinds.values() if every or len(rows) > 1]
     for rows in shared if every else shared[:MOST_HEADLINES]:
         for row in rows:
-            speedup = row["speedup"] if len(answers) == 1 else None
+            speedup = row["speedup"] if len(results) == 1 else None
             yield row | {"ratio": speedup or row["speed"] / rows[0]["speed"]}
 
 
-def warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -> None:
-    """Warn if the answers measured different models or batches."""
+def warn_of_settings(name: str, results: Mapping[str, Any], console: Console) -> None:
+    """Warn if the results measured different models or batches."""
     for key in SETTINGS:
-        values = {machine: answer.get(key) for machine, answer in answers.items()}
+        values = {machine: result.get(key) for machine, result in results.items()}
         if len(set(map(str, values.values()))) > 1:
             listed = ", ".join(f"{value} on {machine}" for machine, value in values.items())
             console.warn(f"{name}: {key} is {listed}")

@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.journey import megatoken, prepare_python
-from megatoken.base.system.metrics_log import read_metrics
+from megatoken.base.system.metrics_log import Row, read_metrics
 from megatoken.base.system.timing import Timing
 from megatoken.study.bench.workload import describe_seconds
 
@@ -31,7 +30,6 @@ FEWEST_STEPS = 40
 SAMPLE_MS = 500
 SENSORS = {"clocks.sm": "clock_mhz", "power.draw": "power_watts", "memory.used": "memory_mib"}
 LLMC_STEP = re.compile(r"step +(\d+)/\d+ \| loss ([\d.]+).*\| +([\d.]+) ms \|")
-Row = dict[str, Any]
 
 
 def main() -> None:
@@ -50,7 +48,7 @@ def main() -> None:
     arg("--llmc", type=Path, help="llm.c's program train_gpt2cu")
     arg("settings", nargs="*", metavar="section.field=value", help="of megatoken")
     options = parser.parse_intermixed_args()
-    answer: Row = {"preset": options.preset, "settings": options.settings, "rows": []}
+    result: Row = {"preset": options.preset, "settings": options.settings, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         data = options.data or prepare_python(Path(name) / "data")
         for seqs in map(int, options.batch_seqs.split(",")):
@@ -64,8 +62,8 @@ def main() -> None:
                     row["turns"][-1] |= {"steps": len(seconds), **sensors}
                     row.setdefault("all_seconds", []).extend(seconds)
                     shown = [summarize(each, seqs * options.seq_len) for each in rows.values()]
-                    print(json.dumps(answer | {"rows": answer["rows"] + shown}), flush=True)
-            answer["rows"] += [summarize(each, seqs * options.seq_len) for each in rows.values()]
+                    print(json.dumps(result | {"rows": result["rows"] + shown}), flush=True)
+            result["rows"] += [summarize(each, seqs * options.seq_len) for each in rows.values()]
 
 
 def list_programs(options: argparse.Namespace) -> list[str]:
@@ -82,9 +80,9 @@ def run(
     if program != "megatoken":
         shards = str(data / "train_*.bin")
         micro_batch = min(options.micro_batch, seqs)
-        words = f"-e d12 -b {micro_batch} -t {options.seq_len} -d {tokens} -x {steps} -v 1000000 -m 1 -s 0"
-        words += f" -l 0.0006 -c 0.1 -u 10 -q 0 {program.removeprefix('llm.c ')}"
-        command = [str(options.llmc.absolute()), "-i", shards, "-j", shards, *words.split()]
+        arguments = f"-e d12 -b {micro_batch} -t {options.seq_len} -d {tokens} -x {steps} -v 1000000 -m 1 -s 0"
+        arguments += f" -l 0.0006 -c 0.1 -u 10 -q 0 {program.removeprefix('llm.c ')}"
+        command = [str(options.llmc.absolute()), "-i", shards, "-j", shards, *arguments.split()]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder)
         logged = [LLMC_STEP.search(line) for line in done.stdout.splitlines()]
         found = [match for match in logged if match and int(match[1]) > SKIPPED_STEPS]
@@ -126,9 +124,9 @@ def sample_gpu(device: str) -> Iterator[Row]:
     if not (program := shutil.which("nvidia-smi")) or device == "cpu":
         yield sensors
         return
-    words = [program, f"--query-gpu={','.join(SENSORS)}", "--format=csv,noheader,nounits"]
-    words += ["-lms", str(SAMPLE_MS), "-i", device.partition(":")[2] or "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    arguments = [program, f"--query-gpu={','.join(SENSORS)}", "--format=csv,noheader,nounits"]
+    arguments += ["-lms", str(SAMPLE_MS), "-i", device.partition(":")[2] or "0"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     try:
         yield sensors
     finally:

@@ -24,6 +24,7 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import time_calls
 from megatoken.model.kernels.attention import BUILT_IN, CUDA_ONLY, find_attention
 from megatoken.model.native.selection import find_library
@@ -65,7 +66,6 @@ SEQ_LEN = {
 }  # of the models: a step of few tokens still has several sequences
 
 Call = Callable[[], object]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +133,12 @@ class Case:
     needed_bytes: float = 0.0
 
 
-def show(title: str, answer: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
-    """Print and draw the rows of an answer."""
+def show(title: str, result: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
+    """Print and draw the rows of a result."""
     view = VIEWS[options.bench]
     console.print(title)
-    show_rows(view.columns, answer["rows"], console)
-    timed = [row for row in answer["rows"] if not row["skipped"]]
+    show_rows(view.columns, result["rows"], console)
+    timed = [row for row in result["rows"] if not row["skipped"]]
     if timed:
         picture = partial(draw, view, timed, title)
         save_picture(picture, options.out / f"{options.name}.png", console)
@@ -418,22 +418,22 @@ def list_attention(
         grad = torch.randn(size=(seqs, H, T, D), **like)
         yield [
             Case(
-                row={"dtype": dtype, "form": form, "seq_len": T},
+                row={"dtype": dtype, "form": name, "seq_len": T},
                 label=f"{T} tokens",
-                series=form,
+                series=name,
                 amount=3.5 * 4 * seqs * config.d_model * T**2 / 2,
-                build=partial(partial, differentiate, form, packed, grad),
-                needed_bytes=SCORES.get(form, 0.0) * device.dtype.itemsize * seqs * H * T**2,
+                build=partial(partial, differentiate, name, packed, grad),
+                needed_bytes=SCORES.get(name, 0.0) * device.dtype.itemsize * seqs * H * T**2,
             )
-            for form in BUILT_IN
-            if form in own or form not in ("native", *CUDA_ONLY)
+            for name in BUILT_IN
+            if name in own or name not in ("native", *CUDA_ONLY)
         ]
 
 
-def differentiate(form: str, packed: Tensor, grad: Tensor) -> None:
+def differentiate(name: str, packed: Tensor, grad: Tensor) -> None:
     """Run forward and backward of attention on packed queries, keys and values."""
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    y = find_attention(form)(q, k, v, mask=None, causal=True, dropout=None)
+    y = find_attention(name)(q, k, v, mask=None, causal=True, dropout=None)
     torch.autograd.grad(y, packed, grad)
 
 
@@ -455,11 +455,11 @@ def run_size(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Measure how the cost per token grows with the model and with the context."""
     device = with_peak(open_device(MachineConfig(device=options.device)))
     sizes = list_sizes(device.type, options.batch_tokens)
-    answer: Row = {**describe_peak(device), "rows": []}
+    result: Row = {**describe_peak(device), "rows": []}
     for row in measure_steps(sizes, device, options.repeats, console):
-        answer["rows"].append(row)
-        yield answer
-    show(f"training steps, {format_peak(device)}", answer, options, console)
+        result["rows"].append(row)
+        yield result
+    show(f"training steps, {format_peak(device)}", result, options, console)
 
 
 def measure_steps(

@@ -34,27 +34,27 @@ CONTROL = re.compile(
 )
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
 TRAINING = "_training.jinja"
-Row = dict[str, Any]
+Message = dict[str, Any]
 
 
-def call(city: str, id: str = "call00001") -> Row:
+def call(city: str, id: str = "call00001") -> Message:
     function = {"name": "weather", "arguments": {"city": city}}
     return {"id": id, "type": "function", "function": function}
 
 
-def tool(text: str, id: str = "call00001") -> Row:
+def tool(text: str, id: str = "call00001") -> Message:
     return {"role": "tool", "tool_call_id": id, "name": "weather", "content": text}
 
 
-def system(text: str) -> Row:
+def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def user(text: str) -> Row:
+def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def answer(text: str, **fields: Any) -> Row:
+def answer(text: str, **fields: Any) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
@@ -62,7 +62,7 @@ def answer(text: str, **fields: Any) -> Row:
 CALLING = [user("qone"), answer("", tool_calls=[call("Aoslo")]), tool("rone")]
 THINKING = answer("", tool_calls=[call("Aoslo")], reasoning_content="Athink")
 REASONED = [user("qone"), answer("Aone", reasoning_content="Athink")]
-CONVERSATIONS: dict[str, list[Row]] = {
+CONVERSATIONS: dict[str, list[Message]] = {
     "turn": [user("qone"), answer("Aone")],
     "turns": [user("qone"), answer("Aone"), user("qtwo"), answer("Atwo")],
     "system": [system("sone"), user("qone"), answer("Aone")],
@@ -95,7 +95,7 @@ WEATHER = {"name": "weather", "description": "Weather of a place", "parameters":
 TOOLS = [{"type": "function", "function": WEATHER}]
 
 
-def list_tools(name: str) -> list[Row] | None:
+def list_tools(name: str) -> list[Message] | None:
     """Return the tools of a conversation."""
     return TOOLS if any("tool_calls" in row for row in CONVERSATIONS[name]) else None
 
@@ -154,9 +154,9 @@ def make_oracles(path: Path) -> tuple[Oracle, Oracle | None]:
     return Oracle(jinja, tokens), training
 
 
-def list_words(pieces: Sequence[str], marks: Sequence[bool]) -> list[tuple[str, bool]]:
-    """Return the words of the messages, and for each whether its letters are marked."""
-    letters = [mark for piece, mark in zip(pieces, marks, strict=True) for _ in piece]
+def list_words(pieces: Sequence[str], mask: Sequence[bool]) -> list[tuple[str, bool]]:
+    """Return the words of the messages, each with the mask of its letters."""
+    letters = [is_trained for piece, is_trained in zip(pieces, mask, strict=True) for _ in piece]
     words = []
     for word in WORD.finditer("".join(pieces)):
         found = set(letters[word.start() : word.end()])
@@ -185,7 +185,7 @@ def judge(name: str, oracle: Oracle, training: Oracle | None, template: ChatTemp
             return f"wrong: {word} is {'trained' if is_trained else 'not trained'}"
     special = template.tokenizer.special_ids
     runs = groupby(zip(pieces, trained, strict=True), key=lambda pair: pair[1])
-    spans = [[piece for piece, _ in run if piece.strip()] for mark, run in runs if mark]
+    spans = [[piece for piece, _ in run if piece.strip()] for is_trained, run in runs if is_trained]
     if len(spans) != sum(row["role"] == "assistant" for row in rows):
         return f"wrong: {len(spans)} spans"
     if not all(span[-1] in special for span in spans):

@@ -67,9 +67,9 @@ def run() -> dict[str, Any]:
     sft, out = options.state / "sft", options.state / "hacked"
     start(options.base, options.state, LIMIT_SECONDS, f"budget.steps={options.sft_steps}")
     before = measure(sft, options.prompts)
-    words = [*GRPO, f"data.path={options.state / 'prompts'}", "--reward", RULE]
-    words += [f"budget.steps={options.steps}", "budget.batch_tokens=16384"]
-    trained = train_for(LIMIT_SECONDS, "grpo", str(sft), out, words)
+    overrides = [*GRPO, f"data.path={options.state / 'prompts'}", "--reward", RULE]
+    overrides += [f"budget.steps={options.steps}", "budget.batch_tokens=16384"]
+    trained = train_for(LIMIT_SECONDS, "grpo", str(sft), out, overrides)
     rows = [row for row in read_metrics(out) if row["kind"] == "train"]
     curves = {name: [row[name] for row in rows] for name in ("reward", "answer_tokens")}
     return trained | curves | {"before": before, "after": measure(out, options.prompts)}

@@ -158,14 +158,14 @@ def main() -> None:
         "bytes": len(data),
         "threads": torch.get_num_threads(),
     }
-    answer = {
+    result = {
         "soak": "muon-sweep",
         **about,
         "sweep": sweep,
         "largest_by_smallest": ratios,
         "choices": choices,
     }
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

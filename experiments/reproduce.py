@@ -17,7 +17,7 @@ from megatoken.base.published import RUNS
 
 
 def replay(name: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    """Run `megatoken reproduce` in a process; return its answer, or the error."""
+    """Run `megatoken reproduce` in a process; return its result, or the error."""
     program = "experiments.unscaled" if options.unscaled else "megatoken"
     command = [sys.executable, "-m", program, "reproduce", name, "--json"]
     command += ["--out", str(folder / f"{name}-{seed}"), f"seed={seed}", *options.settings]

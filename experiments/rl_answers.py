@@ -35,7 +35,7 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
     }
 
 
-def start(base: str, state: Path, seconds: int, *words: str) -> dict[str, Any]:
+def start(base: str, state: Path, seconds: int, *overrides: str) -> dict[str, Any]:
     """Prepare conversations and prompts in `state`, and fine-tune the run state/sft."""
     for source, data in (("exercises", "chats"), ("exercises-prompts", "prompts")):
         assert (
@@ -43,7 +43,7 @@ def start(base: str, state: Path, seconds: int, *words: str) -> dict[str, Any]:
             == ExitCode.DONE
         )
     return train_for(
-        seconds, "sft", base, state / "sft", [*SFT, f"data.path={state / 'chats'}", *words]
+        seconds, "sft", base, state / "sft", [*SFT, f"data.path={state / 'chats'}", *overrides]
     )
 
 
@@ -55,24 +55,24 @@ def run() -> dict[str, Any]:
     parser.add_argument("--seconds", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=1, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("words", nargs="*", help="section.field=value of GRPO")
+    parser.add_argument("overrides", nargs="*", help="section.field=value of GRPO")
     options = parser.parse_args()
     state: Path = options.state
     sft, more = state / "sft", state / "more-sft"
     trained = start(options.base, state, options.sft_seconds)
-    answer: dict[str, Any] = {"start": trained | measure(sft, options.prompts)}
-    chat_words = [*SFT, f"data.path={state / 'chats'}"]
-    answer["sft"] = train_for(options.seconds, "sft", str(sft), more, chat_words) | measure(
+    result: dict[str, Any] = {"start": trained | measure(sft, options.prompts)}
+    chat_overrides = [*SFT, f"data.path={state / 'chats'}"]
+    result["sft"] = train_for(options.seconds, "sft", str(sft), more, chat_overrides) | measure(
         more, options.prompts
     )
-    answer["grpo"] = []
+    result["grpo"] = []
     for seed in range(options.seeds):
         out = state / f"grpo-{seed}"
-        words = [*GRPO, f"data.path={state / 'prompts'}", f"seed={seed}", *options.words]
-        trained = train_for(options.seconds, "grpo", str(sft), out, words)
+        overrides = [*GRPO, f"data.path={state / 'prompts'}", f"seed={seed}", *options.overrides]
+        trained = train_for(options.seconds, "grpo", str(sft), out, overrides)
         rewards = [row["reward"] for row in read_metrics(out) if row["kind"] == "train"]
-        answer["grpo"].append(trained | {"rewards": rewards} | measure(out, options.prompts))
-    return answer
+        result["grpo"].append(trained | {"rewards": rewards} | measure(out, options.prompts))
+    return result
 
 
 if __name__ == "__main__":

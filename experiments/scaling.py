@@ -51,8 +51,8 @@ def main() -> None:
                 )
                 end = run(folder, "train", "quickstart", "--out", outs[-1], *sizes, *SETTINGS)
                 print(f"{outs[-1]}: {end['val_loss']:.4f}", flush=True)
-        answer = run(folder, "scaling", *outs, "--plot", str(options.plot.resolve()))
-    print(json.dumps({"soak": "scaling", **answer}), flush=True)
+        result = run(folder, "scaling", *outs, "--plot", str(options.plot.resolve()))
+    print(json.dumps({"soak": "scaling", **result}), flush=True)
 
 
 if __name__ == "__main__":

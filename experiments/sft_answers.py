@@ -97,7 +97,9 @@ def score(
     }
 
 
-def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str]) -> dict[str, Any]:
+def train_for(
+    seconds: int, recipe: str, base: str, out: Path, overrides: list[str]
+) -> dict[str, Any]:
     """Train from `base` for so many seconds of the run's own time; return what it took."""
     before = (
         max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0)
@@ -117,7 +119,7 @@ def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str])
             base,
             "--out",
             str(out),
-            *words,
+            *overrides,
             limit,
         ]
         code = subprocess.run(command, stdout=sys.stderr).returncode
@@ -134,7 +136,7 @@ def run() -> dict[str, Any]:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--seconds", type=int, default=180)
     parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("words", nargs="*", help="section.field=value")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
     options = parser.parse_args()
     data, out = options.state / "chats", options.state / "run"
     assert (
@@ -142,7 +144,7 @@ def run() -> dict[str, Any]:
         == ExitCode.DONE
     )
     trained = train_for(
-        options.seconds, "sft", options.base, out, [f"data.path={data}", *options.words]
+        options.seconds, "sft", options.base, out, [f"data.path={data}", *options.overrides]
     )
     exercises = list_exercises(held_out=True)[: options.prompts]
     base, tuned = load_pretrained(options.base), load_pretrained(out)

@@ -54,7 +54,7 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(line: str):
         accumulates=micro_steps != "1",
         checkpointing=checkpointing,
         optimizer=config.optim.name,
-        masters=holds_low_precision(config.machine, dims, precision),
+        uses_master_weights=holds_low_precision(config.machine, dims, precision),
     )
     assert memory.total_bytes == pytest.approx(dry_run(config, model, gpus).total_bytes, rel=0.1)
 

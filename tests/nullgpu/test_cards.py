@@ -46,15 +46,16 @@ def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: 
     }
     command = [sys.executable, "-m", "tests.nullgpu.test_cards", str(tmp_path)]
     subprocess.run(command, env=os.environ | card, check=True)
-    machine = json.loads((tmp_path / "run" / "machine.json").read_text())
+    files = (tmp_path / "run" / f"{name}.json" for name in ("machine", "provenance"))
+    machine, provenance = (json.loads(file.read_text()) for file in files)
     micro_batch = machine["micro_batch"]
     planned = estimate_memory(
         PRESETS[PRESET],
         ParallelDims(),
-        precision=machine["circumstances"]["precision"],
+        precision=provenance["precision"],
         micro_batch=micro_batch,
         accumulates=micro_batch < BATCH_SEQS,
-        masters=machine["forms"]["masters"],
+        uses_master_weights=machine["forms"]["kernels"]["mixed"] == "masters",
     )
     peak = int((tmp_path / "peak").read_text())
     assert peak == pytest.approx(planned.total_bytes, rel=0.05)

@@ -57,17 +57,17 @@ def test_cublaslt_computes_gelu_in_matmuls():
     counts = {}
     breaks = torch._dynamo.utils.counters["graph_break"]
     breaks.clear()
-    for form in ("torch", "cublaslt"):
+    for backend in ("torch", "cublaslt"):
         torch.compiler.reset()
         config = shrink("gpt2-124m", LAYERS)
-        workload = build(config, "blocks", batch_seqs=2, micro_batch=2, gemm_backend=form)
+        workload = build(config, "blocks", batch_seqs=2, micro_batch=2, gemm_backend=backend)
         take_step(workload)
         counters.reset()
         take_step(workload)
-        counts[form] = counters.read()
+        counts[backend] = counters.read()
     torchs, ours = counts["torch"], counts["cublaslt"]
     assert not breaks
-    # `up` has an epilogue in either form, and the backward does not repeat it.
+    # `up` has an epilogue with either backend, and the backward does not repeat it.
     assert ours.find("[cublasLtMatmul]") == torchs.find("[cublasLtMatmul]")
     assert ours.find("[cublas") == torchs.find("[cublas")
     pointwise = "triton_poi_fused_gelu"

@@ -126,14 +126,14 @@ block checkpointing
 
 def read_row(line: str) -> Published:
     cells = [cell.strip() for cell in line.split("|")]
-    source, what, model, gpus, batch, rate, words, note = cells + [""] * (8 - len(cells))
+    source, what, model, gpus, batch, rate, layout_fields, note = cells + [""] * (8 - len(cells))
     count, gpu = gpus.split()
     micro_batch, micro_steps = map(int, batch.split("x"))
     layout = Layout(gpus=int(count), micro_batch=micro_batch, micro_steps=micro_steps)
     if source in ("llm.c", "foundry"):
         layout = replace(layout, gradient_bytes=2)
-    for word in words.split():
-        layout = replace(layout, **{read_table(LAYOUT_FIELDS)[word]: word})
+    for value in layout_fields.split():
+        layout = replace(layout, **{read_table(LAYOUT_FIELDS)[value]: value})
     config = PRESETS[model] if model in PRESETS else mpt(model)
     predicted = estimate_step(config, GPUS[gpu], layout).tokens_per_second
     reason = read_table(REASONS).get(note, "")

@@ -57,8 +57,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
     np.save("train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
 
 
-def load(*words: str) -> Config:
-    return load_config("quickstart", "data.path=*.npy", *WORDS, *words)
+def load(*arguments: str) -> Config:
+    return load_config("quickstart", "data.path=*.npy", *WORDS, *arguments)
 
 
 def planned_rate(run: str) -> float:
@@ -132,11 +132,11 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     config = load()
     model = config.model.resolve(257)
     assert train(config, "before", capsys) == []  # nothing measured, nothing guessed
-    answer = ask(f"plan quickstart --calibrate {WORD_LIST}")
-    assert answer["tokens"] == 6 * 128
-    assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
+    result = ask(f"plan quickstart --calibrate {WORD_LIST}")
+    assert result["tokens"] == 6 * 128
+    assert result["hours"] * 3600 * result["tokens_per_second"] >= result["tokens"]
     # Weights, gradients and moments of the blocks.
-    assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2
+    assert result["memory_bytes"] > 12 * 6 * 12 * 32**2
     here, _ = calibrate(config, model, 0.0)
     known = find_calibration(config, model, here, 4)
     assert known is not None
@@ -155,17 +155,17 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
 
 
 def plan_six_layers(
-    patch: pytest.MonkeyPatch, tokens: float, *words: str, memory: int = 10**10
+    patch: pytest.MonkeyPatch, tokens: float, *arguments: str, memory: int = 10**10
 ) -> dict[str, Any]:
     """Plan a run as if SIX_LAYERS had been measured on this machine."""
-    config = load(*words)
+    config = load(*arguments)
     here = device.open_device(config.machine)
     patch.setattr("megatoken.plan.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     patch.setattr(type(here), "memory_bytes", lambda *_: memory)
     options = Namespace(recipe="quickstart", price=[3.0, 6.0])
-    answer = plan.plan_here(options, config, config.model, tokens, Console()).data
-    assert answer is not None
-    return answer
+    result = plan.plan_here(options, config, config.model, tokens, Console()).data
+    assert result is not None
+    return result
 
 
 def test_what_does_not_fit_here_has_no_price(monkeypatch: pytest.MonkeyPatch):
@@ -174,10 +174,10 @@ def test_what_does_not_fit_here_has_no_price(monkeypatch: pytest.MonkeyPatch):
         (10**10, [pytest.approx(hours), pytest.approx(3 * hours)]),
         (10**9, [None, None]),
     ):
-        answer = plan_six_layers(monkeypatch, 2 * 3600 * 32.0, memory=memory)
-        assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
-        assert answer["fits"] == (memory == 10**10)
-        assert [answer["hours"], answer["dollars"]] == costs
+        result = plan_six_layers(monkeypatch, 2 * 3600 * 32.0, memory=memory)
+        assert result["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
+        assert result["fits"] == (memory == 10**10)
+        assert [result["hours"], result["dollars"]] == costs
 
 
 def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch):
@@ -185,10 +185,10 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch):
     # then 35,200 tokens.
     smaller = 300 * (0.5 + 2) + 150 * (1 + 2) + 100 * (1.5 + 2)
     ramp = ("budget.batch_start=32", "budget.batch_ramp=28800")
-    for words, seconds in (((), 64000 / 128 * 4), (ramp, smaller + 35200 / 128 * 4)):
+    for arguments, seconds in (((), 64000 / 128 * 4), (ramp, smaller + 35200 / 128 * 4)):
         budget = ("budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
-        answer = plan_six_layers(monkeypatch, 64000.0, *budget, *words)
-        assert 3600 * answer["hours"] == pytest.approx(seconds)
+        result = plan_six_layers(monkeypatch, 64000.0, *budget, *arguments)
+        assert 3600 * result["hours"] == pytest.approx(seconds)
 
 
 def test_a_gpu_that_is_known_is_planned_by_arithmetic(

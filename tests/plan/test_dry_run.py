@@ -56,10 +56,10 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
         assert estimate.total_bytes == state_bytes + estimate.activation_bytes
 
 
-@pytest.mark.parametrize("words", ["fp16 fused none", "fp16 foreach zero3", "bf16 loop none"])
-def test_steps_that_the_host_checks_are_estimated(words: str):
-    precision, form, sharding = words.split()
-    config = small_run(precision=precision, adamw=form, sharding=sharding, micro_batch=8)
+@pytest.mark.parametrize("arguments", ["fp16 fused none", "fp16 foreach zero3", "bf16 loop none"])
+def test_steps_that_the_host_checks_are_estimated(arguments: str):
+    precision, adamw, sharding = arguments.split()
+    config = small_run(precision=precision, adamw=adamw, sharding=sharding, micro_batch=8)
     estimate = dry_run(config, replace(SMALL, n_layer=1), 2)
     assert 2 <= estimate.optimizer_bytes / estimate.parameter_bytes < 2.01
     assert estimate.activation_bytes > 0
@@ -105,12 +105,12 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
 
 def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask):
     """Two of its 96 layers; all of them take two minutes."""
-    words = "--gpus 1024 --tp 8 --shard zero3 model.n_layer=2 machine.micro_batch=1"
-    answer, count = ask(f"dryrun gpt3-175b {words}"), count_175b(2, 8, 128)
-    assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count
-    assert 0 <= answer["optimizer_bytes"] - 8 * count < 1000  # step counts
-    assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
-    assert answer["micro_steps"] == 12  # of the recipe's batch, not of a preset's
+    arguments = "--gpus 1024 --tp 8 --shard zero3 model.n_layer=2 machine.micro_batch=1"
+    result, count = ask(f"dryrun gpt3-175b {arguments}"), count_175b(2, 8, 128)
+    assert result["parameter_bytes"] == result["gradient_bytes"] == 4 * count
+    assert 0 <= result["optimizer_bytes"] - 8 * count < 1000  # step counts
+    assert (result["readers"], result["shard"], result["tensor_parallel"]) == (128, "zero3", 8)
+    assert result["micro_steps"] == 12  # of the recipe's batch, not of a preset's
 
 
 def test_communication_of_each_sharding():
@@ -134,22 +134,22 @@ def test_communication_of_each_sharding():
 
 
 @pytest.mark.parametrize(
-    "words", ["--gpu h1000", "--gpus 0", "--gpus 7", "--gpus 8 --tp 5", "machine.micro_batch=3"]
+    "arguments", ["--gpu h1000", "--gpus 0", "--gpus 7", "--gpus 8 --tp 5", "machine.micro_batch=3"]
 )
-def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["dryrun", "gpt2-124m", *words.split()]) == ExitCode.CONFIG
+def test_refused_commands(arguments: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["dryrun", "gpt2-124m", *arguments.split()]) == ExitCode.CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):
-    answer = ask("dryrun gpt2-124m --gpu h200 machine.micro_batch=64 budget.batch_tokens=65536")
+    result = ask("dryrun gpt2-124m --gpu h200 machine.micro_batch=64 budget.batch_tokens=65536")
     row, _ = read_object(RECORDS / "gpu-adamw-124m.json")["answer"]["rows"]
-    assert answer["total_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.01)
+    assert result["total_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.01)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         "gpt2-124m --gpus 1 --gpu T4 model.n_layer=2",
         "gpt2-124m --gpus 1 --gpu P100 model.n_layer=2",
@@ -161,10 +161,10 @@ def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):
         "gpt3-13b --gpus 64 --gpu L4 model.n_layer=4 machine.tensor_parallel=8",
     ],
 )
-def test_the_planned_layout_is_traced_and_fits(words: str, ask: Ask):
-    name, _, count, _, gpu, *settings = words.split()
+def test_the_planned_layout_is_traced_and_fits(arguments: str, ask: Ask):
+    name, _, count, _, gpu, *settings = arguments.split()
     planned = ask(f"plan {name} --gpus {count}x{gpu} {' '.join(settings)}")
-    traced = ask(f"dryrun {words}")
+    traced = ask(f"dryrun {arguments}")
     assert (planned["fits"], traced["fits"]) == (True, True)
     assert traced["total_bytes"] == pytest.approx(planned["memory_bytes"], rel=0.1)
     assert traced["shard"] == planned["sharding"]

@@ -34,9 +34,9 @@ def read_model(name: str, *overrides: str) -> tuple[Config, ModelConfig]:
     return resolved.config, model
 
 
-def plan_recipe(words: str, **options: float) -> Plan:
+def plan_recipe(arguments: str, **options: float) -> Plan:
     """Plan from a recipe, GPUs such as 8xH100, and overrides."""
-    name, gpus, *overrides = words.split()
+    name, gpus, *overrides = arguments.split()
     count, gpu = gpus.split("x", 1)
     return plan_run(*read_model(name, *overrides), GPUS[gpu], int(count), **options)
 
@@ -70,26 +70,26 @@ def test_what_makes_it_fit():
 
 def test_nothing_is_recomputed_that_fits():
     """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
-    for words in ("gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"):
-        layout = plan_recipe(words).layout
-        assert (layout.micro_steps, layout.checkpointing) == (1, "none"), words
+    for arguments in ("gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"):
+        layout = plan_recipe(arguments).layout
+        assert (layout.micro_steps, layout.checkpointing) == (1, "none"), arguments
 
 
 def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
     gelu, none = (f"machine.activation_checkpointing={value}" for value in ("gelu", "none"))
     expected = {"": ("gelu", [gelu]), none: ("none", []), gelu: ("gelu", [])}
     for given, (chosen, settings) in expected.items():
-        answer = ask(f"plan gpt2-1558m --gpus 8xRTX-4090 {given}")
-        sharding = f"machine.sharding={answer['sharding']}"
-        assert (answer["checkpointing"], answer["settings"]) == (chosen, [sharding, *settings])
+        result = ask(f"plan gpt2-1558m --gpus 8xRTX-4090 {given}")
+        sharding = f"machine.sharding={result['sharding']}"
+        assert (result["checkpointing"], result["settings"]) == (chosen, [sharding, *settings])
     assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
 
 
 def test_what_does_not_fit_has_no_price(ask: Ask):
-    answer = ask("plan gpt3-175b --gpus 8xH100 --deadline 1h")
+    result = ask("plan gpt3-175b --gpus 8xH100 --deadline 1h")
     keys = ("hours", "gpu_hours", "dollars", "energy_kwh", "deadline")
-    assert [answer[key] for key in keys] == [None] * 5
-    assert answer["fewest_gpus"] == 48
+    assert [result[key] for key in keys] == [None] * 5
+    assert result["fewest_gpus"] == 48
     fitting = [gpus for gpus in (32, 48, 1024) if plan_recipe(f"gpt3-175b {gpus}xH100").fits]
     assert fitting == [48, 1024]  # 32 is the next divisor of 1,536 sequences
     pinned = ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")
@@ -172,9 +172,9 @@ def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(ask: Ask):
 
 
 def test_evaluations_before_the_first_step_and_at_the_end_are_counted():
-    words = ("budget.steps=100", "budget.batch_tokens=512", "evaluate.tokens=1000")
+    arguments = ("budget.steps=100", "budget.batch_tokens=512", "evaluate.tokens=1000")
     for every, evaluations in {"30steps": 5, "0.5dur": 3, "0": 1}.items():
-        config = load_config("quickstart", *words, f"evaluate.every={every}")
+        config = load_config("quickstart", *arguments, f"evaluate.every={every}")
         assert count_evaluated_tokens(config, 51_200) == 1000 * evaluations
 
 
@@ -190,12 +190,12 @@ def test_a_batch_that_grows_takes_longer(ask: Ask):
     assert half.hours > 1.1 * whole.hours
     assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
     ramp = "budget.batch_start=16384 budget.batch_ramp=500e6"
-    answer = ask(f"plan gpt2-124m --gpus 32xH100 {ramp}")
-    assert "budget.batch_start=32768" in answer["settings"]
-    times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
+    result = ask(f"plan gpt2-124m --gpus 32xH100 {ramp}")
+    assert "budget.batch_start=32768" in result["settings"]
+    times = {row["gpus"]: row["hours"] for row in result["scaling"]}
     expected = {gpus: plan_recipe(f"gpt2-124m {gpus}xH100").hours for gpus in times}
     assert times == pytest.approx(expected)
-    assert answer["hours"] > times[32]
+    assert result["hours"] > times[32]
 
 
 def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,27 +207,27 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.
 
 def test_json_of_the_command(ask: Ask):
     options = "--tokens chinchilla --price 2 --budget 500 --deadline 2d12h"
-    answer = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
-    assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
-    assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
-    rate = answer["tokens_per_second"]
-    assert answer["tokens_per_second_low"] < rate < answer["tokens_per_second_high"]
-    gpus, hours = (answer["deadline"][key] for key in ("gpus", "hours"))
-    fewer = plan_recipe(f"gpt3-1.3b {gpus // 2}xA100-40GB", tokens=answer["tokens"])
+    result = ask(f"plan gpt3-1.3b --gpus 8xA100-40GB {options}")
+    assert result["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
+    assert result["dollars"] == pytest.approx(result["gpu_hours"] * 2)
+    rate = result["tokens_per_second"]
+    assert result["tokens_per_second_low"] < rate < result["tokens_per_second_high"]
+    gpus, hours = (result["deadline"][key] for key in ("gpus", "hours"))
+    fewer = plan_recipe(f"gpt3-1.3b {gpus // 2}xA100-40GB", tokens=result["tokens"])
     assert hours <= 60 < fewer.hours
-    assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
+    assert {row["gpus"] for row in result["scaling"]} >= {1, 8, 128}
     family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
-    assert {name: row["tokens"] for name, (row,) in answer["family"].items()} == {
+    assert {name: row["tokens"] for name, (row,) in result["family"].items()} == {
         name: 20 * count_parameters(model) for name, model in family.items()
     }
-    spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
-    assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
+    spent = 6 * result["budget"]["parameters"] * result["budget"]["tokens"]
+    assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * result["mfu"], rel=0.15)
 
 
 def test_a_family_on_several_gpu_counts_at_fixed_tokens_and_two_prices(ask: Ask):
-    answer = ask("plan gpt3-1.3b --gpus 8,128xA100-40GB --tokens 1e9 --price 1.5,5")
-    assert {row["tokens"] for rows in answer["family"].values() for row in rows} == {1e9}
-    few, many = answer["family"]["gpt3-1.3b"]
+    result = ask("plan gpt3-1.3b --gpus 8,128xA100-40GB --tokens 1e9 --price 1.5,5")
+    assert {row["tokens"] for rows in result["family"].values() for row in rows} == {1e9}
+    few, many = result["family"]["gpt3-1.3b"]
     assert (few["gpus"], many["gpus"]) == (8, 128)
     assert few["dollars"] == pytest.approx(1.5 * few["gpu_hours"])
     plan = plan_recipe("gpt3-1.3b 8xA100-40GB", prices=[1.5, 5.0])
@@ -257,24 +257,24 @@ def test_the_ladder_is_next_to_published_rows_of_that_card_and_model(ask: Ask):
     published = {row["name"]: row["published"] for row in rows}
     assert (published["fp32"], published["8 GPUs"]) == (27026, 3046409)
     assert published["our fused kernels"] is None
-    for words in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
-        assert not any(row["published"] for row in ask(f"plan {words} --ladder")["ladder"])
+    for arguments in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
+        assert not any(row["published"] for row in ask(f"plan {arguments} --ladder")["ladder"])
 
 
 def test_pictures(tmp_path: Path, ask: Ask):
     pytest.importorskip("matplotlib")
-    for words, name in (("8xH100", "plan"), ("H100 --ladder", "ladder")):
-        answer = ask(f"plan gpt2-124m --gpus {words} --plot {tmp_path}/{name}")
+    for arguments, name in (("8xH100", "plan"), ("H100 --ladder", "ladder")):
+        result = ask(f"plan gpt2-124m --gpus {arguments} --plot {tmp_path}/{name}")
         target = tmp_path / f"{name}.png"
-        assert answer.get("picture", str(target)) == str(target)
+        assert result.get("picture", str(target)) == str(target)
         assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_explicit_attention_holds_the_scores():
     """Six bytes each, by which the published bf16 rung exceeds FlashAttention's, 859 MiB."""
-    words = "shakespeare 1xH100 machine.precision=bf16 machine.fused=off machine.compile=off"
+    arguments = "shakespeare 1xH100 machine.precision=bf16 machine.fused=off machine.compile=off"
     explicit, flash = (
-        plan_recipe(f"{words} machine.attention={name}").memory.total_bytes
+        plan_recipe(f"{arguments} machine.attention={name}").memory.total_bytes
         for name in ("explicit", "flash")
     )
     assert explicit - flash == 12 * 12 * 1024**2 * 6 == pytest.approx(859 * 2**20, rel=0.01)
@@ -296,11 +296,11 @@ def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
     """The line of docs/coming-from.md: an epoch of shards that are not on this machine."""
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
     (flags,) = re.findall(r"--llmc '(-i [^']*-h 1)'", page)
-    answer = ask(f"plan --gpus 8xA100-40GB --llmc {shlex.quote(flags)}")
-    assert (answer["tokens"], answer["hours"], answer["dollars"]) == (None, None, None)
-    assert (answer["fits"], answer["sharding"], answer["micro_batch"]) == (True, "zero1", 64)
-    assert answer["tokens_per_second"] > 1e6
-    assert {row["hours"] for row in answer["scaling"]} == {None}
+    result = ask(f"plan --gpus 8xA100-40GB --llmc {shlex.quote(flags)}")
+    assert (result["tokens"], result["hours"], result["dollars"]) == (None, None, None)
+    assert (result["fits"], result["sharding"], result["micro_batch"]) == (True, "zero1", 64)
+    assert result["tokens_per_second"] > 1e6
+    assert {row["hours"] for row in result["scaling"]} == {None}
 
 
 def test_an_output_has_one_speedup_and_one_time(call: Call):
@@ -330,9 +330,9 @@ gpt3-175b --gpus 1000xH100
 """
 
 
-@pytest.mark.parametrize("words", REFUSED.strip().splitlines())
-def test_refused_commands(words: str, call: Call):
-    code, _, printed = call(f"plan {words}")
+@pytest.mark.parametrize("arguments", REFUSED.strip().splitlines())
+def test_refused_commands(arguments: str, call: Call):
+    code, _, printed = call(f"plan {arguments}")
     assert (code, printed.count("\n")) == (ExitCode.CONFIG, 1)
 
 
@@ -341,11 +341,11 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
     layout = Layout(micro_batch=16, micro_steps=2)
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
     row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
-    answer = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
+    result = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
 
     def plan(gpus: str) -> tuple[float, float]:
         """Return a speed, and how it relates to that without records."""
-        record = {"hardware": {"device": H100.driver}, "answer": answer}
+        record = {"hardware": {"device": H100.driver}, "answer": result}
         (tmp_path / "batch.json").write_text(json.dumps(record))
         planned = ask(f"plan gpt2-355m --records {tmp_path} --gpus {gpus}")
         rate = planned["tokens_per_second"]
@@ -354,7 +354,7 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
 
     assert plan("8xH100") == pytest.approx((1.2, 0.9), rel=1e-6)
     assert plan("8xA100-40GB")[0] == 1
-    answer["rows"] = []
+    result["rows"] = []
     assert plan("8xH100")[0] == pytest.approx(1)
 
 
@@ -366,7 +366,7 @@ def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_
     write_jsonl(rows, [{"prompt": f"{n}", "completion": "b"} for n in range(400)])
     call(f"prepare {rows} --out {data} --val-fraction 0.1 --tokenizer bytes --context 24")
     plan = f"plan sft --gpus 1xA100-80GB --json model.init={run} data.path={data}"
-    _, answer, printed = call(f"{plan} budget.batch_tokens=240")
+    _, result, printed = call(f"{plan} budget.batch_tokens=240")
     n_rows = load_dataset(data).manifest.tokens("train") // 25
-    assert json.loads(answer.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
+    assert json.loads(result.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
     assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed

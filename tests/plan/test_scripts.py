@@ -27,13 +27,13 @@ ARGUMENTS = ["gpt2-124m", 'sample.prompt=it\'s "so"']
 JOB = Job(name="a-run", train_args=ARGUMENTS, nodes=2, nproc=4, gpus="A100", time="1:00:00")
 
 
-def run(folder: Path, text: str, *words: str, **programs: str) -> "CompletedProcess[str]":
+def run(folder: Path, text: str, *arguments: str, **programs: str) -> "CompletedProcess[str]":
     """Run a script with arguments, where programs have these texts."""
     (folder / "script.sh").write_text(text)
     for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
-    command, environment = ["bash", "script.sh", *words], {"PATH": f"{folder}:/usr/bin:/bin"}
+    command, environment = ["bash", "script.sh", *arguments], {"PATH": f"{folder}:/usr/bin:/bin"}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
@@ -128,12 +128,12 @@ STORED = "data.path=s3://b/data save.mirror=s3://b/run"
 
 
 @pytest.mark.parametrize(
-    "words", [f"{STORED} --spot", "save.mirror=s3://b/run", f"{STORED} --nodes 2"]
+    "arguments", [f"{STORED} --spot", "save.mirror=s3://b/run", f"{STORED} --nodes 2"]
 )
-def test_runs_of_skypilot_survive_their_machines(words: str, ask: Ask):
+def test_runs_of_skypilot_survive_their_machines(arguments: str, ask: Ask):
     """On a volume, unless one machine keeps data and copies in object storage; spot on request."""
-    task = yaml.safe_load(ask(f"launch skypilot gpt2-124m {words}")["script"])
-    is_spot = words.endswith("--spot")
+    task = yaml.safe_load(ask(f"launch skypilot gpt2-124m {arguments}")["script"])
+    is_spot = arguments.endswith("--spot")
     assert task.get("volumes") == (None if is_spot else {"/work": "megatoken"})
     assert ("cd /work" in task["run"]) != is_spot
     assert task["resources"].get("use_spot", False) == is_spot
@@ -195,16 +195,16 @@ slurm --nproc=12 budget.batch_tokens=6144 machine.tensor_parallel=3
 @pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
 def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]):
     engine, *options = shlex.split(line)
-    words = ["launch", engine, "gpt2-124m", *(each.replace(r"\n", "\n") for each in options)]
-    assert main(words) == ExitCode.CONFIG
+    arguments = ["launch", engine, "gpt2-124m", *(each.replace(r"\n", "\n") for each in options)]
+    assert main(arguments) == ExitCode.CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("time", ["0", "6", "90:30", "12:00:00", "2-12", "2-12:30:00"])
 def test_options_of_slurm(time: str, ask: Ask):
-    words = f"launch slurm gpt2-124m --time {time} --sbatch=--constraint=a=b --nproc 12"
-    words += " budget.batch_tokens=6144 machine.tensor_parallel=2"  # a batch of six sequences
-    lines = ask(words)["script"].splitlines()
+    arguments = f"launch slurm gpt2-124m --time {time} --sbatch=--constraint=a=b --nproc 12"
+    arguments += " budget.batch_tokens=6144 machine.tensor_parallel=2"  # a batch of six sequences
+    lines = ask(arguments)["script"].splitlines()
     assert {"#SBATCH --constraint=a=b", f"#SBATCH --time={time}"} <= {*lines}
 
 
@@ -238,14 +238,14 @@ def test_job_names_are_host_names():
 
 def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
     script = tmp_path / "job.sh"
-    words = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3"
-    answer = ask(words)
+    arguments = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3"
+    result = ask(arguments)
     text = script.read_text()
-    assert (answer["script"], answer["processes"]) == (text, 16)
+    assert (result["script"], result["processes"]) == (text, 16)
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=24"} <= {*text.splitlines()}
     assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     script.write_text(f"{text}# edited\n")
-    assert main(words.split()) == ExitCode.CONFIG
+    assert main(arguments.split()) == ExitCode.CONFIG
     assert script.read_text() == f"{text}# edited\n"
 
 
@@ -259,7 +259,7 @@ def test_a_ramp_is_fitted_as_in_the_plan(nodes: int, start: int, ask: Ask):
 
 
 def test_settings_in_messages_can_be_typed(capsys: pytest.CaptureFixture[str]):
-    words = ["launch", "slurm", "gpt2-124m", "--nproc", "7"]
-    assert main(words) == ExitCode.CONFIG
+    arguments = ["launch", "slurm", "gpt2-124m", "--nproc", "7"]
+    assert main(arguments) == ExitCode.CONFIG
     (setting, *_) = re.findall(r"budget\.\w+=\d+", capsys.readouterr().err)
-    assert main([*words, setting]) == ExitCode.DONE
+    assert main([*arguments, setting]) == ExitCode.DONE

@@ -56,13 +56,15 @@ def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: py
 
 
 def test_command_writes_its_answer_as_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = f"batch --preset tiny --seq-len 8 --largest 3 --repeats 2 --device cpu --out {tmp_path}"
-    options = build_parser().parse_args(words.split())
-    answer = run_bench(batch.run_batch, options, QUIET, ["megatoken", "x"])
+    arguments = (
+        f"batch --preset tiny --seq-len 8 --largest 3 --repeats 2 --device cpu --out {tmp_path}"
+    )
+    options = build_parser().parse_args(arguments.split())
+    result = run_bench(batch.run_batch, options, QUIET, ["megatoken", "x"])
     record = json.loads((tmp_path / "batch.json").read_text())
-    assert (record["answer"], record["command"]) == (answer, "megatoken x")
-    assert [row["batch_tokens"] for row in answer["rows"]] == [8, 16]
-    for row in answer["rows"]:
+    assert (record["answer"], record["command"]) == (result, "megatoken x")
+    assert [row["batch_tokens"] for row in result["rows"]] == [8, 16]
+    for row in result["rows"]:
         rate = row["tokens_per_second"]
         assert 0 < rate["low"] <= rate["median"] <= rate["high"] <= row["best"]
         assert row["seconds_per_token"] == pytest.approx(1 / rate["median"])

@@ -18,10 +18,10 @@ from benchmarks.rounds import ProbedWorker, measure_workers
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.system import environment
+from megatoken.base.system.metrics_log import Row
 from megatoken.data.dataloader import Batch
 from megatoken.study.bench import runner
 from megatoken.study.bench.main import run_bench
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.runner import Worker
 from megatoken.study.bench.training import Training, build_training
 from megatoken.study.bench.worker import WorkerSpec
@@ -95,8 +95,8 @@ def test_a_killed_benchmark_keeps_what_it_measured(tmp_path: Path):
     options = Namespace(out=tmp_path, name="killed", bench="knob", device="cpu")
     with pytest.raises(KeyboardInterrupt):
         run_bench(bench, options, QUIET, [])
-    answer = json.loads((tmp_path / "killed.json").read_text())["answer"]
-    assert answer == {"rows": [1], "unfinished": True}
+    result = json.loads((tmp_path / "killed.json").read_text())["answer"]
+    assert result == {"rows": [1], "unfinished": True}
 
 
 def test_undisturbed_rounds_are_those_with_fast_probes(monkeypatch: pytest.MonkeyPatch):
@@ -124,9 +124,9 @@ def test_training_starts_at_the_uniform_loss_and_learns():
 
 
 def test_values_are_interleaved_with_the_first(tmp_path: Path):
-    words = "knob activation_checkpointing --preset tiny --batch-seqs 4 --repeats 2"
-    words = f"{words} --device cpu --out {tmp_path}"
-    rows = run_bench(run_knob, build_parser().parse_args(words.split()), QUIET, [])["rows"]
+    arguments = "knob activation_checkpointing --preset tiny --batch-seqs 4 --repeats 2"
+    arguments = f"{arguments} --device cpu --out {tmp_path}"
+    rows = run_bench(run_knob, build_parser().parse_args(arguments.split()), QUIET, [])["rows"]
     losses = {row["chosen"]: row["loss"] for row in rows}  # each value chooses its kernels
     assert {(row["chosen"], row["loss"]) for row in rows} == losses.items()
     assert list(losses.values()) == pytest.approx([rows[0]["loss"]] * len(losses), rel=1e-3)

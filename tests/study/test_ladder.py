@@ -8,6 +8,7 @@ import pytest
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, PeerError
 from megatoken.base.markdown_table import format_cell
+from megatoken.base.system.metrics_log import Row
 from megatoken.cli.main import main
 from megatoken.study.bench import ladder
 from megatoken.study.bench.ladder import (
@@ -19,7 +20,6 @@ from megatoken.study.bench.ladder import (
     list_scalings,
     measure_rungs,
 )
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.runner import Worker
 from megatoken.study.bench.worker import WorkerSpec
 from tests.conftest import Ask
@@ -81,10 +81,12 @@ def test_a_failing_rung_is_skipped_unless_it_is_the_reference():
         list(measure_rungs(broken.apply(FIRST), [first], CPU, 1, QUIET))
 
 
-def bench(words: str, tmp_path: Path, ask: Ask) -> list[Row]:
+def bench(arguments: str, tmp_path: Path, ask: Ask) -> list[Row]:
     """Return the rungs of a benchmark on a tiny preset, which has drawn them."""
-    words = f"bench {words} --preset tiny --repeats 1 --device cpu --out {tmp_path} --name new"
-    rungs = ask(words)["rungs"]
+    arguments = (
+        f"bench {arguments} --preset tiny --repeats 1 --device cpu --out {tmp_path} --name new"
+    )
+    rungs = ask(arguments)["rungs"]
     for rung in rungs:
         ratio = rung["tokens_per_second"] / rung["plain_tokens_per_second"]
         assert rung["speedup"] == pytest.approx(ratio), "relative to the first"
@@ -102,8 +104,8 @@ def test_switches_keep_the_loss(tmp_path: Path, ask: Ask):
     losses = [row["loss"] for row in rungs[:3]]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     for wrong in ("--batch-tokens 33", "--rungs 99"):
-        words = f"bench ladder --preset tiny --device cpu --out {tmp_path} {wrong}"
-        assert main(words.split()) == ExitCode.CONFIG
+        arguments = f"bench ladder --preset tiny --device cpu --out {tmp_path} {wrong}"
+        assert main(arguments.split()) == ExitCode.CONFIG
 
 
 def test_processes_divide_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask):

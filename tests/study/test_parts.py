@@ -48,7 +48,7 @@ def groups_by_name(workload: Workload) -> dict[str, set[str]]:
 
 
 def assert_groups(groups: dict[str, set[str]], expected: dict[str, str]) -> None:
-    """Compare the groups of some operations. expected: groups, and their operations in words."""
+    """Compare the groups of some operations. expected: groups, and their operations in arguments."""
     wanted = {name: {group} for group, names in expected.items() for name in names.split()}
     assert {name: groups[name] for name in wanted} == wanted
 
@@ -151,22 +151,22 @@ def test_kernels_of_cuda(row: str):
 
 
 def test_longest_kernels_come_first():
-    answer = describe_kernels([*map(make_event, [*map(str, range(14)), "nvjet", "nvjet"])])
-    assert (answer["launches"], len(answer["kernels"])) == (16, 12)
-    assert answer["kernels"][0] == {"name": "nvjet", "calls": 2, "seconds": 4.0}
+    result = describe_kernels([*map(make_event, [*map(str, range(14)), "nvjet", "nvjet"])])
+    assert (result["launches"], len(result["kernels"])) == (16, 12)
+    assert result["kernels"][0] == {"name": "nvjet", "calls": 2, "seconds": 4.0}
 
 
 def test_sums_are_sums():
     peaked = replace(CPU, peak_flops=1e15, peak_source="data sheet")
-    answer = measure(build(), peaked, 3, Console())
-    parts = {part["name"]: part for part in answer["parts"]}
-    step = answer["step_seconds"]["median"]
+    result = measure(build(), peaked, 3, Console())
+    parts = {part["name"]: part for part in result["parts"]}
+    step = result["step_seconds"]["median"]
     assert list(parts) == [*GROUPS, "other"]
     total = sum(part["seconds"]["median"] for part in parts.values())
-    sums = (answer["parts_seconds"], answer["overhead_seconds"])
+    sums = (result["parts_seconds"], result["overhead_seconds"])
     assert sums == pytest.approx((total, step - total))
-    assert answer["tokens_per_second"]["median"] == pytest.approx(TOKENS / step)
-    assert answer["floor_seconds"] == flops_per_token(TINY_GPT, causal=True) * TOKENS / 1e15
+    assert result["tokens_per_second"]["median"] == pytest.approx(TOKENS / step)
+    assert result["floor_seconds"] == flops_per_token(TINY_GPT, causal=True) * TOKENS / 1e15
     known = {
         "matrix products": 6 * count_matmul_parameters(TINY_GPT) * TOKENS,
         "attention": 6 * TINY_GPT.n_layer * TINY_GPT.d_model * TINY_GPT.seq_len * TOKENS,
@@ -181,10 +181,10 @@ def test_sums_are_sums():
 
 
 def test_command(tmp_path: Path, ask: Ask):
-    words = "bench parts --preset tiny --repeats 1 --seq-len 8 --device cpu"
-    words = f"{words} --trace --out {tmp_path} --batch-tokens"
-    answer = ask(f"{words} 32 machine.micro_batch=2 machine.attention=blocked")
-    assert (answer["micro_batch"], "blocked" in answer["forms"]) == (2, True)
-    assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer
+    arguments = "bench parts --preset tiny --repeats 1 --seq-len 8 --device cpu"
+    arguments = f"{arguments} --trace --out {tmp_path} --batch-tokens"
+    result = ask(f"{arguments} 32 machine.micro_batch=2 machine.attention=blocked")
+    assert (result["micro_batch"], "blocked" in result["forms"]) == (2, True)
+    assert json.loads((tmp_path / "parts.json").read_text())["answer"] == result
     assert (tmp_path / "trace.json").stat().st_size > 1000
-    assert main([*words.split(), "30"]) == ExitCode.CONFIG
+    assert main([*arguments.split(), "30"]) == ExitCode.CONFIG

@@ -34,8 +34,8 @@ def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
     return folder
 
 
-def plot(words: object) -> int:
-    return main(["plot", *str(words).split()])
+def plot(arguments: object) -> int:
+    return main(["plot", *str(arguments).split()])
 
 
 def read_texts(picture: Path) -> set[str]:
@@ -86,8 +86,8 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     files = sorted(folder.iterdir())
     monkeypatch.chdir(tmp_path)
     targets = {"tiny.bin": "plots/tiny", "model": "plots/model", "model --out mine": "mine"}
-    for words, target in targets.items():
-        assert plot(f"{words} --pictures") == ExitCode.DONE
+    for arguments, target in targets.items():
+        assert plot(f"{arguments} --pictures") == ExitCode.DONE
         pictures = [f"{target}/positions.png", f"{target}/matrix.png"]
         assert capsys.readouterr().out.split() == pictures
         assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
@@ -114,7 +114,7 @@ def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures: list[Any] = []
     monkeypatch.setattr(
-        "megatoken.base.pictures.save_figure", lambda *words: figures.append(words[0])
+        "megatoken.base.pictures.save_figure", lambda *arguments: figures.append(arguments[0])
     )
     model = draw_model()
     state = model.state_dict()

@@ -31,8 +31,8 @@ loss 3.76328: 3.7633
 
 @pytest.mark.parametrize("row", CELLS.strip().splitlines())
 def test_cells_have_the_unit_of_their_key(row: str):
-    words, cell = row.split(": ")
-    key, *numbers = words.split()
+    arguments, cell = row.split(": ")
+    key, *numbers = arguments.split()
     value, *spread = map(float, numbers)
     assert format_cell(key, figure(value, *spread) if spread else value) == cell
 
@@ -49,11 +49,11 @@ def test_a_ladder_has_one_speedup_wherever_it_is_shown(tmp_path: Path):
         {"name": name, "tokens_per_second": rate, "speedup": speedup, "rate": figure(rate, 90, 500)}
         for name, rate, speedup in rows
     ]
-    answer = {"preset": "tiny", "batch_tokens": 32, "device": "a cpu", "rungs": rungs}
-    assert [row["ratio"] for row in list_speeds({"a": answer}, every=True)] == [1.0, 3.5]
-    both = list_speeds({"a": answer, "b": answer}, every=False)
+    result = {"preset": "tiny", "batch_tokens": 32, "device": "a cpu", "rungs": rungs}
+    assert [row["ratio"] for row in list_speeds({"a": result}, every=True)] == [1.0, 3.5]
+    both = list_speeds({"a": result, "b": result}, every=False)
     assert [(row["value"]["median"], row["ratio"]) for row in both] == [(400.0, 1.0), (400.0, 1.0)]
-    record = write_record(tmp_path, "ladder", answer, "a cpu", ["megatoken"])
+    record = write_record(tmp_path, "ladder", result, "a cpu", ["megatoken"])
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 8, "loss": 2.0}\n')

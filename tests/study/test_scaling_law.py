@@ -74,7 +74,7 @@ def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> str:
-    """Runs of three widths and lengths, as words of a command."""
+    """Runs of three widths and lengths, as arguments of a command."""
     sizes = [(d, tokens) for d in (32, 64, 128) for tokens in (100_000, 400_000, 1_600_000)]
     return " ".join(str(write_run(tmp_path / f"w{d}-{tokens}", d, tokens)) for d, tokens in sizes)
 
@@ -84,11 +84,11 @@ def test_command_fits_holds_out_and_extrapolates(runs: str, tmp_path: Path, ask:
     picture = tmp_path / "law.png"
     log = tmp_path / "w32-100000.log"  # of a sweep, matched by w32*
     log.touch()
-    answer = ask(f"scaling {runs} {log} --flops 1e13 1e15 --plot {picture}")
-    fits, (first, second) = answer["fits"], answer["budgets"]
+    result = ask(f"scaling {runs} {log} --flops 1e13 1e15 --plot {picture}")
+    fits, (first, second) = result["fits"], result["budgets"]
     found = (fits["E"]["value"], fits["exponent of N"]["value"])
     assert found == pytest.approx((1.0, ALPHA), abs=0.01)
-    assert abs(answer["held_out"]["error_share"]) < 1e-3
+    assert abs(result["held_out"]["error_share"]) < 1e-3
     assert (first["flops"], second["flops"]) == (1e13, 1e15)
     assert 6 * first["N"] * first["D"] == pytest.approx(1e13)
     assert picture.stat().st_size > 10_000
@@ -115,8 +115,11 @@ def test_runs_that_do_not_count_are_refused(runs: str, call: Call, line: str):
 
 
 def test_too_few_runs_are_refused(runs: str, call: Call):
-    words = runs.split()
-    for few in (words[:3], words[:2] + words[3:5]):  # of three lengths, of two sizes and lengths
+    arguments = runs.split()
+    for few in (
+        arguments[:3],
+        arguments[:2] + arguments[3:5],
+    ):  # of three lengths, of two sizes and lengths
         assert call(f"scaling {' '.join(few)}")[0] == ExitCode.DATA
 
 

@@ -166,8 +166,8 @@ class Case:
         self.train(pieces, stop=self.stop)
         self.train(pieces, kill=self.kill)
         self.train(pieces)
-        forms = [json.loads((out / "machine.json").read_text()) for out in (pieces, whole)]
-        compare(*forms, "choices")
+        choices = [json.loads((out / "machine.json").read_text()) for out in (pieces, whole)]
+        compare(*choices, "choices")
         compare(fingerprint(pieces), fingerprint(whole), "in pieces")
         if self.recipe in SAMPLED:  # rounding changes which completions are sampled
             return

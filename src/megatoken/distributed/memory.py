@@ -63,12 +63,12 @@ def estimate_memory(
     checkpointing: str = "none",
     loss_chunk: int | str = "auto",
     optimizer: str = "adamw",
-    masters: bool = False,
+    uses_master_weights: bool = False,
 ) -> Memory:
     """Estimate the peak memory of rank 0.
 
-    accumulates: whether a step has more than one micro-batch. loss_chunk: how many rows of logits
-    are held at once. masters: whether an unsharded model is held in low precision on CUDA.
+    accumulates: whether a step has more than one micro-batch. loss_chunk: rows of logits held at
+    once. uses_master_weights: whether an unsharded model is held in low precision on CUDA.
     """
     n_params = count_padded_parameters(model) // dims.tp_size
     n_trained = count_trained_parameters(model) // dims.tp_size
@@ -82,7 +82,7 @@ def estimate_memory(
         checkpointing=checkpointing,
         loss_chunk=LOSS_CHUNK["cuda"] if isinstance(loss_chunk, str) else loss_chunk,
         sharded_blocks={"none": 0, "zero1": 1, "zero2": 1}.get(dims.sharding, 3),
-        masters=masters,
+        uses_master_weights=uses_master_weights,
         tp_size=dims.tp_size,
     )
     gathered = 0
@@ -99,7 +99,7 @@ def estimate_memory(
                 end -= FP32 * (n_params - block_params)
     activations, low_precision, loss = work.blocks, work.low_precision, work.loss
     # A single micro-batch's gradients exist only after its activations are freed.
-    kept = low_precision if masters else 0
+    kept = low_precision if uses_master_weights else 0
     if activations + low_precision + loss < end + kept + (0 if accumulates else gradients):
         activations, low_precision, loss = 0, kept, end
     elif not accumulates:
@@ -177,7 +177,7 @@ def choose_dims(
                 checkpointing=machine.activation_checkpointing,
                 loss_chunk=machine.loss_chunk,
                 optimizer=optimizer,
-                masters=holds_low_precision(machine, dims, precision),
+                uses_master_weights=holds_low_precision(machine, dims, precision),
             )
             share = memory.usable_share(memory_bytes)
         if share <= 1:

@@ -25,8 +25,8 @@ class ActivationBytes:
     blocks: activations saved for the backward.
     low_precision: copies of the weights in the dtype of matmuls.
     loss: logits and their gradients, or the backward of the last block if that takes more.
-    end: the embedding's new gradient, before it is added to the accumulated one; with masters, all
-        new gradients.
+    end: the embedding's new gradient, before it is added to the accumulated one. With
+        master weights, all new gradients.
     """
 
     blocks: int
@@ -43,7 +43,7 @@ def count_activation_bytes(
     checkpointing: str,
     loss_chunk: int,
     sharded_blocks: int,
-    masters: bool,
+    uses_master_weights: bool,
     tp_size: int,
 ) -> ActivationBytes:
     """Estimate the activation memory of a micro-batch of `tokens` in bytes.
@@ -52,15 +52,15 @@ def count_activation_bytes(
     sharded_blocks: of how many blocks full weights or gradients exist only in the backward; 0 if
         weights are not sharded. Otherwise they are gathered in low precision, and the residual
         stream is in low precision. With 0, autocast casts the weights, and the stream is fp32.
-    masters: whether weights are held in low precision on CUDA. The stream then is as well, and our
-        kernel computes the loss in place.
+    uses_master_weights: whether weights are held in low precision on CUDA. The stream then is as
+        well, and our kernel computes the loss in place.
     tp_size: tensor-parallel ranks, which gather the inputs of matmuls from each other's `tokens`.
     """
     d = config.d_model
     has_gradient = not count_additions(config).freezes
     head = has_gradient * config.padded_vocab_size * d
     item = FP32 if precision == "fp32" else 2  # bytes of a number in matmuls
-    is_low = masters or sharded_blocks > 0  # weights in the dtype of matmuls
+    is_low = uses_master_weights or sharded_blocks > 0  # weights in the dtype of matmuls
     residual = item if is_low else FP32
     block = _block_bytes_per_token(config, item, residual, checkpointing == "gelu")
     block += config.residual_scales * residual * d
@@ -75,14 +75,14 @@ def count_activation_bytes(
     copies = 2 + config.tie_embeddings  # of the embedding's gradient: its uses, and their sum
     end = root * (item + 2 * FP32) if sharded_blocks else copies * FP32 * head
     low_precision = 0
-    if masters:
+    if uses_master_weights:
         end = item * (count_trained_parameters(config) + (copies - 1) * head)
         low_precision = item * count_padded_parameters(config)
     elif not sharded_blocks and item != FP32:
         low_precision = item * config.n_layer * count_block_parameters(config)
     rows = min(loss_chunk or tokens, tokens)
-    loss = _loss_bytes(config, rows, precision, rows == tokens, is_low, masters)
-    head_gradient = (item if masters else FP32) * head
+    loss = _loss_bytes(config, rows, precision, rows == tokens, is_low, uses_master_weights)
+    head_gradient = (item if uses_master_weights else FP32) * head
     backward = tokens * (max(4 * residual * d, recomputed) + 3 * gathered)
     backward += sharded_blocks * item * count_block_parameters(config) // tp_size
     loss = max(loss, head_gradient + backward)
@@ -97,7 +97,12 @@ def count_activation_bytes(
 
 
 def _loss_bytes(
-    config: ModelConfig, rows: int, precision: str, one_chunk: bool, is_low: bool, masters: bool
+    config: ModelConfig,
+    rows: int,
+    precision: str,
+    one_chunk: bool,
+    is_low: bool,
+    uses_master_weights: bool,
 ) -> int:
     """Return the bytes of the logits, the output layer's gradient and the cast of its weight.
 
@@ -107,12 +112,12 @@ def _loss_bytes(
     weight = config.padded_vocab_size * config.d_model
     head = 0 if count_additions(config).freezes else weight
     logits = rows * config.padded_vocab_size
-    tanh = FP32 * logits if config.logit_softcap and not masters else 0
+    tanh = FP32 * logits if config.logit_softcap and not uses_master_weights else 0
     if precision == "fp32":
         return FP32 * (logits + head) + tanh
     # fp32 softmax and summed chunk gradients; the weight's gradient in both precisions. In fp16,
     # torch's formula also holds fp32 log-probabilities and a copy of the logits.
-    per_logit = 2 * (2 + FP32) if precision == "fp16" else 2 + FP32 * (not masters)
+    per_logit = 2 * (2 + FP32) if precision == "fp16" else 2 + FP32 * (not uses_master_weights)
     softmax = logits * per_logit + tanh + (not one_chunk) * head * FP32
     gradient = 2 if is_low and one_chunk else FP32 + 2  # the matmul's result itself, or a sum
     cast = 0 if is_low else 2 * weight

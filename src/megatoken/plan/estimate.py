@@ -179,13 +179,13 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
         with suppress(KeyError, TypeError, ZeroDivisionError):  # a record of something else
             if record["hardware"]["device"] != gpu.driver:
                 continue
-            answer = record["answer"]
-            model = replace(PRESETS[answer["preset"]], seq_len=answer["seq_len"])
-            for row in answer["rows"]:
+            result = record["answer"]
+            model = replace(PRESETS[result["preset"]], seq_len=result["seq_len"])
+            for row in result["rows"]:
                 layout = Layout(
                     micro_batch=row["micro_batch"],
                     micro_steps=row["batch_tokens"] // (row["micro_batch"] * model.seq_len),
-                    precision=answer["precision"],
+                    precision=result["precision"],
                 )
                 rate = row["tokens_per_second"]["median"]
                 ratios.append(rate / estimate_step(model, gpu, layout).tokens_per_second)
@@ -269,7 +269,7 @@ def build_layout(
     """Return the layout of a run, and its memory on each GPU."""
     machine = config.machine
     micro_steps = max(1, config.batch_seqs // dims.dp_size // micro_batch)
-    masters = holds_low_precision(machine, dims, gpu.compute_precision(precision))
+    uses_master_weights = holds_low_precision(machine, dims, gpu.compute_precision(precision))
     memory = estimate_memory(
         model,
         dims,
@@ -279,7 +279,7 @@ def build_layout(
         checkpointing=checkpointing,
         loss_chunk=machine.loss_chunk,
         optimizer=config.optim.name,
-        masters=masters,
+        uses_master_weights=uses_master_weights,
     )
     is_explicit = attention == "explicit" or bool(model.dropout)
     if is_explicit:  # scores in fp32, and a copy in the precision of matmuls
@@ -293,7 +293,7 @@ def build_layout(
         micro_batch=micro_batch,
         micro_steps=micro_steps,
         precision=precision,
-        program="eager" if not compiled else "fused" if masters else "compiled",
+        program="eager" if not compiled else "fused" if uses_master_weights else "compiled",
         attention="explicit" if is_explicit else "flash",
         checkpointing=checkpointing,
         sharding=dims.sharding,

@@ -21,7 +21,7 @@ def draw_plan(
     """Draw tokens/s, MFU and hours by number of GPUs.
 
     scaled: plans of the run that fit, one per number of GPUs. families: such plans for each model.
-    length: their training length in words. Raises ConfigError and StorageError as `save_figure`
+    length: their training length as text. Raises ConfigError and StorageError as `save_figure`
     does.
     """
     counts = np.array([plan.layout.gpus for plan in scaled])

@@ -37,7 +37,7 @@ LATENCY = 15e-6  # seconds of a collective, and of each ring step between machin
 LAUNCH = 7.2e-6  # seconds to launch an operation
 STEP_LAUNCHES = 1200  # operations per step outside the layers: batch, loss, norm, clip, metrics
 EXPLICIT_LAUNCHES = 14  # more operations per layer for explicit attention
-FP32_TRAFFIC = 1.3  # bytes moved in fp32, relative to 16 bits with fp32 masters
+FP32_TRAFFIC = 1.3  # bytes moved in fp32, relative to 16 bits with fp32 master weights
 FOREACH_BYTES = 67  # per parameter, for AdamW on lists of tensors instead of in one kernel
 FOREACH_LAUNCHES = 900
 

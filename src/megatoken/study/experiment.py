@@ -24,12 +24,12 @@ POLL_SECONDS = 0.5
 class Run:
     """A run of an experiment.
 
-    words: its recipe and settings. name: as it is printed. turn_seconds: after which training stops
-    until the run's next turn; 0 for no limit, None to leave the setting.
+    arguments: its recipe and overrides. name: as it is printed. turn_seconds: seconds after which
+    training stops until the run's next turn; 0 for no limit, None to leave the setting.
     """
 
     folder: Path
-    words: list[str]
+    arguments: list[str]
     name: str = ""
     turn_seconds: int | None = None
 
@@ -72,7 +72,7 @@ class Run:
         """Train until the run's end, the end of its turn, or until `stopping` is set."""
         limit = self.turn_seconds
         limits = [] if limit is None else [f"save.time_limit={limit or ''}"]
-        command = [*COMMAND, "train", "--out", str(self.folder), *self.words, *limits]
+        command = [*COMMAND, "train", "--out", str(self.folder), *self.arguments, *limits]
         with storage_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             # Detached, so that Ctrl-C here becomes SIGTERM there.

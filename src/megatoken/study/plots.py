@@ -189,13 +189,13 @@ def draw_weights(
     if "positions.weight" in state:
         positions = state["positions.weight"].numpy()
         shown = [n for n in channels if n < positions.shape[1]] or range(3)
-        places = range(len(positions))
+        rows = range(len(positions))
         image, columns = (
             panel(
                 image=positions, title="position embeddings", xlabel="channel", ylabel="position"
             ),
             panel(
-                *(line(places, positions[:, n], f"channel {n}") for n in shown),
+                *(line(rows, positions[:, n], f"channel {n}") for n in shown),
                 outside="",
                 title="columns of the embeddings",
                 xlabel="position",

@@ -334,13 +334,13 @@ def _format_score(value: Any, stderr: Any = None) -> str:
 
 def _tabulate_ladder(record: Row) -> Table:
     """Return the table of a `bench ladder` record. Raises ConfigError for another file."""
-    answer = record.get("answer", record)
-    rungs = [rung for rung in answer.get("rungs", []) if rung["tokens_per_second"]]
+    result = record.get("answer", record)
+    rungs = [rung for rung in result.get("rungs", []) if rung["tokens_per_second"]]
     if not rungs:
         raise ConfigError("no record of `megatoken bench ladder`", "--ladder")
     rows = [(rung["name"], rung["tokens_per_second"], f"{rung['speedup']:.2f}x") for rung in rungs]
-    note = f"{answer['preset']}, {answer['batch_tokens']} tokens per step, {answer['device']}"
-    published = LADDER if answer["preset"] == "gpt2-124m" else []
+    note = f"{result['preset']}, {result['batch_tokens']} tokens per step, {result['device']}"
+    published = LADDER if result["preset"] == "gpt2-124m" else []
     for rung in published:
         where = f"{rung.gpus} x {rung.device}, published: {shorten_source(rung.source)}"
         rows.append((rung.name, rung.rate, where))

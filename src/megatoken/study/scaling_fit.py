@@ -13,12 +13,11 @@ from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.pictures import check_picture, draw, line, panel
 from megatoken.base.system.atomic_write import read_object
-from megatoken.base.system.metrics_log import STATUS, find_last_rows
+from megatoken.base.system.metrics_log import STATUS, Row, find_last_rows
 from megatoken.model.flops import count_matmul_parameters
 from megatoken.plan.loss_law import Law
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import decode_model_config, read_manifest
-from megatoken.study.bench.report import Row
 from megatoken.study.scaling_law import INTERVAL, choose_terms, fit_law, interval, resample
 
 FAR = 100  # warn about extrapolations beyond this multiple of the largest run's FLOPs

@@ -79,7 +79,7 @@ def _dollars(text: str) -> float:
 
 
 def _prices(text: str) -> list[float]:
-    return sorted(_dollars(word) for word in text.split(","))
+    return sorted(_dollars(price) for price in text.split(","))
 
 
 def _hours(text: str) -> float:
@@ -337,10 +337,10 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
     return rows
 
 
-def describe_parts(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
+def describe_parts(parts: Mapping[str, float], describe: Callable[[float], str]) -> str:
     """Format the nonzero terms of a sum with their names, largest first."""
     names = sorted((name for name in parts if parts[name]), key=lambda name: -parts[name])
-    return ", ".join(f"{name.replace('_', ' ')} {form(parts[name])}" for name in names)
+    return ", ".join(f"{name.replace('_', ' ')} {describe(parts[name])}" for name in names)
 
 
 def describe_speed(rate: float, spread: tuple[float, float], mfu: float | None) -> str:

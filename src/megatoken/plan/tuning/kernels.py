@@ -98,9 +98,9 @@ class KernelChoice:
         chosen = asdict(self.kernels)
         rows = []
         for op, seconds in self.seconds.items():
-            times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in seconds.items())
+            times = ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in seconds.items())
             rows.append((op, f"{chosen[op]} ({times})"))
-        return rows + [("failed", f"{form}: {reason}") for form, reason in self.errors.items()]
+        return rows + [("failed", f"{name}: {reason}") for name, reason in self.errors.items()]
 
 
 def step_key(
@@ -156,7 +156,7 @@ def autotune(
     library = find_library()
     seconds: Timings = {}
     errors: Errors = {}
-    if any(len(forms) > 1 for forms in options.values()):
+    if any(len(names) > 1 for names in options.values()):
         seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
         key = f"{key}; {seqs} sequences, {options}"
         measured = read_measurements(CACHE_FILE).get(key)
@@ -165,13 +165,13 @@ def autotune(
             save_measurement(CACHE_FILE, key, measured)
             return_freed_memory()
         seconds, errors = measured
-    chosen = {name: forms[0] for name, forms in options.items()}
-    for name, timings in seconds.items():
-        chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
+    chosen = {op: names[0] for op, names in options.items()}
+    for op, timings in seconds.items():
+        chosen[op] = pick(timings, BLOCK_MARGIN if op == "block" else MARGIN[device.type])
     # Other matmuls need low-precision weights, which autocast would have to cast at every use.
     if chosen["block"] != "torch" and device.precision == "bf16":
         chosen["mixed"] = "masters"
-    is_native = any("native" in form for form in chosen.values())
+    is_native = any("native" in name for name in chosen.values())
     return KernelChoice(
         kernels=Kernels(**chosen),
         seconds=seconds,
@@ -265,7 +265,7 @@ def list_options(
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     if machine.deterministic:
         # Native Muon runs in single processes only, and rounds differently from torch's operations.
-        options = {name: forms[:1] for name, forms in options.items()} | {"adamw": ["torch"]}
+        options = {op: names[:1] for op, names in options.items()} | {"adamw": ["torch"]}
     requests: dict[str, str] = {
         "block": machine.gemm_backend,
         "attention": machine.attention,
@@ -273,7 +273,7 @@ def list_options(
         "fp8": machine.fp8,
         "adamw": machine.adamw if machine.adamw in ("auto", "native") else "torch",
     }
-    options |= {name: [form] for name, form in requests.items() if form != "auto"}
+    options |= {op: [name] for op, name in requests.items() if name != "auto"}
     if device.precision == "fp32":
         options["mixed"] = ["autocast"]  # a low-precision copy would also be in fp32
     return options
@@ -285,7 +285,7 @@ def pick(seconds: Mapping[str, float], margin: float) -> str:
     Otherwise returns the first. seconds: time of each implementation.
     """
     plain, *_ = seconds
-    fastest = min(seconds, key=lambda form: seconds[form])
+    fastest = min(seconds, key=lambda name: seconds[name])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
 
 
@@ -342,8 +342,8 @@ def _time_options(
     """
     trials = _build_trials(config, device, seqs, compiled)
 
-    def run_trial(name: str, form: str) -> None:
-        y = trials[name](form)
+    def run_trial(op: str, implementation: str) -> None:
+        y = trials[op](implementation)
         if y is not None:
             y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
 
@@ -352,30 +352,30 @@ def _time_options(
     block, *others = options["block"]
     block = "" if others else block  # until it is chosen
 
-    def set_threads(form: str) -> None:
-        use_torch_threads(_torch_threads(device, block or form))
+    def set_threads(implementation: str) -> None:
+        use_torch_threads(_torch_threads(device, block or implementation))
 
-    for name, forms in options.items():
-        if len(forms) == 1 or (name == "mixed" and block != "torch"):
+    for op, names in options.items():
+        if len(names) == 1 or (op == "mixed" and block != "torch"):
             continue  # decided: other matmuls need low-precision weights
         calls = {}
-        for form in forms:
-            call = partial(run_trial, name, form)
-            set_threads(form)
+        for name in names:
+            call = partial(run_trial, op, name)
+            set_threads(name)
             reason = _find_error(call)
             if reason:
-                errors[f"{name} {form}"] = reason
+                errors[f"{op} {name}"] = reason
             else:
-                calls[form] = call
-        if forms[0] not in calls:
+                calls[name] = call
+        if names[0] not in calls:
             continue  # the run will report what is wrong with the plain implementation
         timings = time_calls(
             calls, **TRIAL, is_warm=True, before=set_threads, synchronize=device.synchronize
         )
         # The best repeat, because other load on the machine only adds time.
-        best[name] = {form: timing.best for form, timing in timings.items()}
-        if name == "block":
-            block = pick(best[name], BLOCK_MARGIN)
+        best[op] = {name: timing.best for name, timing in timings.items()}
+        if op == "block":
+            block = pick(best[op], BLOCK_MARGIN)
     return best, errors
 
 
@@ -410,27 +410,27 @@ def _build_trials(
     rows = min(B * T, LOSS_CHUNK[device.type])
     targets_N = torch.arange(rows, device=device.torch_device) % config.vocab_size
 
-    def run_mixed(form: str) -> Tensor:
-        if form == "masters":
+    def run_mixed(implementation: str) -> Tensor:
+        if implementation == "masters":
             return run_block("torch")
         with device.autocast():
             return forward(x_BTC, ids_BT, None, rope, None)
 
-    def run_block(form: str) -> Tensor:
-        is_native = form == "native" and not config.window
+    def run_block(implementation: str) -> Tensor:
+        is_native = implementation == "native" and not config.window
         low_block.attention.attention_fn = find_attention("native" if is_native else "flash")
-        set_block_kernels(low_block, load_entry("block", form))
+        set_block_kernels(low_block, load_entry("block", implementation))
         return forward_low(low_x_BTC, ids_BT, None, rope, None)
 
-    def run_loss(form: str) -> None:
+    def run_loss(implementation: str) -> None:
         logits_NV = torch.zeros(
             rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device
         )
-        softmax = load_entry("loss", form).softmax
+        softmax = load_entry("loss", implementation).softmax
         softmax(logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
     return {
-        "attention": lambda form: find_attention(form)(
+        "attention": lambda name: find_attention(name)(
             q, k, v, mask=None, causal=True, dropout=None, **window
         ),
         "block": run_block,

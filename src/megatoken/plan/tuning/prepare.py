@@ -41,14 +41,14 @@ class Tuning:
     """
 
     key: str
-    forms: KernelChoice
+    choice: KernelChoice
     micro_batch: int
     tokens_per_second: Mapping[int, float]
     compile: str
     note: str
 
     def __str__(self) -> str:
-        return f"{self.forms}, compile {self.compile}"
+        return f"{self.choice}, compile {self.compile}"
 
 
 def prepare_step(
@@ -89,8 +89,8 @@ def prepare_step(
         key=key,
         compiled=mode != "off",
     )
-    forms = saved.forms if saved else comm.run_on_rank0(choose)
-    apply_choice(state, forms, device)
+    choice = saved.choice if saved else comm.run_on_rank0(choose)
+    apply_choice(state, choice, device)
     rates: Mapping[int, float] = {}
     if size == "auto" and saved and saved.tokens_per_second:
         size, rates = saved.micro_batch, saved.tokens_per_second
@@ -103,7 +103,7 @@ def prepare_step(
     state.start_grad_reduction()
     tuning = Tuning(
         key=tuning_key,
-        forms=forms,
+        choice=choice,
         micro_batch=step_config.micro_batch,
         tokens_per_second=rates,
         compile="off" if note else mode,
@@ -163,17 +163,17 @@ def tune(run: Run, explain: bool) -> StepConfig:
 def _print(tuning: Tuning, run: Run, *, explain: bool) -> None:
     """Print the choices, warn of what makes training slower, and explain them if asked."""
     console = run.console
-    forms = tuning.forms
-    console.print(f"kernels  {forms}")
+    choice = tuning.choice
+    console.print(f"kernels  {choice}")
     if run.device.type == "cpu" and not find_library():
         console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
     elif run.device.type == "cpu" and (fault := find_amx_fault()):
         console.warn(f"AMX is not used, so bf16 is slower: {fault}")
-    for form in OWN_GPU_KERNELS & forms.errors.keys():
-        console.warn(f"our {form} kernel failed, so training is slower: {forms.errors[form]}")
+    for name in OWN_GPU_KERNELS & choice.errors.keys():
+        console.warn(f"our {name} kernel failed, so training is slower: {choice.errors[name]}")
     if explain:
-        reasons = forms.explain()
-        if run.config.model.dropout and forms.kernels.attention in BUILT_IN:
+        reasons = choice.explain()
+        if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
             reason = "torch's kernels cannot apply our dropout masks"
             reasons.append(("dropout", f"attention trains by the explicit formula: {reason}"))
         for name, reason in reasons:
@@ -190,10 +190,13 @@ def _read_tuning(out: Path) -> Tuning | None:
     saved = read_object(out / MACHINE)
     if "key" not in saved:
         return None
-    forms = saved["forms"] | {"kernels": Kernels(**saved["forms"]["kernels"])}
-    return Tuning(**saved | {"forms": KernelChoice(**forms)})
+    choice = saved.pop("forms")
+    kernels = Kernels(**choice.pop("kernels"))
+    return Tuning(**saved, choice=KernelChoice(**choice, kernels=kernels))
 
 
 def _save(out: Path, tuning: Tuning) -> None:
+    saved = asdict(tuning)
+    saved["forms"] = saved.pop("choice")  # its name in the file
     with storage_errors(out):
-        replace_file(out / MACHINE, json.dumps(asdict(tuning), indent=1) + "\n")
+        replace_file(out / MACHINE, json.dumps(saved, indent=1) + "\n")

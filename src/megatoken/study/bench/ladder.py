@@ -32,10 +32,11 @@ from megatoken.base.published import LADDER, SOURCES
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.machine import cpu_count, find_compiler
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.table import read_table
 from megatoken.model.native.selection import NO_LIBRARY, find_library
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row, save_picture
+from megatoken.study.bench.report import save_picture
 from megatoken.study.bench.runner import Worker, count_steps, run_rounds
 from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import count_seqs, describe_peak, format_peak
@@ -62,7 +63,7 @@ COLUMNS = {
 }
 FOOTNOTE = "Speedup: tokens/s divided by the first row's in the same rounds."
 SCALINGS = {"strong (one batch divided)": "below", "weak (one batch each)": "above"}  # notes
-KINDS = {  # names and colors of rungs by `kept`
+GROUPS = {  # names and colors of rungs by `kept`
     True: ("measured", "C0"),
     False: ("left out of the rungs below", "C1"),
     None: ("published", "0.6"),
@@ -219,12 +220,12 @@ def select_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
     """
     if not numbers:
         return rungs
-    words = {"1", *numbers.replace(" ", "").split(",")}
+    chosen = {"1", *numbers.replace(" ", "").split(",")}
     by_number = {str(number): rung for number, rung in enumerate(rungs, 1)}
-    if not words <= by_number.keys():
+    if not chosen <= by_number.keys():
         names = ", ".join(f"{number} {rung.name}" for number, rung in by_number.items())
         raise ConfigError(f"no such rungs: {numbers}", "--rungs", f"choose from {names}")
-    return [rung for number, rung in by_number.items() if number in words]
+    return [rung for number, rung in by_number.items() if number in chosen]
 
 
 def measure_rungs(
@@ -328,20 +329,20 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
     ):
         is_rate = key == "tokens_per_second"
         lines = []
-        for kept, (kind, color) in KINDS.items():
-            places = [
-                (place, row)
-                for place, row in enumerate(rungs)
+        for kept, (group, color) in GROUPS.items():
+            points = [
+                (index, row)
+                for index, row in enumerate(rungs)
                 if row.get("kept") is kept and row.get(key)
             ]
             notes = [
                 format_cell(key, row[key]) + is_rate * f", {format_cell('speedup', row['speedup'])}"
-                for _, row in places
+                for _, row in points
             ]
-            x, y = [row[key] for _, row in places], [place for place, _ in places]
-            label_of_dots = kind if is_rate and places else ""
+            x, y = [row[key] for _, row in points], [index for index, _ in points]
+            legend = group if is_rate and points else ""
             lines.append(
-                line(x, y, label_of_dots, fmt="o", color=color, notes=notes, note_position="right")
+                line(x, y, legend, fmt="o", color=color, notes=notes, note_position="right")
             )
         tick = format_tick if is_rate else lambda value, _, key=key: format_cell(key, value)
         scale = "log" if sources and is_rate else "linear"

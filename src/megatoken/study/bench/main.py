@@ -9,8 +9,9 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import memory_errors, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.study.bench import ladder, parts
-from megatoken.study.bench.report import Row, write_record
+from megatoken.study.bench.report import write_record
 
 Bench = Callable[[argparse.Namespace, Console], Iterator[Row]]
 BENCHES: dict[str, Bench] = {"ladder": ladder.run, "parts": parts.run, "processes": ladder.run}
@@ -37,11 +38,11 @@ def run_bench(
             pass
     options.name = options.name or options.bench
     device = open_device(MachineConfig(device=options.device)).name
-    answer: Row = {}
+    result: Row = {}
     with memory_errors(f"bench {options.bench}", "use smaller sizes"):
-        for answer in bench(options, console):
-            unfinished = answer | {"unfinished": True}
+        for result in bench(options, console):
+            unfinished = result | {"unfinished": True}
             write_record(options.out, options.name, unfinished, device, command)
-    record = write_record(options.out, options.name, answer, device, command)
+    record = write_record(options.out, options.name, result, device, command)
     console.print(f"record: {record}")
-    return answer
+    return result

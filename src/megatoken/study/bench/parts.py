@@ -24,12 +24,12 @@ from megatoken.base.console import Console
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import Device
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.table import read_table
 from megatoken.base.system.timing import Timing, time_once
 from megatoken.model.flops import count_matmul_parameters, describe_mfu, flops_per_token
 from megatoken.model.native.library import Library
 from megatoken.plan.tuning.peak import with_peak
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.workload import (
     Workload,
     build_workload,
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     device = with_peak(workload.device)
     console.print(f"a step of {options.preset}, {seqs} x {seq_len} tokens, {format_peak(device)}")
     trace = options.out / "trace.json" if options.trace else None
-    answer = measure(workload, device, options.repeats, console, trace)
-    show_parts(answer, device, console)
+    result = measure(workload, device, options.repeats, console, trace)
+    show_parts(result, device, console)
     yield {
         **describe_peak(device),
         "preset": options.preset,
@@ -71,9 +71,9 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         "batch_tokens": options.batch_tokens,
         "micro_batch": micro_batch,
         "settings": options.overrides,
-        "forms": str(workload.tuning.forms),
+        "forms": str(workload.tuning.choice),
         "compile": workload.tuning.note or workload.tuning.compile,
-        **answer,
+        **result,
     }
 
 
@@ -205,19 +205,19 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
     return seconds
 
 
-def show_parts(answer: Row, device: Device, console: Console) -> None:
+def show_parts(result: Row, device: Device, console: Console) -> None:
     """Print the seconds of each group of operations as a Markdown table, then tokens/s."""
-    step_seconds = answer["step_seconds"]["median"]
+    step_seconds = result["step_seconds"]["median"]
     remainder = "idle" if device.type == "cuda" else "step without profiler - parts"
     totals = {
-        "sum of parts": answer["parts_seconds"],
-        remainder: answer["overhead_seconds"],
+        "sum of parts": result["parts_seconds"],
+        remainder: result["overhead_seconds"],
         "full step": step_seconds,
     }
-    rows = list(answer["parts"])
+    rows = list(result["parts"])
     for name, seconds in totals.items():
         rows.append({"name": name, "seconds": seconds, "share": seconds / step_seconds})
-    rows[-1]["share_of_peak"] = answer["mfu_causal"]
+    rows[-1]["share_of_peak"] = result["mfu_causal"]
     columns = {
         "name": "part",
         "seconds": "time (low to high)",
@@ -227,10 +227,10 @@ def show_parts(answer: Row, device: Device, console: Console) -> None:
     }
     show_rows(columns, rows, console)
     columns = {"name": "kernel", "calls": "calls", "seconds": "time"}
-    show_rows(columns, answer.get("kernels", []), console)
-    line = f"{answer['tokens_per_second']['median']:,.0f} tokens/s"
-    if answer["floor_tokens_per_second"]:
+    show_rows(columns, result.get("kernels", []), console)
+    line = f"{result['tokens_per_second']['median']:,.0f} tokens/s"
+    if result["floor_tokens_per_second"]:
         line += (
-            f"; {answer['floor_tokens_per_second']:,.0f} with only products and attention, at peak"
+            f"; {result['floor_tokens_per_second']:,.0f} with only products and attention, at peak"
         )
     console.print(line)

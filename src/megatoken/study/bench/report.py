@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from megatoken.base.console import Console
 from megatoken.base.errors import MegatokenError
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.machine import cpu_count, find_commit
+from megatoken.base.system.metrics_log import Row
 
-Row = dict[str, Any]  # entries of a record, or of a row in it
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
 
 
-def write_record(folder: Path, name: str, answer: Row, device: str, command: Sequence[str]) -> Path:
+def write_record(folder: Path, name: str, result: Row, device: str, command: Sequence[str]) -> Path:
     """Write a benchmark's result to FOLDER/NAME.json and return the path.
 
     The record also has the command, the commit, the hardware and the versions. Raises StorageError.
@@ -36,7 +35,7 @@ def write_record(folder: Path, name: str, answer: Row, device: str, command: Seq
         "commit": find_commit(),
         "hardware": {"device": device, "cores": cpu_count(), "system": platform.machine()},
         "versions": versions,
-        "answer": answer,
+        "answer": result,
     }
     path = folder / f"{name}.json"
     with storage_errors(folder, what="cannot write record", fix="choose --out"):

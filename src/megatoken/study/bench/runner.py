@@ -15,10 +15,10 @@ from pathlib import Path
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device
 from megatoken.base.system.environment import given_environment
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import Timing
 from megatoken.distributed.local_launch import find_free_port
 from megatoken.model.flops import describe_mfu
-from megatoken.study.bench.report import Row
 from megatoken.study.bench.worker import WorkerSpec, serve
 
 WARMUP_STEPS = 2  # the first compiles and allocates, the second shows how long a step takes
@@ -57,12 +57,12 @@ class Worker:
         built = self._receive()
         if built is None:
             return None
-        answer = self._request_steps(WARMUP_STEPS)
-        if answer is None:
+        result = self._request_steps(WARMUP_STEPS)
+        if result is None:
             return None
         self.chosen = built["chosen"]
-        self.first_step_seconds = built["tuning_seconds"] + answer["seconds"][0]
-        return float(answer["seconds"][-1])
+        self.first_step_seconds = built["tuning_seconds"] + result["seconds"][0]
+        return float(result["seconds"][-1])
 
     def run_round(self, steps: int) -> float | None:
         """Run `steps` timed steps; return the mean seconds per step, or None on failure.
@@ -73,12 +73,12 @@ class Worker:
         if self.skipped:
             return None
         untimed = int(steps > 1 or self.spec.device.startswith("cuda"))
-        answer = self._request_steps(steps + untimed)
-        if answer is None:
+        result = self._request_steps(steps + untimed)
+        if result is None:
             return None
-        self.seconds.append(sum(answer["seconds"][untimed:]) / steps)
-        self.peak_memory_bytes = answer["peak_memory_bytes"]
-        self.loss = answer["loss"]
+        self.seconds.append(sum(result["seconds"][untimed:]) / steps)
+        self.peak_memory_bytes = result["peak_memory_bytes"]
+        self.loss = result["loss"]
         return self.seconds[-1]
 
     def describe(self, device: Device) -> Row:
@@ -135,18 +135,18 @@ class Worker:
         return self._receive()
 
     def _receive(self) -> Row | None:
-        """Return rank 0's answer, or None if any rank failed."""
-        answers: list[Row] = []
+        """Return rank 0's result, or None if any rank failed."""
+        results: list[Row] = []
         for process, connection in zip(self.processes, self._connections, strict=True):
             try:
-                answers.append(connection.recv())
+                results.append(connection.recv())
             except (EOFError, OSError):
-                answers.append({"failed": self._find_cause(process)})
-            if "failed" in answers[-1]:
-                self.skipped = answers[-1]["failed"]
+                results.append({"failed": self._find_cause(process)})
+            if "failed" in results[-1]:
+                self.skipped = results[-1]["failed"]
                 self.close()
                 return None
-        return answers[0]
+        return results[0]
 
     def _find_cause(self, process: BaseProcess) -> str:
         process.join()

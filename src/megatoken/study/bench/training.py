@@ -95,7 +95,7 @@ def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
 
     mode = tuning.compile
     compilation = tuning.note or {"off": "eager", "on": "compile"}.get(mode, f"compile {mode}")
-    kernels = f"{device.precision}, {tuning.forms}"
+    kernels = f"{device.precision}, {tuning.choice}"
     return Training(
         spec=spec,
         device=device,

@@ -63,10 +63,10 @@ def serve(
     with ExitStack() as stack:
         try:
             training = resolve_name(spec.builder)(spec, stack)
-            answer = {"chosen": training.chosen, "tuning_seconds": training.tuning_seconds}
+            result = {"chosen": training.chosen, "tuning_seconds": training.tuning_seconds}
             while True:
-                connection.send(answer)
-                answer = training.run(connection.recv())
+                connection.send(result)
+                result = training.run(connection.recv())
         except EOFError:
             return
         except Exception as error:  # models, compilers and memory fail in many ways

@@ -15,6 +15,7 @@ from megatoken.base.config.schema import BudgetConfig, Config, MachineConfig
 from megatoken.base.console import format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import Device, open_device
+from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import Timing
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
@@ -22,7 +23,6 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.plan.tuning.prepare import Tuning, build_step
-from megatoken.study.bench.report import Row
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import StepMetrics, train_step
 

@@ -60,12 +60,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 class Contender:
     """A recipe with its settings, and its data.
 
-    label: the contender as the user wrote it. words: the recipe and its overrides, as arguments of
-    `megatoken train`.
+    label: the contender as the user wrote it. arguments: the recipe and its overrides, as
+    `megatoken train` takes them.
     """
 
     label: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     config: Config
     data: "Mixture"
 
@@ -127,12 +127,12 @@ def open_contender(label: str, options: Namespace) -> Contender:
     from megatoken.data.mixture import load_mixture
 
     recipe, *settings = shlex.split(label)
-    words = [*options.overrides, *settings]
-    if options.tokens and not any(word.partition("=")[0] in ALTERNATIVES for word in words):
-        words.insert(0, f"budget.tokens={options.tokens}")
-    config = resolve(recipe, words).config
+    overrides = [*options.overrides, *settings]
+    if options.tokens and not any(each.partition("=")[0] in ALTERNATIVES for each in overrides):
+        overrides.insert(0, f"budget.tokens={options.tokens}")
+    config = resolve(recipe, overrides).config
     data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
-    return Contender(label, (recipe, *words), config, data)
+    return Contender(label, (recipe, *overrides), config, data)
 
 
 def list_turns(
@@ -179,7 +179,7 @@ def fit_budgets(
         for contender in contenders:
             folder = options.out / contender.folder / f"calibration-{number}"
             name = f"{contender.label}, {folder.name}"
-            run = Run(folder, [*contender.words, *settings], name, 0)
+            run = Run(folder, [*contender.arguments, *settings], name, 0)
             while not run.is_finished:
                 yield run
             _, pace = read_pace(read_metrics(folder, console.warn))
@@ -188,10 +188,10 @@ def fit_budgets(
     for contender in contenders:
         tokens = round(60 * options.minutes / min(paces[contender.label]))
         console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
-        recipe, *overrides = contender.words
+        recipe, *overrides = contender.arguments
         overrides.append(f"budget.tokens={tokens}")
         config = resolve(recipe, overrides).config
-        fitted.append(replace(contender, words=(recipe, *overrides), config=config))
+        fitted.append(replace(contender, arguments=(recipe, *overrides), config=config))
     return fitted
 
 
@@ -224,7 +224,7 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
     n_val = max(contender.n_val for contender in contenders)
     fewest, most = VALIDATIONS
     every = max(1, longest // min(max(longest // n_val, fewest), most))
-    user_keys = {word.partition("=")[0] for word in options.overrides}
+    user_keys = {override.partition("=")[0] for override in options.overrides}
     rounds: dict[int, dict[str, Run]] = {}
     for index in range(options.seeds):
         seed = contenders[0].config.seed + index
@@ -232,11 +232,11 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
         rounds[seed] = {}
         for contender in [*contenders[start:], *contenders[:start]]:
             shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": contender.n_val}
-            words = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
-            words = [*contender.words, *FIXED, *words, f"seed={seed}"]
+            own = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
+            arguments = [*contender.arguments, *FIXED, *own, f"seed={seed}"]
             folder = options.out / contender.folder / f"seed-{seed}"
             name = f"{contender.label}, seed {seed}"
-            rounds[seed][contender.label] = Run(folder, words, name, int(options.turn))
+            rounds[seed][contender.label] = Run(folder, arguments, name, int(options.turn))
     return rounds
 
 
@@ -245,7 +245,7 @@ def check_unchanged(runs: Sequence[Run]) -> None:
     for run in runs:
         if not (run.folder / RUN_CONFIG).is_file():
             continue
-        config = resolve(run.words[0], run.words[1:]).config
+        config = resolve(run.arguments[0], run.arguments[1:]).config
         for change in list_changes(read_config(run.folder), config):
             if change.key in SHARED or change.resume != "free":
                 what = f"{run.name} has changed: {change}"

@@ -19,7 +19,7 @@ from megatoken.base.published import MODELS, RUNS, SCORES, SOURCES, PublishedRun
 from megatoken.base.system.metrics_log import of_kind, read_metrics
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_options
-from megatoken.inference.tasks import SCORES as KINDS
+from megatoken.inference.tasks import SCORES as SCORE_NAMES
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
@@ -163,16 +163,16 @@ def compare_scores(model: dict[str, str], options: Namespace, console: Console) 
 
     loaded = load_pretrained(model["weights"], console.warn)
     gpt = loaded.model.to(open_device(MachineConfig()).torch_device)
-    answer = evaluate(gpt, loaded.tokenizer, tasks="hellaswag", data=options.data)
-    scores = answer["tasks"]["hellaswag"]
+    result = evaluate(gpt, loaded.tokenizer, tasks="hellaswag", data=options.data)
+    scores = result["tasks"]["hellaswag"]
     rows = [["score", "here", "published", "by"]]
     largest = 0.0
     for known in SCORES:
-        for kind in KINDS:
-            value = getattr(known, kind)
+        for score in SCORE_NAMES:
+            value = getattr(known, score)
             if known.model == model["name"] and value:
-                largest = max(largest, abs(scores[kind] - value))
-                rows.append([kind, f"{scores[kind]:.4f}", f"{value:.4f}", SOURCES[known.source]])
+                largest = max(largest, abs(scores[score] - value))
+                rows.append([score, f"{scores[score]:.4f}", f"{value:.4f}", SOURCES[known.source]])
     console.table(rows)
     agrees = largest <= SCORE_TOLERANCE
     data = {"scores": scores, "largest_difference": largest, "reproduced": agrees}

@@ -60,20 +60,20 @@ def run(options: Namespace, console: Console) -> Result:
     return Result(ExitCode.STOPPED if is_stopped else ExitCode.DONE, data)
 
 
-def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
+def parse_space(recipe: str, overrides: Sequence[str]) -> tuple[Space, list[str]]:
     """Split settings into those to search and those that are fixed.
 
     Returns the distributions of the former, and a list of the latter. Raises ConfigError.
     """
     ranges = {}
     settings = []
-    for word in words:
-        key, _, text = word.partition("=")
+    for override in overrides:
+        key, _, text = override.partition("=")
         is_number = key in FIELDS and FIELDS[key].type in (int, float)
         if "|" in text or (is_number and RANGE.fullmatch(text)):
             ranges[key] = text
         else:
-            settings.append(word)
+            settings.append(override)
     if not ranges:
         fix = "give KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A|B|C"
         raise ConfigError("nothing to search", "command line", fix)
@@ -187,9 +187,9 @@ class Trial(Run):
     def __init__(self, search: Sweep, trial: Any) -> None:
         threads = max(1, cpu_count() // search.options.jobs)
         self.values = [f"{key}={text}" for key, text in format_values(trial.params).items()]
-        words = [search.options.recipe, f"machine.threads={threads}", *search.settings]
-        words += [*self.values, "save.mirror="]  # a mirror has room for one run
-        super().__init__(find_folder(search.options.out, trial), words)
+        arguments = [search.options.recipe, f"machine.threads={threads}", *search.settings]
+        arguments += [*self.values, "save.mirror="]  # a mirror has room for one run
+        super().__init__(find_folder(search.options.out, trial), arguments)
         self.trial = trial
         self.losses: list[float] = []
         self.is_pruned = False
@@ -268,8 +268,8 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
         raise DataError(f"all trials failed: {Run(out / rows[0]['trial'], []).read_error()}", out)
     if not rows or rows[0]["state"] != "complete":
         return {"trials": rows, "best": None}
-    words = [f"{key}={text}" for key, text in rows[0]["values"].items()]
-    resolved = resolve(search.options.recipe, [*search.settings, *words])
+    values = [f"{key}={text}" for key, text in rows[0]["values"].items()]
+    resolved = resolve(search.options.recipe, [*search.settings, *values])
     recipe = str(out / BEST)
     with storage_errors(out):
         replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))

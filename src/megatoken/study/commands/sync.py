@@ -42,7 +42,7 @@ EXAMPLE = "megatoken sync runs/mine --to tensorboard"
 POLL_SECONDS = 1.0
 PROBE_BYTES = 64 << 10
 SENT_KINDS = ("train", "val", "eval")
-PLACE = ("step", "tokens", "elapsed_seconds")  # numbers of a row that are not metrics
+POSITION = ("step", "tokens", "elapsed_seconds")  # numbers of a row that are not metrics
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -228,5 +228,5 @@ def read_numbers(row: Row) -> dict[str, float]:
     return {
         f"{name_source(row)}/{key}": float(value)
         for key, value in row.items()
-        if key not in PLACE and isinstance(value, int | float) and math.isfinite(value)
+        if key not in POSITION and isinstance(value, int | float) and math.isfinite(value)
     }
