@@ -108,7 +108,7 @@ Ask = Callable[[str], Any]
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Return a function that runs `megatoken LINE --json` and returns the answer."""
+    """Return a function that runs `megatoken LINE --json` and returns its result."""
     from megatoken.cli.main import main  # after TRITON_INTERPRET
 
     def run(line: str) -> Any:

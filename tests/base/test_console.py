@@ -45,7 +45,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> I
         patch.setattr(sys, "stdout", stream)
         yield received
     data = b""
-    with suppress(OSError):  # the end, once no process has the terminal open
+    with suppress(OSError):  # raised at the end, once no process has the terminal open
         while part := os.read(master, 1 << 16):
             data += part
     os.close(master)

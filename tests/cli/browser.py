@@ -1,4 +1,4 @@
-"""Chromium without a window, by the DevTools protocol over pipes: what a reader sees and types."""
+"""Headless Chromium, controlled by the DevTools protocol over pipes."""
 
 import fcntl
 import json
@@ -83,7 +83,7 @@ class Browser:
         return dict(answer["result"])
 
     def open(self, page: Path | str) -> None:
-        """Load a page, a file or an address, to its end."""
+        """Load a page from a file or an address, and wait until it is loaded."""
         self.events.clear()
         self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -93,28 +93,28 @@ class Browser:
                 raise RuntimeError(event["params"]["exceptionDetails"])
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression on the page."""
+        """Return the value of an expression on the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        """A key by its name in the DOM, such as Tab."""
+        """Press a key by its name in the DOM, such as Tab."""
         codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
             names = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
             self.call("Input.dispatchKeyEvent", type=kind, **names)
 
     def write(self, text: str) -> None:
-        """Text where the focus is."""
+        """Type text where the focus is."""
         self.call("Input.insertText", text=text)
 
     def wait_for(self, script: str) -> None:
-        """Until an expression on the page is true."""
+        """Wait until an expression on the page is true."""
         wait_until(lambda: self.evaluate(script))
 
     def list_requests(self) -> list[str]:
-        """Addresses that the page has asked for."""
+        """Return the addresses that the page has requested."""
         sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]

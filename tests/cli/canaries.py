@@ -96,7 +96,7 @@ def fill(text: str) -> str:
 
 
 def write_inputs(folder: Path) -> None:
-    """A text, and recipes that hold secrets."""
+    """Write a text, and recipes that hold secrets."""
     folder.mkdir()
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 60)
     (folder / "tiny.yaml").write_text(fill(RECIPE))

@@ -58,7 +58,7 @@ class ForkedChild:
 
 
 def run_command(arguments: Sequence[str], log: Path) -> None:
-    """Run `megatoken WORDS` and append its output to a file."""
+    """Run `megatoken ARGUMENTS` and append its output to a file."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -66,7 +66,7 @@ def run_command(arguments: Sequence[str], log: Path) -> None:
 
 
 def run_forked(arguments: Sequence[str], log: Path) -> None:
-    """Run `megatoken WORDS`, whose runs are forks."""
+    """Run `megatoken ARGUMENTS`, whose runs are forks."""
     experiment.Child = ForkedChild
     run_command(arguments, log)
 

@@ -1,4 +1,4 @@
-"""`megatoken chat`: one answer on a pipe, a conversation in a terminal, models without a template."""
+"""`megatoken chat`: an answer on a pipe, a conversation in a terminal, a model without template."""
 
 import io
 import os
@@ -29,7 +29,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-termina
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    """It never stops: the logits of its stop tokens are 0, those of the likeliest are not."""
+    """Return a model that never stops: its stop tokens are never the likeliest."""
     model = draw_chat_model(4096)
     with torch.no_grad():
         model.lm_head_weight[list(TEMPLATE.stop_ids)] = 0.0

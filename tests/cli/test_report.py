@@ -98,7 +98,7 @@ def read_cells(*runs: Path, price: float | None = None) -> set[str]:
 
 
 def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path):
-    """Half as fast, and as much time again for validation."""
+    """One run is half as fast, and validates for as long as it trains."""
     slow = {"tokens_per_second": 512.0, "mfu": 0.125}
     run = write_run(tmp_path / "run", seconds=2.0, train=slow)
     assert {"12.5%", "1m20s x 2", "1.00e+13"} <= read_cells(run)
@@ -296,6 +296,6 @@ def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, bro
         log(run, kind="sample", step=40 + number, tokens=20480, elapsed_seconds=30.0, text=[text])
         browser.evaluate("void refresh()")
         browser.wait_for(f"document.querySelectorAll('details').length === {1 + number}")
-    # What the reader has opened stays open, what was open as the last one does not.
+    # A sample that the reader opened stays open; one that was open as the newest is closed.
     assert [is_open for _, is_open in browser.evaluate(samples)] == [True, False, True]
     assert "last" in browser.evaluate("document.querySelector('details:last-of-type').innerText")

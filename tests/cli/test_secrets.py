@@ -1,4 +1,4 @@
-"""Secrets of the environment, recipes, addresses and arguments are in no output and no file."""
+"""No output and no file contains secrets of the environment, recipes, addresses or arguments."""
 
 import io
 import json

@@ -146,7 +146,7 @@ def test_a_restarted_search_draws_the_same_values(tmp_path: Path):
 
 
 def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
-    """A search does not depend on when logs are read: all losses are there at the first look."""
+    """A search does not depend on when logs are read: at the first read, all losses are there."""
     search = open_sweep(["optim.lr=1e-3..2e-3"], tmp_path, 3)
     search.study.pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
     for logged, counted in (

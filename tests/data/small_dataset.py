@@ -1,4 +1,4 @@
-"""Small prepared datasets for the tests of this stage, written with the public functions of data/shard_format.py."""
+"""Small prepared datasets, written with the functions of data/shard_format.py."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TOKENIZER = {"name": "bpe:500", "vocab_size": 500, "eot": 0, "fingerprint": "5a"
 def write_dataset(
     folder: Path, sizes: dict[str, list[int]], dtype: str = "uint16", seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Writes shards of `sizes` tokens a split and their manifest; returns each split's ids, joined."""
+    """Write shards of `sizes` tokens per split and a manifest; return each split's ids, joined."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     shards, ids = [], {}
@@ -47,7 +47,7 @@ def write_dataset(
 
 
 def write_external(path: Path, ids: np.ndarray) -> None:
-    """One shard as llm.c (.bin, by dtype) or build-nanogpt (.npy) writes it."""
+    """Write one shard as llm.c (.bin, by dtype) or build-nanogpt (.npy) does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".npy":
         np.save(path, ids)
@@ -61,7 +61,7 @@ def list_windows(loader: DataLoader, step: int) -> np.ndarray:
 
 
 def stop_after(number: int) -> Callable[[Progress], None]:
-    """Return a callback that interrupts a preparation, like Ctrl-C, after so many chunks."""
+    """Return a callback that interrupts a preparation like Ctrl-C after `count` chunks."""
     chunks_done = itertools.count(1)
 
     def interrupt(progress: Progress) -> None:

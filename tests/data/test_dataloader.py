@@ -1,4 +1,4 @@
-"""Every window once an epoch, the same global order however it is divided, any step at any time."""
+"""Each window occurs once per epoch, in an order that does not depend on ranks or other steps."""
 
 import threading
 from pathlib import Path
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 30), st.integers(0, 2**63), st.integers(0, 3))
 def test_ledger(corpus: Corpus, seq_len: int, batch: int, seed: int, epoch: int):
-    """Over an epoch each window is visited exactly once, wherever its edges fall in a batch."""
+    """In an epoch, each window occurs once, even if the epoch ends within a batch."""
     tokens, ids = corpus
     n_windows = (len(ids) - 1) // seq_len
     batch = min(batch, n_windows)
@@ -44,7 +44,7 @@ def test_ledger(corpus: Corpus, seq_len: int, batch: int, seed: int, epoch: int)
 
 
 def test_batch_holds_the_windows_it_names(corpus: Corpus):
-    """For two epochs and more, so that windows over shard edges are among them."""
+    """Read more than two epochs, which include windows that cross shards."""
     tokens, ids = corpus
     loader = DataLoader(tokens, seq_len=64, batch_size=8, seed=3)
     for step in range(25):
@@ -55,7 +55,7 @@ def test_batch_holds_the_windows_it_names(corpus: Corpus):
 
 
 def test_any_rank_and_step_in_any_order(corpus: Corpus):
-    """1,000 random (rank, world size, step) jumps give the rows of one uninterrupted reading."""
+    """1,000 random (rank, world size, step) triples give the rows that reading in order gives."""
 
     def load(rank: int = 0, size: int = 1) -> DataLoader:
         options = {"batch_size": 12, "seed": 11, "dp_rank": rank, "dp_size": size}
@@ -79,7 +79,7 @@ def test_golden_order(corpus: Corpus):
 
 
 def test_order_far_away_and_over_chunks(tmp_path: Path):
-    """More windows than one chunk of the order: pieces fit together; a far epoch costs nothing."""
+    """Read more windows than a chunk of the order has; a late epoch takes no longer."""
     np.save(tmp_path / "train.npy", np.arange(30_001, dtype=np.uint16))
     tokens = load_dataset(tmp_path).train
     loader = DataLoader(tokens, seq_len=3, batch_size=7, seed=0)
@@ -138,7 +138,7 @@ def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: s
 
 @pytest.mark.fault(31, 34)
 def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path):
-    """A bad block stops the step that needs it, not the one before, and again when asked again."""
+    """A bad block fails the step that needs it, each time, but not the step before."""
     ids = np.zeros(3 * (1 << 17) + 1, dtype=np.uint16)
     ids[-1] = 60_000
     write_external(tmp_path / "train.bin", ids)

@@ -1,4 +1,4 @@
-"""A dataset opens whole or not at all; damage is found at the latest when it is first touched."""
+"""A damaged dataset is not opened, or the damage is found when the block is first read."""
 
 import errno
 import os
@@ -72,7 +72,7 @@ def flip(path: Path, *bits: int) -> None:
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path):
-    """200 random flips over headers, tokens and manifest: each found, its file named, by both ways of looking."""
+    """Reading and verifying find 200 random flips of headers, tokens and manifest."""
     write_dataset(tmp_path, {"train": [BLOCK + 100, 500], "val": [64]})
     rng = np.random.default_rng(1)
     files = sorted(tmp_path.iterdir())
@@ -177,7 +177,7 @@ def test_only_shards_in_use_are_opened_and_checked(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("sizes", [[3 * BLOCK], [BLOCK, BLOCK, BLOCK]])
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], touched: bool):
-    """A mapped file would end the process: pages beyond the end of a file cannot be read."""
+    """With a mapped file, reading beyond its end would kill the process."""
     ids = write_dataset(tmp_path, {"train": sizes})["train"]
     tokens, shard = load_dataset(tmp_path).train, tmp_path / f"train_{len(sizes) // 2:06d}.bin"
     if touched:
@@ -190,7 +190,7 @@ def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], 
     assert str(shard) in str(next(tokens.verify()))
     shard.write_bytes(data)
     if touched:
-        shard.unlink()  # what is open stays
+        shard.unlink()  # an open file stays readable
         assert np.array_equal(tokens.read(0, len(ids)), ids)
 
 

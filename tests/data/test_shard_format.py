@@ -1,4 +1,4 @@
-"""The header is llm.c's byte for byte; the manifest survives a round trip and no flipped bit."""
+"""The header equals llm.c's; the manifest survives a round trip, and any flipped bit is found."""
 
 import json
 import struct

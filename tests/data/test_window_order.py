@@ -1,4 +1,4 @@
-"""Orders of windows: exact shares of several sources, each in its own permutation, at any place."""
+"""Orders of windows: exact shares of several sources, each in its own permutation, at any entry."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A process group that not all can join ends in one error within the time limit."""
+"""If a rank cannot join, the others end with one error within the time limit."""
 
 import socket
 from dataclasses import replace

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="stops processes, finds them in /proc"
 )
 
-# A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for
+# A rank without torch. Its fault occurs at step 5, once or, for SIGSEGV, always. Rank 0 waits for
 # rank 1 at every step.
 RANK = """
 import os, re, signal, sys, time
@@ -87,7 +87,7 @@ def run(*words: object) -> tuple[int, list[str]]:
 def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
     fault: str, stack: str, tmp_path: Path
 ):
-    """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
+    """A stopped rank is not continued for its stack: the others would then be killed in training."""
     code, lines = run(tmp_path, fault)
     assert code == ExitCode.DONE
     (warning,) = [line for line in lines if line.startswith("warning")]
@@ -200,7 +200,7 @@ def test_limits_follow_what_was_measured(
         silent = watchdog.all_silent([0])
     assert silent
     beats.beat("step", 86)
-    # Of a rank that died after the last look.
+    # Of a rank that died after the last poll.
     assert watchdog.describe(0) == " in phase 'step' after step 86"
     assert not watchdog.all_silent([0])
 
@@ -221,7 +221,7 @@ def test_a_collective_that_others_do_not_join_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """All wait in a collective; one in another than the rest, or all in one with the ranks of another machine."""
+    """All ranks wait in a collective: one of them in another one, or all for another machine."""
 
     class Process:
         def __init__(self, rank: int) -> None:

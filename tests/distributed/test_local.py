@@ -1,4 +1,4 @@
-"""Signals to the process that starts the ranks: before training, to its group, twice; ranks of several machines."""
+"""Signals to the launcher: before training, to its group, twice; ranks of several machines."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ os.environ["RANK"] == "3" and os.abort()
 
 @contextmanager
 def start(folder: Path, work: str) -> "Iterator[subprocess.Popen[bytes]]":
-    """Two ranks and the process that starts them, in a process group of their own, when both handle signals."""
+    """Start two ranks by a launcher in its own process group; return it once both handle signals."""
     command = [sys.executable, "-c", LAUNCH, "-c", RANK, str(folder), work]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
@@ -93,7 +93,7 @@ def wait_for(folder: Path, word: str) -> None:
 @pytest.mark.fault(15)
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
 def test_a_signal_to_the_group_is_one_request(tmp_path: Path):
-    """Every rank receives it twice; while one call computes, Python runs the second handler much later."""
+    """Every rank gets the signal twice. During a long call, Python runs the second handler late."""
     with start(tmp_path, "sum(range(3 * 10**7))") as process:
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=HANG_SECONDS) == ExitCode.STOPPED

@@ -1,6 +1,6 @@
-"""Every sharding computes the plain model with AdamW and with Muon, and resumes any other's checkpoint.
+"""Every sharding trains like the plain model, and resumes checkpoints of any other sharding.
 
-All of it runs in four processes that are started once and write their results to files.
+Four processes are started once, and write all results to files.
 """
 
 import warnings
@@ -115,7 +115,7 @@ class Results:
 
 
 def windows(dims: ParallelDims, count: int) -> Iterator[np.ndarray]:
-    """Validation rows of 16 tokens, one a forward, round-robin: the last ranks may have none."""
+    """Return this rank's validation rows, one per forward; the last ranks may have none."""
     rows = np.random.default_rng(5).integers(0, 97, (count, 16))
     for row in range(dims.dp_rank, count + dims.dp_rank, dims.dp_size):
         yield rows[row : row + 1]
@@ -356,12 +356,12 @@ def test_owners_share_gpt2_evenly():
 
 @pytest.mark.parametrize("name", DIMS)
 def test_a_checkpoint_has_the_weights_of_its_step(name: str, results: Results):
-    """Also when training continues while it is written."""
+    """Training continues while the checkpoint is written."""
     saved = saved_by(name, results)
     expected = torch.load(results.folder / f"{name}.pt", weights_only=True)
     assert_equal_tensors(read_all(saved, MODEL), expected)
     ranks: set[int] = {int(path.stem[6:11]) for path in saved.glob("model-*.safetensors")}
-    # The second replica has nothing to add.
+    # The second replica writes nothing.
     replicated = {"ddp": 0, "hybrid": 2, "tensor": 2}
     assert ranks == {*range(replicated.get(name.split(", ")[-1], WORLD))}
 
@@ -386,7 +386,7 @@ def test_bf16_gathered_by_fsdp_equals_master_weights(results: Results):
     assert results.ranks[0]["bf16"] == pytest.approx(train(state, 2, BF16), rel=1e-4)
 
 
-@pytest.mark.usefixtures("one_thread")  # bf16 sums in other pieces round to other numbers
+@pytest.mark.usefixtures("one_thread")  # sums in bf16 depend on the sharding
 def test_master_weights_are_summed_once_a_step(results: Results):
     """Six micro-batches on each rank, one sum of everything."""
     assert reduce_masters(ParallelDims(), Comm(DistEnv()), results.folder) == []

@@ -55,7 +55,7 @@ def train_three(state: TrainState, comm: Comm) -> list[float]:
 
 
 class Memory:
-    """Stands for a GPU with room for `largest` sequences, each of 10 bytes; a larger forward fails in its backward."""
+    """Imitates a GPU with room for `largest` sequences of 10 bytes; more fail in the backward."""
 
     def __init__(self, largest: int, patch: pytest.MonkeyPatch) -> None:
         self.largest, self.sizes = largest, list[int]()
@@ -128,7 +128,7 @@ def test_sizes_that_do_not_fit_and_a_failed_compile_change_nothing(
 ):
     for rank in (results[layout] for results in found):
         assert rank["rates"] == [1, 2]  # what fits on both
-        # A whole model finds the end of memory by trying.
+        # Without sharding, sizes are tried until memory runs out.
         assert rank["tried"] == ([1, 2, 4] if layout == "ddp" else [1, 2])
         assert "no kernel for this card" in rank["note"]
         assert rank["tuned"] == rank["compiled"] == rank["untouched"]

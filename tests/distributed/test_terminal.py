@@ -1,4 +1,4 @@
-"""Runs whose terminal, pipe or disk for output goes away: some cases of tests/soak/terminal_soak.py."""
+"""Runs whose terminal, pipe or output disk disappears: cases of tests/soak/terminal_soak.py."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The torchrun script: it has the run's exit code, forwards signals, and starts again when a rank hangs."""
+"""The torchrun script returns the run's exit code, forwards signals, and restarts hung ranks."""
 
 import os
 import signal

@@ -73,7 +73,7 @@ def test_a_run_resumes_with_other_parallel_dims(data: str, alone: Path, tmp_path
 def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     data: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It alone has the weights of a run that started from given ones and made no step."""
+    """After a start from given weights and no step, only that checkpoint has them."""
     one, two = tmp_path / "1", tmp_path / "2"
     settings = f"{data} model.init={alone} budget.steps=1 save.every=0"
     with monkeypatch.context() as patch:

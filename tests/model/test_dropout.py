@@ -1,4 +1,4 @@
-"""Masks of dropout: fair coins that depend on seed, step, sequence, layer, site and place, and on nothing else."""
+"""Dropout masks are random, and depend only on seed, step, sequence, layer, site and position."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_masks_of_neighbours_are_not_correlated():
     others = [kept(each) for each in (keys(seed=2), keys(step=1), fold_in(keys(), 1))]
     others += [kept(keys(), site=1), own.roll((1, 1), (1, 2)), own.roll((1, -1), (2, 3))]
     others += [own.roll(1, dim) for dim in range(4)]
-    # Rows and columns at random would repeat themselves in fours where the last round were linear.
+    # If the last round of the hash were linear, groups of four would repeat.
     fours = own[..., ::2, ::2] ^ own[..., 1::2, ::2] ^ own[..., ::2, 1::2] ^ own[..., 1::2, 1::2]
     for coins in (*(own ^ other for other in others), fours):
         assert float((coins.double().mean() - 0.5).abs()) < 4 * 0.5 / math.sqrt(coins.numel())
@@ -55,6 +55,6 @@ def test_a_mask_is_the_same_in_any_slice():
 
 
 def test_keys_of_a_batch_differ_and_never_change():
-    """A change here changes the curve of every run with dropout, also of those that resume."""
+    """If these change, the curves of all runs with dropout change, even after a resume."""
     assert keys(seed=1337, step=7, first=5, count=3).tolist() == [306510868, 438861281, 922554776]
     assert len(set(keys(step=2**33, count=10_000).tolist())) == 10_000

@@ -152,7 +152,7 @@ def test_flops_are_those_that_torch_counts(model_config: ModelConfig, others: in
     model_config = replace(model_config, vocab_size=256, window=0)  # no padding, whole products
     model = GPT(model_config)
     ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
-    # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
+    # Explicit attention, because the counter ignores fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         hidden, softcap = model(ids[:, :-1]), model_config.logit_softcap
         total, _ = cross_entropy(

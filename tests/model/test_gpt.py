@@ -110,6 +110,6 @@ def test_dropout():
 
 
 def test_dropout_reaches_embeddings_attention_and_both_residual_branches():
-    """At dropout 1 the final norm sees zeros."""
+    """With dropout 1, the input of the final norm is 0."""
     model = build(dropout=1.0)
     assert not model(random_ids(2)).any()

@@ -1,5 +1,4 @@
-"""Every implementation of an operation gives the plain one's values and gradients; a custom attention is used in
-training, sampling and scoring alike, or refused."""
+"""All implementations of an operation agree; custom attention is used everywhere or refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -93,7 +92,7 @@ def alibi(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor,
     *, mask: Tensor | None, causal: bool, dropout: Dropout,
 ) -> Tensor:  # fmt: skip
-    """Attention with linear biases (Press et al. 2022), a slope per head, by distance in the sequence."""
+    """Compute attention with linear biases (Press et al. 2022): per head, a slope times the distance."""
     (H, T), S = q_BHTD.shape[1:3], k_BKSD.shape[2]
     if causal:
         mask = torch.ones(1, 1, T, T, dtype=torch.bool).tril()

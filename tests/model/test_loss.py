@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks: the same numbers as whole, and as torch's own."""
+"""Chunked cross-entropy equals that of all logits at once, and torch's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +52,7 @@ def log_probs(
 def run_reference(
     inputs: Sequence[Tensor], targets: Tensor, scale: float, **options: Any
 ) -> list[Tensor]:
-    """Do as `run`, by the definition in fp64."""
+    """Return what `run` does, by the definition in fp64."""
 
     def loss(*inputs: Tensor) -> Tensor:
         return -log_probs(*inputs, targets, **options).sum()
@@ -121,7 +121,7 @@ def test_half_precision_stays_near_fp32(
 @pytest.mark.parametrize("chunk", [0, 3, 64])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_log_probabilities_of_targets(chunk: int, softcap: float):
-    """And gradients, for a loss that weighs every token."""
+    """Compare values, and gradients of a loss that weighs every token."""
     *inputs, targets = make(3, 5, 8, 11, 16, seed=1)
     targets[0, :3] = targets[2, 4] = -1
     options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7}

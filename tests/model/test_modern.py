@@ -33,7 +33,7 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("attention", ["flash", "blocked", "explicit"])
 def test_low_precision_stays_near_fp32(norm: str, attention: str):
-    """Under autocast queries, keys and values have one dtype, whatever their norms and embeddings compute in."""
+    """Under autocast, queries, keys and values have the same dtype."""
     model, batch = GPT(replace(TINY_MODERN, norm=norm), seed=3), (IDS, IDS.roll(-1, 1))
     set_attention(model, attention)
     expected = model.loss(*batch).item()

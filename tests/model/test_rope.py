@@ -24,7 +24,7 @@ def test_inverse_frequencies_are_those_of_transformers(name: str):
 
 
 def test_low_precision_is_rotated_in_fp32_by_exact_angles():
-    """A cosine in bf16 is wrong by up to 1/256, and a position in bf16 by whole tokens."""
+    """In bf16, a cosine would be wrong by up to 1/256, and a position by whole tokens."""
     x = draw(1, 3000, 2, TINY_LLAMA.d_head, dtype=torch.bfloat16)
     cos_sin = rotary_cos_sin(TINY_LLAMA, torch.arange(3000))
     assert cos_sin is not None

@@ -1,4 +1,4 @@
-"""The learning rate at the places that decide."""
+"""The learning rate at the steps where the schedule changes."""
 
 from bisect import bisect_left
 from typing import Any
@@ -38,7 +38,7 @@ def test_warmup_middle_and_end(row: str):
 
 
 def test_multi_step_is_that_of_deepseek():
-    """arXiv 2401.02954, 2.3: after 80% of the training 31.6% of the maximum, after 90% 10%."""
+    """arXiv 2401.02954, 2.3: 31.6% of the maximum after 80% of the training, 10% after 90%."""
     length = build_config({"optim.schedule": "multi-step"}).optim.decay_length
     assert str(length) == "0.2dur"
     steps = schedule("multi-step", warmup=0, total=100, decay_length=20)

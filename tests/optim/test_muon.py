@@ -1,4 +1,4 @@
-"""Muon against torch's and against its formula in double precision; groups, bad steps, resume, and what it costs."""
+"""Muon equals torch's, and its formula in double precision; groups, bad steps and costs."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ def in_double(matrix: Tensor, equal_rows: bool = False) -> Tensor:
 def test_orthogonalize_is_the_published_iteration(
     batch_numbers: int, equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """One matrix at a time, and all of a size together."""
+    """Compare single matrices, and batches of equal shapes."""
     monkeypatch.setattr("megatoken.optim.muon.BATCH_NUMBERS", {"cpu": batch_numbers})
     matrices = random_matrices()
     for result, matrix in zip(
@@ -76,7 +76,7 @@ def test_orthogonalize_is_the_published_iteration(
 
 
 def test_it_equals_torchs_muon():
-    """Which computes in bf16; the shapes make sqrt(max(1, rows / columns)) 1.22 once."""
+    """torch computes in bf16. For one shape, sqrt(max(1, rows / columns)) is 1.22."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES]
     ours = torch.nn.Sequential(*layers, torch.nn.LayerNorm(8))
@@ -144,7 +144,7 @@ def test_the_other_groups_are_adamw():
 
 @pytest.mark.parametrize("implementation", ["fused", "loop"])
 def test_clipping_is_that_of_other_optimizers(implementation: str):
-    """A norm far above the limit, twice: momentum mixes gradients of equal lengths."""
+    """Take two steps with norms far above the limit, so that momentum mixes clipped gradients."""
     step_config = tiny_step_config(optim__lr=3e-3, optim__grad_clip=0.05)
     state = muon_state(implementation=implementation)
     assert state.skips_bad_on_device == (implementation == "fused")

@@ -35,7 +35,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def newest_step(root: Path) -> tuple[int | None, list[str]]:
-    """The newest valid step, and the errors of the checkpoints that were skipped."""
+    """Return the newest valid step, and the errors of the checkpoints that were skipped."""
     errors: list[str] = []
     found = find_newest(root, lambda folder, error: errors.append(f"{folder.name}: {error}"))
     return found and found[1].step, errors
@@ -158,7 +158,7 @@ def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failur
 def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """They are of the parent, 2 files, the manifest, 2 folders, and the root."""
+    """The fsyncs are of the parent, 2 files, the manifest, 2 folders, and the root."""
     fsync, left = os.fsync, [7]
 
     def fail_at_the_end(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Datasets at an address: fetched through the cache, uploaded with the manifest last; S3 by a local server."""
+"""Datasets at an address are fetched through the cache, and uploaded with the manifest last."""
 
 import uuid
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"memory://{name}/data"
         fsspec.filesystem("memory").store.clear()
     else:
-        yield f"local://{tmp_path}/store/data"  # as file://, which is read where it lies
+        yield f"local://{tmp_path}/store/data"  # as file://, which is not fetched
 
 
 def put(source: Path, address: str) -> ObjectStore:
@@ -89,7 +89,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     assert not [*cached.glob("manifest.json"), *cached.glob("train_000001*")]
-    damaged, _ = verify_folder(address).errors  # and the tokenizer that it never had
+    damaged, _ = verify_folder(address).errors  # and the tokenizer, which was not yet fetched
     assert "train_000001.bin" in str(damaged)
     put(tmp_path / "made", address)
     files = list_remote(address).sizes.items()
@@ -166,7 +166,7 @@ def test_prepare_verify_and_eval_at_an_address(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """`prepare` goes on after a store that failed in the middle; the manifest came last."""
+    """After a store has failed, `prepare` continues; the manifest is uploaded last."""
     text, address = tmp_path / "text.txt", f"{s3}/data"
     text.write_text("To be, or not to be.\n\n" * 2000)
     line = f"prepare {text} --tokenizer bytes --workers 1 --out"

@@ -1,4 +1,4 @@
-"""Saving and restoring the training state with any optimizer; checkpoints of another model are refused."""
+"""Save and restore the training state with any optimizer; refuse checkpoints of another model."""
 
 import copy
 import sys
@@ -117,7 +117,7 @@ def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytes
     with ThreadPoolExecutor(1) as threads:
         finished = threads.submit(pending.finish, seen.append)
         wait_until(lambda: len(polls) > 7)
-        assert seen == [1]  # of what was written before
+        assert seen == [1]  # of the checkpoint written before
         goes_on.set()
         assert finished.result().name == "step-00000000"
     assert seen == [*range(1, len(seen) + 1)] != [1]
@@ -127,7 +127,7 @@ def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytes
 
 
 def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
-    """Return a state with AdamW or Muon as built, or with an optimizer whose first step creates its state."""
+    """Return a state with AdamW or Muon, or with an optimizer whose first step creates its state."""
     name: Any = "muon" if optimizer == "muon" else "adamw"
     state: Any = tiny_state(seed=seed, optim=OptimConfig(name=name))
     if optimizer in OPTIMIZERS:
@@ -259,7 +259,7 @@ def test_the_shape_in_a_manifest_keeps_its_names(tmp_path: Path):
 
 
 def test_the_loss_scale_is_halved_by_an_overflow_and_restored_or_keeps_its_start(tmp_path: Path):
-    """A run of another precision has saved none."""
+    """A run of another precision has saved no loss scale."""
     plain, scaled, unscaled = trained(1), tiny_state(), tiny_state()
     # The scaled loss overflows fp32, and the step is skipped.
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)

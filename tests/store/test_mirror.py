@@ -1,4 +1,4 @@
-"""The copy of a run's checkpoints at an address: whole or absent there too, whatever ends an upload."""
+"""The copy of a run at an address has complete checkpoints only, whenever an upload ends."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def save(run: Path, step: int) -> Path:
-    """A small checkpoint, and the run's small files as they are then."""
+    """Save a small checkpoint, and the run's small files of that step."""
     run.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "machine.json", "metrics.jsonl", "provenance.json"):
         (run / name).write_text(f"{name} of step {step}\n")
@@ -118,7 +118,7 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
 
 
 def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path):
-    """As one that is extended from before the decay: later checkpoints go when the newest here is there."""
+    """A run is extended from before its decay; later checkpoints go once its newest is uploaded."""
     run = tmp_path / "run"
     save_and_mirror(run, address, 10, 20, 30)
     allow_rewind(run)
@@ -134,7 +134,7 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
     for step in range(10, 130, 10):
         save(tmp_path, step)
         prune(tmp_path / "checkpoints", **rules)
-        if step not in (30, 40):  # an upload that took that long
+        if step not in (30, 40):  # an upload that was interrupted
             update_mirror(tmp_path, address, best=20, **rules)
     assert list_steps(tmp_path / "checkpoints") == [40, 80, 110, 120]
     assert list_mirrored(store) == [20, 40, 80, 110, 120]
@@ -174,13 +174,13 @@ def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str
 
 
 class Killed(BaseException):
-    """Stands for the end of the process, within a call of the store."""
+    """Raised in a call of the store, in place of the end of the process."""
 
 
 def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every change of the store is the last one in turn, and is made to the half."""
+    """Interrupt the upload in each change of the store, which is then half done."""
     run, call = tmp_path / "run", ObjectStore._call
     monkeypatch.setattr(objects, "THREADS", 1)
     save_and_mirror(run, address, 10)

@@ -32,12 +32,12 @@ class Job:
 
     fault: nan (the loss of a micro-batch), spike (the gradient times 1e3), flip (one bit after that
         step) or slow (three times as long, and 20 ms, from that batch on).
-    rank, batches: where the fault strikes; rank -1: nowhere.
+    rank, batches: where the fault occurs; rank -1: nowhere.
     late: read numbers as on a GPU, when rank 0 asks for them.
     stop: the step after which the run is stopped once and resumed.
     window: steps between two searches for slow ranks.
     skipped: batches that the data order lacks from the start.
-    code: with which it ends.
+    code: the exit code.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Draw random settings, and compare a run in one piece with others that must end as it does."""
+"""Draw random settings, and compare an uninterrupted run with runs that must end like it."""
 
 import json
 import os

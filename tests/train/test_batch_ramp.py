@@ -1,4 +1,4 @@
-"""A batch that grows: the same curve on any number of processes, resumed, and without the batches that are skipped."""
+"""A batch ramp: the curve is the same on any number of processes, resumed, and with skips."""
 
 from pathlib import Path
 from typing import Any

@@ -24,7 +24,7 @@ GUARDED |= {"model.dropout", "data.path", "data.order", "data.document_mask"}
 
 
 def another(spec: ConfigField, value: Any) -> Any:
-    """A value of the field's type that is not `value`."""
+    """Return a value of the field's type that is not `value`."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, Duration):
@@ -35,7 +35,7 @@ def another(spec: ConfigField, value: Any) -> Any:
 
 
 def with_value(config: Config, key: str, value: Any) -> Config:
-    """A copy with one value changed, whatever the rules between fields say."""
+    """Return a copy with one value changed, without checking conflicts."""
     return build_config(flatten(config) | {key: value})
 
 

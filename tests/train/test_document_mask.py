@@ -1,4 +1,4 @@
-"""Documents of a window that do not see one another: the losses of each alone, on any layout, resumed."""
+"""Masked documents have the losses of each document alone, on any layout and resumed."""
 
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ EOT, T = 96, 16  # of the tiny models
 
 
 def make_windows(n_rows: int = 8) -> np.ndarray:
-    """Windows of T + 1 tokens: documents of lengths 1 to all of it, some of which begin at a window's edges."""
+    """Windows of T + 1 tokens with documents of any length, some of which begin at the edges."""
     rows = np.random.default_rng(0).integers(0, EOT, (n_rows, T + 1))
     rows[np.random.default_rng(1).random(rows.shape) < 0.15] = EOT
     rows[0], rows[1, 0], rows[2, [-1, -2]], rows[3, 5:7] = rows[0] % EOT, EOT, EOT, EOT

@@ -76,7 +76,7 @@ def test_an_extended_cosine_rises_to_its_new_place(
 
 
 def test_an_extended_wsd_goes_on_from_before_its_decay(settings: str, tmp_path: Path):
-    """As if it had been longer from the start; what it had ended with is kept aside."""
+    """Training continues as if always meant to be longer; the old end is moved aside."""
     run, other, long = (tmp_path / name for name in ("run", "other", "long"))
     wsd = f"{settings} optim.schedule=wsd optim.decay=4steps budget.steps=0"
     tiny_run.train(run, wsd, "budget.tokens=1536")

@@ -1,4 +1,4 @@
-"""Forms are chosen by what was measured, remembered by circumstance, and never where the recipe decided."""
+"""Tuning picks the fastest kernels, caches the choice, and keeps those that the recipe sets."""
 
 import json
 from dataclasses import replace
@@ -196,7 +196,7 @@ def test_a_failed_self_test_is_a_warning(
 def test_a_choice_is_timed_and_trains_with_its_threads(
     data: str, tmp_path: Path, block: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its first steps, those after a resume, and the trials; then the process has its own back."""
+    """Check first steps, resumed steps and trials; afterwards the process has its own threads."""
     monkeypatch.setattr(autotune_module, "find_library", find_library)
     in_steps, in_trials = set[int](), set[int]()
 

@@ -24,7 +24,7 @@ def shard(data: str) -> Path:
 
 
 def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path):
-    """Data and checkpoints are on S3. The run is stopped, its folder lost, and resumed elsewhere."""
+    """With data and checkpoints on S3, a stopped run whose folder is lost resumes elsewhere."""
     run, elsewhere, clean = (tmp_path / name for name in ("run", "elsewhere", "clean"))
     ObjectStore(f"{s3}/data").write(shard.name, shard.read_bytes())
     settings = f"data.path={s3}/data {SAVING}{s3}/run"
@@ -46,7 +46,7 @@ def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path):
 
 @pytest.mark.long
 def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
-    """It is a file from step 5 on; once it is a folder again, the same command copies the rest."""
+    """From step 5 on, the address is a file. Once it is a folder, a resume copies the rest."""
     copy, out, refused = (tmp_path / name for name in ("copy", "run", "refused"))
     settings = f"data.path={shard} {SAVING}{copy}"
 
@@ -76,7 +76,7 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
 def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its status is not copied; its machine.json, with the micro-batch, is of another machine."""
+    """The status is not copied; machine.json, with the micro-batch, is of another machine."""
     settings = f"data.path=file://{shard} {SAVING}{tmp_path / 'copy'} machine.micro_batch=auto"
     train(tmp_path / "run", settings, console=Console())
     assert "micro-batch" in capsys.readouterr().out

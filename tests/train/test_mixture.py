@@ -1,4 +1,4 @@
-"""What batches are made of: mixtures with weights, shards in a row, one batch repeatedly."""
+"""Batches of weighted mixtures, of shards in order, and of one batch repeated."""
 
 from pathlib import Path
 from typing import Any

@@ -28,7 +28,7 @@ with PreemptionHandler() as handler:
 
 @pytest.fixture(autouse=True)
 def not_in_background() -> Iterator[None]:
-    """Shells start background jobs with SIGINT ignored, which it would then be here, too."""
+    """Shells start background jobs with SIGINT ignored, which tests would inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -57,7 +57,7 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
 def test_ignored_signals_stay_ignored():
-    """As `nohup` asks for."""
+    """nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_at_once(), PreemptionHandler() as handler:
@@ -93,7 +93,7 @@ def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]):
 def test_a_rank_leaves_the_second_signal_to_its_launcher(
     now: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What arrives as a copy of the first may be handled after a call of seconds."""
+    """A copy of the first signal may be handled only after a long call."""
     monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(tmp_path / "rank-0"))
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     with PreemptionHandler() as handler:

@@ -1,4 +1,4 @@
-"""The training program: what it writes, and that kills, stops and damage do not change the result."""
+"""What training writes; kills, stops and damage do not change its result."""
 
 import errno
 import json

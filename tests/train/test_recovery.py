@@ -1,4 +1,4 @@
-"""Bad batches leave no trace, repeated ones rewind the run, and differing or slow ranks are named."""
+"""Bad batches are skipped, several rewind the run, and differing or slow ranks are named."""
 
 import math
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(layout: str, r
 def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
     name: str, step: int, runs: Path
 ):
-    """Found before a save, or when an infinite weight makes the next batch bad: none is skipped."""
+    """It is found before a save or by a bad batch after an infinite weight; none is skipped."""
     assert final_bits(runs / name) == final_bits(runs / "3-late-without")
     (row,) = read_events(runs / name, "replicas differ")
     assert (row["step"], row["ranks"]) == (step, [2])
@@ -132,7 +132,7 @@ def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
 
 @pytest.mark.fault(45)
 def test_clean_steps_raise_no_alarm():
-    """Whether norms are noisy, have heavy tails, or are those of warm-ups."""
+    """Gradient norms are noisy, heavy-tailed, or those of a warm-up."""
     rng, steps = np.random.default_rng(0), np.arange(1600)
     start = steps % 500  # of a run
     warm_up = 1 + 4 * np.exp(-start / 80) + 2 * np.exp(-(((start - 200) / 60) ** 2))

@@ -1,4 +1,4 @@
-"""Checkpoints on several nodes: all load the same one, and rank 0 commits alone what needs no other rank."""
+"""All nodes load the same checkpoint; rank 0 commits alone what needs no other rank."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from tests.tiny_run import read_column, read_events, read_losses, train
 
 
 class TwoRanks(Comm):
-    """Rank 0 of two, until the other is lost."""
+    """Communicates as rank 0 of two, until the other rank is lost."""
 
     is_lost = False
 

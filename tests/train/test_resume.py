@@ -1,4 +1,4 @@
-"""Every kind of run ends with the same bits after a stop or a kill, and with the same losses on two processes."""
+"""Runs of every kind end with the same bits after a stop or kill, and losses on two ranks."""
 
 import shutil
 import signal
@@ -66,7 +66,7 @@ def train(folder: Path, name: str, out: Path, *settings: str, **options: Any) ->
 
 
 def train_all(rank: int, folder: Path) -> None:
-    """Train the first half of every run on one of two ranks, with other kernels and micro-batches."""
+    """Train the first half of every run on one of two ranks, with other kernels."""
     for name, layout in LAYOUTS.items():
         split = f"machine.sharding={layout} machine.micro_batch=2 machine.attention=explicit"
         train(folder, name, folder / "split" / name, split, stop=3)
@@ -74,7 +74,7 @@ def train_all(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return data, a model `init` whose completions stop in one of four ways, and the runs `whole` and `split`."""
+    """Return data, a model `init` whose completions stop at different lengths, and runs."""
     folder = tmp_path_factory.mktemp("runs")
     write_data(folder)
     model = GPT(MODEL, seed=1)
@@ -106,7 +106,7 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
-    """Killed behind the second save, before which the first is committed, and between two updates on a rollout."""
+    """Killed after the second save, so the first is committed, and between updates on a rollout."""
     out = tmp_path / "run"
     process = start_process(partial(train, callbacks=[partial(die_at, 5)]), folder, name, out)
     process.join()

@@ -1,4 +1,4 @@
-"""A run with random settings has the same bits however often it is stopped, and the same losses elsewhere."""
+"""A run with random settings has the same bits when stopped, and the same losses on other ranks."""
 
 import random
 from pathlib import Path

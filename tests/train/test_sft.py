@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: transformers' loss and gradients, new tokens that cost nothing, any split of the work and any
-stop the same run, and what is refused."""
+"""Supervised fine-tuning: loss and gradients of transformers, new tokens, and what is refused."""
 
 import json
 import math
@@ -126,7 +125,7 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path
 @pytest.mark.parametrize("model_config", [TINY_LLAMA, TINY_MODERN])
 @pytest.mark.parametrize("n_old", [97, 127, 128])
 def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int):
-    """Of a model whose logits are far from 0, as trained ones have them: rows of zeros would take nearly all."""
+    """Trained logits are far from 0, so new rows of zeros would get nearly all probability."""
     n_new = n_old + 2
     before = GPT(replace(model_config, vocab_size=n_old), seed=1)
     for table in {before.tokens.weight, before.lm_head_weight}:
@@ -160,7 +159,7 @@ def test_what_is_refused(base: Path, tmp_path: Path):
 
 
 def test_lora_gives_new_tokens_rows_of_their_own(base: Path, tmp_path: Path):
-    """Frozen and equal, the stop token could never be more likely than the others."""
+    """With frozen, equal rows, the stop token could never become more likely than others."""
     out = tmp_path / "run"
     tune(base, out, "model.lora_rank=8 sample.at_start=false evaluate.tokens=0", stop=1)
     old, new = load_pretrained(out).model.tokens.weight.detach()[:259].split([257, 2])

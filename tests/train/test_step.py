@@ -1,4 +1,4 @@
-"""One optimizer step: any split of the batch is the same step, and bad numbers never reach the weights."""
+"""Any split of a batch gives the same optimizer step, and bad numbers never reach the weights."""
 
 import copy
 import math
@@ -161,7 +161,7 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
     state, marked = tiny_state(), []
 
     def mark() -> None:
-        """The next step's graphs write to the memory of this one's results."""
+        """Zero gradients, as the graphs of the next step overwrite their memory."""
         marked.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
 
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
@@ -195,7 +195,7 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA])
 def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config: ModelConfig):
-    """It repeats dropout."""
+    """Recomputation repeats the dropout masks."""
     plain, gelu, block = (kept_bytes(what, model_config) for what in ("none", "gelu", "block"))
     wide = model_config.n_layer * 8 * 16 * model_config.d_ff * 4
     assert gelu <= plain - wide + 4096  # of each layer the MLP's wide output, fp32
@@ -209,7 +209,7 @@ def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config:
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int):
-    """Six sequences at once, and as two processes' shares in micro-batches."""
+    """Compare six sequences at once with two processes' shares in micro-batches."""
     whole, shared = tiny_state(dropout=0.3), tiny_state(dropout=0.3)
     rows = [half[:6] for half in tiny_rows()]
     expected = forward_backward(whole, tiny_step_config(6), CPU, Batch(*rows))

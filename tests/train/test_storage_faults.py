@@ -1,4 +1,4 @@
-"""Full runs on disks that fail: full, read-only, or emptied by somebody else."""
+"""Runs on disks that are full, read-only, or freed by another program."""
 
 import contextlib
 import errno
@@ -145,7 +145,7 @@ def test_a_small_a_full_and_a_read_only_disk_are_refused(
 
 
 def train_by_command(rank: int, settings: str, outs: list[Path]) -> None:
-    """Run `megatoken train` as a launcher that is not ours does."""
+    """Run `megatoken train` as a foreign launcher does."""
     for out in outs:
         with open(f"{out}.{rank}", "w") as errors, contextlib.redirect_stderr(errors):
             code = main(["train", str(TINY), *settings.split(), "--out", str(out)])

@@ -1,4 +1,4 @@
-"""Rates of a step: what they are divided by."""
+"""MFU and other rates of a step."""
 
 from pathlib import Path
 

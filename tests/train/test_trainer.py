@@ -168,7 +168,7 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config
     model, out = GPT(config.model, vocab_size=257), tmp_path / "run"
     fast, slow = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (2e-2, 1e-2))
     fit(config, out, model=model, optimizer=fast, callbacks=[stop_at(3)])
-    # What was applied, twice the schedule's.
+    # The applied rate is twice the schedule's.
     assert read_column(out, "lr")[3] == fast.param_groups[0]["lr"]
     with pytest.raises(ConfigError):
         fit(config, out, model=model, optimizer=slow)

@@ -34,8 +34,8 @@ class MegatokenError(Exception):
 
     Control characters are escaped.
 
-    where: place of the error, such as file:line, a setting's key, a shard and offset, a rank or a
-    step. fix: what the user can do about it.
+    where: location of the error, such as file:line, a setting's key, a shard and offset, a rank or
+    a step. fix: what the user can do about it.
     """
 
     code: ClassVar[ExitCode]

@@ -1,4 +1,4 @@
-"""Rows of measurements as Markdown tables.
+"""Format rows of measurements as Markdown tables.
 
 A figure is a measurement as a dict: median, low and high quartile, and number of repeats.
 """

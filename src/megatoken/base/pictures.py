@@ -41,9 +41,9 @@ def line(
 ) -> Draw:
     """Return a line through points, or dots if `fmt` is a marker such as "o".
 
-    x, y: values; NaN leaves a gap. label: its entry in the legend. band: the lowest and the
-    highest y, drawn pale. notes: a text for each point. note_position: of the notes, a key of NOTE_POSITIONS.
-    style: arguments of matplotlib's `Axes.errorbar`.
+    x, y: values; NaN leaves a gap. label: its entry in the legend. band: lower and upper
+    limits of y, between which a pale area is drawn. notes: a text for each point. note_position: a
+    key of NOTE_POSITIONS. style: arguments of matplotlib's `Axes.errorbar`.
     """
 
     def draw_line(axis: Any) -> None:
@@ -68,9 +68,9 @@ def panel(
 ) -> Draw:
     """Return a rectangle with axes, in which lines or an image are drawn.
 
-    names: of the rows at y = 0, 1, ..., from the top. image: a matrix of weights. outside: title
-    of a legend at the right; None puts it inside. formats: of the ticks on the x axis and the y
-    axis. axes: arguments of matplotlib's `Axes.set`.
+    names: labels of the rows at y = 0, 1, ..., from the top. image: a matrix of weights. outside:
+    title of a legend at the right; None puts it inside. formats: tick formats of the x axis and the
+    y axis. axes: arguments of matplotlib's `Axes.set`.
     """
 
     def draw_panel(axis: Any) -> None:
@@ -107,8 +107,8 @@ def draw(
 
     A row with a single panel has the full width. Raises ConfigError and StorageError.
 
-    width: inches per panel of the longest row. heights: inches per row. key: names of the
-    `line_style` of 0, 1, ..., on top of all. note: a text below.
+    width: inches per panel of the longest row. heights: inches per row. key: labels of
+    `line_style` 0, 1, ..., in a legend above all panels. note: a text below them.
     """
     pyplot = load_pyplot()
     columns = max(map(len, rows))

@@ -44,7 +44,7 @@ class PublishedRung:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedScore:
-    """HellaSwag scores by the names in eval.tasks.SCORES, and validation loss in nats."""
+    """HellaSwag scores, named as in inference/tasks.py, and validation loss in nats."""
 
     model: str
     source: str
@@ -64,9 +64,9 @@ class PublishedScore:
 class PublishedRun:
     """The losses of a training run in nats per token, one per step.
 
-    settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats with
-    which a replay agrees. needs: hardware or weights. has_documents: whether an end-of-text
-    token precedes each paragraph.
+    settings: changes to the recipe `shakespeare`. tolerance: the largest difference in nats that
+    a replay may have. needs: hardware or weights that a replay needs. has_documents: whether an
+    end-of-text token precedes each paragraph.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""What rooms add to the core, which does not know them.
+"""Find what rooms add to the core. The core itself names no other room.
 
-A room is a package of megatoken with a module `room`, or a single module. CORE are the rooms that
-training needs; each other one can be deleted, and what it adds goes with it. A room says what it
-adds in ENTRIES, a dict by kind of entry ("command", ...) of dicts from names to references, `module` or
-`module:attribute`. They are imported when they are used. NEEDS lists the rooms outside the core
-that it imports; without one of them, the room is left out. Both are literals, which are read
-without importing the module.
+A room is a package of megatoken with a module `room`, or a single module. Training needs the rooms
+in CORE; any other room can be deleted, together with what it adds. ENTRIES in a room says what it
+adds: for each kind of entry ("command", ...), a dict from names to references, `module` or
+`module:attribute`. References are imported when they are used. NEEDS lists the rooms outside the
+core that a room imports; if one of them is missing, the room is ignored. Both are literals, which
+are read without importing the module.
 """
 
 import ast
@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 @cache
 def find_rooms() -> dict[str, Room]:
-    """Return the rooms that add something, by name, without those that lack another."""
+    """Return the rooms that add something, by name, except those that need a missing room."""
     paths = {path.parent.name: path for path in sorted(PACKAGE.glob("*/room.py"))}
     paths |= {path.stem: path for path in sorted(PACKAGE.glob("[!_]*.py"))}
     found = {name: _read(path) for name, path in paths.items()}

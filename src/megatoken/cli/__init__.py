@@ -37,6 +37,6 @@ def load_command(name: str) -> ModuleType:
 
 
 def run_parsed(options: Namespace, console: Any) -> Result:
-    """Run the command of `arguments.parse`."""
+    """Run the command that `arguments.parse` found."""
     result = load_command(options.command).run(options, console)
     return result if isinstance(result, Result) else Result(ExitCode.DONE, result)

@@ -82,8 +82,8 @@ def build_parser(name: str) -> Parser:
 def split_settings(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into a list of other arguments and a list of settings.
 
-    An argument that is the value of an option is not a setting, even if it contains `=`. If the command
-    takes no settings, the second list is empty.
+    The value of an option is not a setting, even if it contains `=`. If the command takes no
+    settings, the second list is empty.
     """
     if not any(action.dest == "overrides" for action in parser._actions):
         return list(arguments), []
@@ -113,11 +113,11 @@ def add_options(
 ) -> None:
     """Add the arguments that a section of MODULE.toml describes, or the whole file without one.
 
-    The file has a table per argument, named as the argument is, with the keyword arguments of
+    The file has a table per argument, with the argument's name and the keyword arguments of
     `add_argument`; `group` is the title of a group in the help. "$NAME" as a value stands for
     `names[NAME]` or a type of TYPES, and {NAME} in the help for the text of `names[NAME]`. A table
-    named "*SECTION" adds a section of arguments.toml, with the table as its `names`, and "*option"
-    what rooms add: options of objectives.
+    named "*SECTION" adds a section of arguments.toml, with the table as its `names`. "*option"
+    adds the options of objectives that rooms have.
     """
     names = TYPES | names
     table = read_table(module_file)

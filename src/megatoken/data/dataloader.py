@@ -86,8 +86,8 @@ class DataLoader:
     "sequential", which cuts each shard into batches and drops the rest, as build-nanogpt and llm.c
     do; or "one-batch", which always repeats the first batch. sources: (number of tokens, weight) of
     each source in `tokens`; each source is shuffled separately. document_start: the id that begins
-    a document, if documents must not attend to each other. A subclass may read rows that share no
-    token, or make more of them than inputs and targets.
+    a document, if documents must not attend to each other. A subclass may cut rows that share no
+    token, or add tensors to a batch.
 
     Raises ConfigError if a batch does not divide evenly among the ranks, and DataError if the split
     has fewer windows than a batch or a source has no window.

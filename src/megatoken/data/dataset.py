@@ -259,10 +259,10 @@ class Dataset:
             raise DataError(what, self.path, "prepare another one")
 
     def byte_counter(self, split: str, vocabulary: Vocabulary) -> CountBytes:
-        """Return what counts the bytes of text in inputs and targets (B, T) of a split.
+        """Return a function that counts the bytes of text in inputs and targets (B, T) of a split.
 
-        They are those of the targets if bytes are tokens and the text was not changed, or if it was
-        not measured. Otherwise, each target counts as the split's bytes of text per target.
+        It adds the bytes of the targets if the tokenizer is byte-level and did not change the text,
+        or if the text was not measured. Otherwise, each target counts as the mean of the split.
         """
         sizes = self.manifest.bytes.get(split)
         is_exact = vocabulary.byte_lengths is not None

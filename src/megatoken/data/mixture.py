@@ -123,7 +123,7 @@ def _parse_spec(spec: str) -> dict[str, float]:
 
 
 def _identify(component: Component) -> tuple[str, str]:
-    """Return the tokenizer's identity and the token dtype, which must be the same in all components.
+    """Return the tokenizer's identity and the token dtype, which all components must share.
 
     The identity is the tokenizer's fingerprint or, if none is recorded, its name.
     """

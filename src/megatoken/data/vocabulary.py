@@ -112,7 +112,7 @@ class Vocabulary:
 
     def _count_decoded(self, ids: Ints) -> int:
         text = self._inner.decode(ids.tolist(), skip_special_tokens=True)
-        return len(text.replace("\ufffd", "?").encode())  # part of a character is 1 byte
+        return len(text.replace("\ufffd", "?").encode())  # one byte of a split character
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:

@@ -59,9 +59,9 @@ class MixedOrder:
     part contains the point frac(i x golden ratio + key) (Weyl 1916). These points are so evenly
     spread that in any stretch of entries, each source's share is right to within a few entries.
 
-    An entry takes the next window of its source, so i alone must tell how many earlier entries come
-    from that source. This number is a sum of floors, which takes as few steps as Euclid's
-    algorithm.
+    Entry i takes the next window of its source, so it needs the number of earlier entries of that
+    source. This is computed from i alone, as a sum of floors, in as few steps as Euclid's algorithm
+    takes.
     """
 
     def __init__(self, n_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -90,8 +90,8 @@ class MixedOrder:
         """Return how many of the first `count` entries have a point below `end`.
 
         Points and `end` are integers in units of 2**-64. The point of an entry is x mod 2**64 for
-        x = i * GOLDEN + key. It is below `end` if and only if
-        floor(x / 2**64) - floor((x - end) / 2**64) is 1 rather than 0, so the differences are summed.
+        x = i * GOLDEN + key. The difference floor(x / 2**64) - floor((x - end) / 2**64) is 1 if the
+        point is below `end`, else 0, so the differences are summed.
         """
         above = floor_sum(count, _ONE, GOLDEN, self._key + _ONE - end)
         return floor_sum(count, _ONE, GOLDEN, self._key) - above + count

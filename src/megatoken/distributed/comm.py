@@ -113,7 +113,7 @@ class Comm:
 def peer_errors(dist_env: DistEnv | ParallelDims) -> Iterator[None]:
     """Convert torch's errors about a lost process to PeerError; let other errors through.
 
-    dist_env: whose rank and world size the error names.
+    dist_env: has the rank and world size that the error names.
     """
     try:
         yield

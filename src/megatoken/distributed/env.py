@@ -17,8 +17,8 @@ VARIABLES = {
     "address": "MASTER_ADDR",
     "port": "MASTER_PORT",
 }
-# Variables of Open MPI, MPICH (and Intel MPI) and Slurm: rank, world size, the same on the machine,
-# hosts, name of the job. A step of Slurm may have fewer tasks than its job.
+# Variables of Open MPI, MPICH (and Intel MPI) and Slurm: rank, world size, local rank, local world
+# size, hosts, job. A step of Slurm may have fewer tasks than its job.
 LAUNCHERS = (
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
     "OMPI_COMM_WORLD_LOCAL_SIZE SLURM_JOB_NODELIST PMIX_NAMESPACE",

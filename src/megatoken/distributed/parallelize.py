@@ -28,7 +28,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 class ShardedParams:
     """The slices of a model's parameters that this process holds, by parameter name.
 
-    Parameters of which it holds nothing are left out, except in full_shapes.
+    A parameter without a slice in this process is only in full_shapes.
 
     trained: parameters of the model that computes; DTensors if sharded.
     local_params: plain tensors that the optimizer updates and checkpoints store.
@@ -50,7 +50,7 @@ class ShardedParams:
 
     @property
     def updated(self) -> dict[str, Tensor]:
-        """Those of local_params that train: all but frozen ones."""
+        """The local_params that are not frozen."""
         params = self.local_params.items()
         return {name: param for name, param in params if self.trained[name].requires_grad}
 

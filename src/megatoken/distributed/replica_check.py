@@ -43,16 +43,16 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def compare_replicas(
-    tensors: Mapping[str, Tensor], part: Hashable, comm: Comm
+    tensors: Mapping[str, Tensor], group: Hashable, comm: Comm
 ) -> Divergence | None:
-    """Compare tensors between all processes with the same `part`; return None if they are equal.
+    """Compare tensors between all processes with the same `group`; return None if they are equal.
 
     All ranks must call it, and all get the same result. It waits for the device once.
 
-    part: which slices of the model this process holds; processes with equal values are replicas.
+    group: identifies the slices that this process holds; processes with equal groups are replicas.
     """
     sums: list[int] = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
-    return find_divergence(list(tensors), comm.gather((part, sums)))
+    return find_divergence(list(tensors), comm.gather((group, sums)))
 
 
 def find_divergence(
@@ -60,11 +60,13 @@ def find_divergence(
 ) -> Divergence | None:
     """Return the first difference between replicas, or None.
 
-    names: of the tensors. reports: for every rank, its `part` and the checksums of its tensors.
+    names: of the tensors. reports: for every rank, its `group` and the checksums of its tensors.
     """
-    for part in dict.fromkeys(part for part, _ in reports):
+    for group in dict.fromkeys(group for group, _ in reports):
         replicas = {
-            rank: tuple(sums) for rank, (rank_part, sums) in enumerate(reports) if rank_part == part
+            rank: tuple(sums)
+            for rank, (rank_group, sums) in enumerate(reports)
+            if rank_group == group
         }
         common, count = Counter(replicas.values()).most_common(1)[0]
         if count == len(replicas):

@@ -1,6 +1,6 @@
 """Find ranks that hang by the heartbeats that they write (heartbeat.py).
 
-A rank that waits for a hung rank is just as silent. So a run counts as hung once every rank has
+A rank that waits for a hung rank is silent as well. So a run counts as hung once every rank has
 been silent for longer than its limit. The hung rank is then found by the stacks: it is not waiting
 in a collective, or is waiting in a different one than the others.
 """

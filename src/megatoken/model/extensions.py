@@ -1,8 +1,8 @@
-"""Parts that other rooms add to a model where a field of its config asks for them. No torch.
+"""Parts that other rooms add to a model, selected by fields of its config. No torch.
 
-For each of the fields EXTENSIONS, an entry `extension` is a module with two functions: `apply` adds
-the part to a GPT, and `merge` turns it into weights of the GPT where that is possible. An entry
-`extension_size` is a function that returns what the part adds, from the config.
+For each field in EXTENSIONS, the entry `extension` is a module with two functions: `apply` adds the
+part to a GPT, and `merge` turns it into weights of the GPT where that is possible. The entry
+`extension_size` is a function of the config that returns what the part adds.
 """
 
 from dataclasses import dataclass, fields

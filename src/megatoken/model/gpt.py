@@ -61,7 +61,7 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.model.kernels.block import KERNELS, BlockKernels
 from megatoken.model.loss import cap_logits, cross_entropy
-from megatoken.model.masks import Cache, TreeMask, place_rows
+from megatoken.model.masks import Cache, TreeMask, build_masks
 from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
 
 INIT_STD = 0.02
@@ -272,7 +272,7 @@ class Block(Module):
         fused = fuse(self) if fuse and cache is None else None
         if fused and mask is None:
             return fused(x_BTC, cos_sin)
-        # `fused` computes in the dtype of the weights, so with a mask they are used as well.
+        # `fused` computes in the dtype of the weights; with a mask, disable autocast likewise.
         with torch.autocast(x_BTC.device.type, enabled=False) if fused else nullcontext():
             y_BTC = _apply(self.norm1, x_BTC)
             y_BTC = self.attention(y_BTC, ids_BT, cache, cos_sin, mask, dropout_keys_B)
@@ -353,7 +353,7 @@ class GPT(Module):
         elif dropout_keys_B is None:
             dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
         T = ids_BT.shape[1]
-        positions, mask, window_mask = place_rows(ids_BT, cache, tree_mask, self.config.window)
+        positions, mask, window_mask = build_masks(ids_BT, cache, tree_mask, self.config.window)
         cos_sin = local_cos_sin = rotary_cos_sin(self.config, positions)
         if self.config.rope_local_theta:
             local_cos_sin = rotary_cos_sin(self.config, positions, local=True)
@@ -397,7 +397,7 @@ class GPT(Module):
     ) -> Tensor:
         """Return the gated share of each preceding embedding; 0 for the first token.
 
-        positions, mask: as from `place_rows`.
+        positions, mask: as from `build_masks`.
         """
         assert self.smear_gate is not None
         assert self.smear_scale is not None

@@ -1,4 +1,4 @@
-"""Where the tokens of a row are, and which of them each one attends to.
+"""Positions of the tokens of a row, and which tokens each one attends to.
 
 A row is one sequence, which may continue a cached one, or holds several sequences or trees.
 """
@@ -73,7 +73,7 @@ def find_bounds(starts_BT: Tensor) -> Tensor:
     return F.pad(begins, (0, size - len(begins)), value=starts_BT.numel())
 
 
-def place_rows(
+def build_masks(
     ids_BT: Tensor, cache: Cache | None, tree_mask: TreeMask | None, window: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return positions (T,) or (B, T), and the masks of layers without and with a window.

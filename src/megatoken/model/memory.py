@@ -25,7 +25,7 @@ class ActivationBytes:
     blocks: activations saved for the backward.
     low_precision: copies of the weights in the dtype of matmuls.
     loss: logits and their gradients, or the backward of the last block if that takes more.
-    end: the embedding's new gradient, before it is added to the accumulated one. With
+    end: gradients before they are added to the accumulated ones: that of the embedding. With
         master weights, all new gradients.
     """
 

@@ -183,9 +183,9 @@ class AdamW(torch.optim.AdamW):
 
 
 class Update:
-    """How a step applies the gradients: by the optimizer's own operations.
+    """Applies the gradients of a step, by the optimizer's own operations.
 
-    Tuning may replace it by a subclass that computes the same (optim/native.py).
+    Tuning may replace it by a subclass that computes the same result (optim/native.py).
 
     updates_copies: whether `step` reads the gradients of the weights' low-precision copies, and
         updates the copies.

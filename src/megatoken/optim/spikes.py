@@ -13,8 +13,8 @@ import numpy as np
 
 WINDOW = 128  # steps
 MIN_STEPS = 64  # before detection starts
-# A spike is both: this many standard deviations (of a normal distribution with the same MAD) above
-# the median, and a multiple of the median, because a calm window has hardly any deviation.
+# A spike is at least this many standard deviations (of a normal distribution with the same MAD)
+# above the median. It is also a multiple of the median, because a calm window hardly deviates.
 DEVIATIONS = 15.0
 LOSS_RATIO = 1.5
 GRAD_NORM_RATIO = 3.0

@@ -62,7 +62,7 @@ def check_owner(run: Path, store: ObjectStore) -> None:
     local_id = identity.get("run")
     remote_id = read_identity(store)
     mirrored = list_mirrored(store)
-    # Without a local id or mirrored checkpoints, the run was lost before its first checkpoint.
+    # No id here, no checkpoint there: an earlier start failed before its first save.
     if remote_id is None or (local_id is None and not mirrored):
         local_id = local_id or remote_id or uuid.uuid4().hex
         remote_id = local_id

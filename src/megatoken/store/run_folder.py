@@ -15,7 +15,7 @@ from megatoken.store.manifest import MANIFEST, DamagedError, verify
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
 BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")
-EXTEND = "--extend "  # begins the origin of a budget that may be another one than before
+EXTEND = "--extend "  # prefix of the origin of an extended budget
 IDENTITY = "mirror.json"  # identifies the run, in its folder and in its mirror
 LEFTOVERS = (LOCK, OWNER, IDENTITY, f".{PROVENANCE}")  # files of a failed start
 

@@ -54,8 +54,9 @@ class BatchSource(Protocol):
 class Objective:
     """Pre-training: the cross-entropy of text. Fields of subclasses are options of the `Trainer`.
 
-    kind: of the datasets it trains on. is_dense: whether rows fill the context, as FLOPs are
-    counted. is_chat: whether the model learns to answer messages instead of continuing text.
+    kind: kind of dataset that it trains on. is_dense: whether rows fill the context, for which
+    FLOPs are counted. is_chat: whether the model learns to answer messages
+    instead of continuing text.
     """
 
     kind: ClassVar[str] = "text"
@@ -93,7 +94,7 @@ class Objective:
         return TextBatches(run)
 
     def show(self, row: Mapping[str, Any]) -> list[str]:
-        """Return texts of the values of a step that matter most."""
+        """Return the most important values of a step as texts."""
         return [f"loss {row['loss']:.4f}"]
 
     def next_command(self, config: Config, out: Path) -> str:

@@ -1,7 +1,8 @@
 """Decide how to go on after bad steps: skip the batch; after several in a row, rewind the run.
 
 With batches of one size, a skipped batch leaves no trace: the run is bit-identical to one without
-that batch in its data. In a batch ramp, sizes go by batch and learning rates by step.
+that batch in its data. In a batch ramp, sizes depend on the batch number, but learning rates
+on the step.
 
 After `optim.max_skips` bad steps in a row, the weights may be at fault, so training rewinds to the
 newest checkpoint and skips every batch from there to the last bad one (PaLM, Chowdhery et al. 2022,
@@ -30,7 +31,7 @@ REPLICA_FIX = "test the memory and device of that rank; the same command resumes
 class Accept(NamedTuple):
     """The step updated the weights.
 
-    spike: what is wrong if a spike begins with it, else "". recent: the recent steps with this one.
+    spike: describes a spike that begins with this step, else "". recent: includes this step.
     """
 
     spike: str
@@ -55,8 +56,8 @@ class Rewind(NamedTuple):
 class Guard:
     """Judges steps by their numbers.
 
-    furthest_step: the last good step so far. bad_batches: since the last good step. n_rewinds:
-    since the furthest step.
+    furthest_step: the last good step so far. bad_batches: those of bad steps since the last good
+    one. n_rewinds: rewinds since the furthest step.
     """
 
     max_skips: int

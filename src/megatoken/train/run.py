@@ -119,9 +119,9 @@ class Run(RunPlan):
 
     step_config: its micro-batch and loss are placeholders until set-up has ended. observers: called
     with a dict for every row (kind, step, tokens, elapsed_seconds and values); one that returns
-    True stops the run. Only they get the rows of kind `start` (micro_batch, compiled), before the
-    first step, `finish`, after the last save, and `end` (exit_code, message), when the final status
-    is written.
+    True stops the run. Three kinds of rows are not logged: `start` (micro_batch, compiled) before
+    the first step, `finish` after the last save, and `end` (exit_code, message) with the final
+    status.
     """
 
     state: TrainState

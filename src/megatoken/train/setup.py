@@ -47,9 +47,9 @@ def check_folder(
 ) -> list[Change]:
     """Check that the run folder can be used, and fetch a checkpoint from elsewhere if it has none.
 
-    Returns the settings that changed since the last start. Raises what `find_changes` and entries
-    of the kind "fetch" raise: functions of the config and the context that say whether they fetched
-    a checkpoint.
+    An entry of the kind "fetch" is a function of the config and the context that returns whether it
+    fetched a checkpoint. Returns the settings that changed since the last start. Raises what
+    `find_changes` and these entries raise.
 
     allow_changes: as in `find_changes`.
     """

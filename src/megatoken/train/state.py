@@ -45,7 +45,7 @@ MOMENTUM_START = 0.85  # at the start of optim.momentum_warmup (Jordan et al. 20
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How steps are computed: chosen before the first step, the same in all.
+    """How steps are computed: chosen before the first step, and then constant.
 
     model: runs forward and backward. It is a low-precision copy of the weights if there are master
         weights, else the model that holds the weights.

@@ -143,8 +143,7 @@ def compute_gradients(
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
     else:
         reducer = state.compute.reducer
-    # A single micro-batch's gradients may stay where autograd left them, if the optimizer reads
-    # them there.
+    # With a single micro-batch, the optimizer may read gradients where autograd left them.
     needs_sum = len(micro_batches) > 1 or pairwise is not None or reducer is not None
     collects = needs_sum or not state.compute.update.updates_copies
     with state.compute_timer:

@@ -53,7 +53,7 @@ class StepLog:
         self._pending.append((step, batch_values))
 
     def read(self) -> list[tuple[StepMetrics, dict[str, Any]]]:
-        """Wait for the pending steps; return each with what `write` needs, up to the first bad one.
+        """Wait for the pending steps; return each with the values for `write`, up to the first bad.
 
         If there is a bad one, `state.step` goes back to before it.
         """

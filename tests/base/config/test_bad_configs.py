@@ -22,7 +22,7 @@ GOOD = (
 
 
 class BadConfig(NamedTuple):
-    """Words after `megatoken train`, where RECIPE stands for the path of a file with `recipe`.
+    """Arguments of `megatoken train`, where RECIPE stands for the path of a file with `recipe`.
 
     says: parts of the error, where FILE stands for that path.
     """

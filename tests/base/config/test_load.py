@@ -87,7 +87,7 @@ def test_null_is_no_value(tmp_path: Path, null: str):
 
 @pytest.mark.parametrize("text", [*TEXTS, "#", "", "x" * 300, "?", "Null"])
 def test_rendered_config_loads_again(tmp_path: Path, text: str):
-    """Also if an origin, which is rendered as a comment, has lines."""
+    """An origin with several lines is rendered as a comment, too."""
     folder = tmp_path / "two\nlines: \udc80"
     folder.mkdir()
     overrides = [f"data.path={text}", f"sample.prompt={text}", "optim.lr=1e-05", "log.every=3"]

@@ -1,4 +1,4 @@
-"""Device, precision, peak and compile mode, as far as a machine without a GPU can test them."""
+"""Device, precision, peak and compile mode, tested without a GPU."""
 
 import json
 from copy import deepcopy
@@ -80,7 +80,7 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path):
         f"{name}, {each}, {version}": peak for each, peak in (("fp32", 2e15), ("bf16", 3e15))
     }
     assert json.loads(peaks.read_text()) == expected
-    assert with_peak(CPU).peak_flops == 2e15  # the best ever stays
+    assert with_peak(CPU).peak_flops == 2e15  # the best measurement stays
     assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
     assert with_peak(replace(CPU, name="another")).peak_flops < 1e15
 

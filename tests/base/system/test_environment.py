@@ -92,7 +92,7 @@ job/step/memory.max max
 job/step/memory.current 45000000
 job/step/memory.stat anon 7; inactive_file 1000000
 """,
-    # A container: the host's names, of which only the topmost folder is there.
+    # A container: names of the host, of which only the topmost folder exists.
     "version 1": """
 names 4:memory:/docker/1f; 1:cpu,cpuacct:/docker/1f; 0::/docker/1f
 cpu/cpu.cfs_quota_us 250000

@@ -1,5 +1,4 @@
-"""The kernels as `make` has built them; others are compiled once for all test processes and kept until
-their sources change."""
+"""Kernels built by `make`; others are compiled once for all tests, until their sources change."""
 
 from collections.abc import Callable
 from functools import cache
@@ -67,7 +66,7 @@ def native_library() -> Callable[[str], Library]:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Compute in fp32 and in bf16."""
+    """Return fp32, then bf16."""
     dtype: torch.dtype = request.param
     return dtype
 

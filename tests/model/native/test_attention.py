@@ -1,4 +1,4 @@
-"""The compiled attention beside the formula in fp64, for every instruction set that this processor has."""
+"""Native attention equals the formula in fp64, for every instruction set of this processor."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ def attend(fn: Callable[..., Tensor], packed: Tensor, heads: list[int]) -> Tenso
 def compute(
     fn: Callable[..., Tensor], packed: Tensor, dy: Tensor, heads: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Output and the packed gradient."""
+    """Return the output and the packed gradient."""
     packed = packed.detach().requires_grad_()
     y = attend(fn, packed, heads)
     return y.detach(), *torch.autograd.grad(y, packed, dy)
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_the_formulas(shape: str, dtype: torch.dtype):
 def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype):
     packed, _, heads = draw_heads("1 200 2 2 32", dtype)
     y = attend(native_attention, packed, heads)
-    # A weight of 1.
+    # The first query gives its own key a weight of 1.
     torch.testing.assert_close(y[0, :, 0].float(), packed[0, 0, 4:].float(), rtol=1e-6, atol=0)
     for n in (1, 31, 64, 150):
         changed = packed.clone()

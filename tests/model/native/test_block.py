@@ -1,4 +1,4 @@
-"""A block in one call beside the same operations one by one, and beside fp64, for every instruction set."""
+"""A fused block equals its operations called one by one, and fp64, for every instruction set."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 
 
 class Call:
-    """A block as a function of its input and its parameters."""
+    """Calls a block with its input and its parameters."""
 
     def __init__(self, config: ModelConfig, kernels: str = "native", *, fused: bool = True) -> None:
         self.block = Block(config.resolve(97), layer=0)
@@ -62,7 +62,7 @@ class Call:
         return y
 
     def draw(self, dtype: torch.dtype) -> list[Tensor]:
-        """An input, and parameters with which all operations matter."""
+        """Draw an input, and parameters with which all operations matter."""
         x = draw(B, T, self.block.norm1.weight.numel(), dtype=dtype)
         parameters = enumerate(self.block.parameters(), start=1)
         return [x, *((draw(*p.shape, seed=seed) * 0.2).to(dtype) for seed, p in parameters)]
@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_operations(config: ModelConfig, d
 @pytest.mark.usefixtures("fastest")
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_what_the_forward_saved_may_move(config: ModelConfig):
-    """Checkpointing computes it again, FSDP gathers weights again."""
+    """Checkpointing recomputes saved tensors, and FSDP gathers weights again."""
     call = Call(config)
     inputs = call.draw(torch.float32)
     expected = differentiate(call, inputs)

@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits beside those with the weights that they stand for, for every instruction set."""
+"""Matmuls with 8-bit weights equal those with the rounded weights, for every instruction set."""
 
 import pytest
 import torch

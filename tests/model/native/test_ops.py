@@ -1,4 +1,4 @@
-"""Norms, activations and loss of the compiled kernels beside torch's, for every instruction set at hand."""
+"""Native norms, activations and loss equal torch's, for every instruction set of this processor."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The compiled Muon and AdamW beside torch's operations, for every instruction set at hand."""
+"""Native Muon and AdamW equal torch's operations, for every instruction set of this processor."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = [(96, 32), (32, 97), (8, 33000)]
 
 
 class Training:
-    """Weights with their optimizer and, if it is native and computes in bf16, their copies."""
+    """Weights, their optimizer and, for a native one in bf16, their copies."""
 
     def __init__(
         self, library: Library | None, dtype: torch.dtype, name: str = "muon", options: bool = False
@@ -42,7 +42,7 @@ class Training:
         return [param.detach() for param in self.model.parameters()]
 
     def step(self, step: int, found_inf: float = 0.0) -> None:
-        """Update by the gradients, each time divided by another scale."""
+        """Update the weights, dividing the gradients by a scale that changes each step."""
         self.update.step(self.optimizer, torch.tensor(found_inf), torch.tensor(1.0 + step))
 
     def set_gradients(self, step: int) -> None:
@@ -60,7 +60,7 @@ def test_weights_are_those_of_torchs_operations(
 ):
     ours = Training(library, dtype, name, options)
     torchs = Training(None, torch.float32, name, options)
-    # Of Muon's updates, which torch computes here in fp32; those of its operations in bf16 have 0.013.
+    # Error of Muon's updates, which torch computes in fp32 here; in bf16, torch's own is 0.013.
     tolerance = 0.015 if (name, dtype) == ("muon", torch.bfloat16) else 1e-5
     start = [param.clone() for param in torchs.parameters()]
     for step in range(3):

@@ -1,4 +1,4 @@
-"""The compiled matrix products beside fp64, for every instruction set at hand; AMX is emulated where there is none."""
+"""Native matmuls equal fp64, for every instruction set of this processor; AMX may be emulated."""
 
 import random
 
@@ -19,7 +19,7 @@ SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
 
 
 def draw_part(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
-    """A matrix that is a part of a larger one, by rows or by columns, from any element on."""
+    """Draw a matrix that is a slice of a larger one, by rows or by columns."""
     top, left, spare = rng.randrange(3), rng.randrange(3), rng.randrange(9)
     transposed = rng.random() < 0.5
     height, width = (cols, rows) if transposed else (rows, cols)
@@ -31,7 +31,7 @@ def draw_part(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> T
 def draw_factors(
     sizes: tuple[int, int, int], dtype: torch.dtype, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """The factors of a product, from its M, N and K."""
+    """Draw the factors of a product with sizes M, N and K."""
     M, N, K = sizes
     return draw_part(M, K, dtype, rng), draw_part(K, N, dtype, rng)
 

@@ -1,5 +1,4 @@
-"""Every kernel over odd sizes, on memory of just their size: no access beyond it, no undefined behaviour,
-no race."""
+"""Kernels on odd sizes access only their own memory, without undefined behavior or races."""
 
 import os
 import subprocess

@@ -21,7 +21,7 @@ needs_avx512_bf16 = pytest.mark.skipif(
 
 
 def choose(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Return the instruction set and the fault that are found with these AMX kernels.
+    """Return the chosen instruction set and the fault found with these AMX kernels.
 
     Their counterparts are in the same folder, on a processor with AMX.
     """

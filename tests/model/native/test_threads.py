@@ -95,7 +95,7 @@ def test_same_bits_with_any_number_of_threads(run: Callable[[], Iterable[Tensor]
 
 @pytest.mark.usefixtures("fastest")
 def test_two_threads_of_the_program_at_the_same_time():
-    """One of them has the kernels' threads, the other computes alone."""
+    """One of them gets the kernels' threads; the other computes alone."""
 
     def repeat(config: ModelConfig) -> list[list[Tensor]]:
         return [run_block(config) for _ in range(20)]
@@ -109,7 +109,7 @@ def test_two_threads_of_the_program_at_the_same_time():
 @pytest.mark.usefixtures("fastest")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_computes():
-    """It has none of the threads."""
+    """A fork does not copy the kernels' threads."""
     a = draw(64, 64)
     expected = products.matmul(a, a)
 

@@ -1,7 +1,7 @@
 """Describe settings (help line, unit, range) and parse their values.
 
-settings.toml has what a setting's field in a dataclass does not say. A room has its own beside
-its `room.py`.
+A dataclass field gives the type and the default of a setting, and settings.toml gives the rest. A
+room's own settings.toml is next to its `room.py`.
 """
 
 import re
@@ -72,8 +72,8 @@ class ConfigField:
     open_low: whether `low` itself is excluded from the range.
     only_if: a condition on another setting, such as `optim.name=muon`, `objective.name=grpo|ppo` or
         `model.window!=0`. Unless it holds, this setting has no effect.
-    resume: whether a resume may change it (schema.py); None: as its section.
-    entries: a kind of entries of rooms (base/rooms.py), whose names are values besides the default.
+    resume: whether a resume may change it (schema.py); None: the same as for its section.
+    entries: a kind of room entries (base/rooms.py), whose names are further values.
     key: the dotted key, such as `model.n_layer`.
     section: the dataclass that declares it.
     """

@@ -86,7 +86,7 @@ class ResolvedConfig:
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return the files of the shipped recipes, those of rooms included, by name."""
+    """Return the files of the shipped recipes, including those of rooms, by name."""
     paths = [*SHIPPED.glob("*.yaml"), *(PACKAGE / file for file in list_entries("recipe").values())]
     return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
 
@@ -129,7 +129,7 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
 
 
 def _read(path: Path) -> list[Assignment]:
-    """Read a recipe; of a shipped one, leave out the settings of rooms that are not installed."""
+    """Read a recipe. If it is a shipped one, leave out settings of rooms that are not installed."""
     is_shipped = path in list_recipes().values()
     return [each for each in read_recipe(path) if each.key in FIELDS or not is_shipped]
 

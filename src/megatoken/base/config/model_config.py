@@ -25,7 +25,7 @@ SWITCHES = (
     "nope_interval",
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
-EXTENSIONS = ("lora_rank", "value_head")  # fields that ask for a part of another room
+EXTENSIONS = ("lora_rank", "value_head")  # fields that select a part of another room
 ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
@@ -136,7 +136,7 @@ class ModelConfig:
 
     @property
     def switched_on(self) -> list[str]:
-        """The names of enabled features that neither GPT-2 nor LLaMA has, with the values of text fields."""
+        """Enabled features that neither GPT-2 nor LLaMA has: names, with the values of texts."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in SWITCHES}
         defaults = {f.name: f.default for f in fields(self)}
         return [
@@ -178,8 +178,8 @@ class ModelConfig:
 def default_d_ff(d_model: int, mlp: str) -> int:
     """Return the MLP's default width: 4 * d_model, or with a gate 8/3 * d_model, rounded up.
 
-    A gated MLP has three matrices instead of two. With these widths, both kinds of MLP have about the
-    same number of parameters.
+    A gated MLP has three matrices instead of two. With these widths, both have about as many
+    parameters.
     """
     if mlp not in GATED:
         return 4 * d_model

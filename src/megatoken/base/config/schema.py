@@ -1,7 +1,7 @@
 """Declare the settings of the core, typed and frozen, and collect those that rooms add.
 
-A room adds a section: a frozen dataclass of fields with defaults, which its entry of the kind
-"section" names by the prefix of the keys. The core may have other settings with that prefix. The
+A room adds a section as an entry of the kind "section", named by the prefix of its settings: a
+frozen dataclass of fields with defaults. The core may have other settings with that prefix. The
 sections model, data, objective, optim and budget, and the setting `seed`, determine the loss
 curve of a run. Settings in other sections must not change it. Derived values are properties.
 """

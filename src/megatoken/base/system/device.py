@@ -124,7 +124,7 @@ def open_device(
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore on exit what `open_device` and a choice of kernels set in this process."""
+    """Restore on exit the settings of this process that `open_device` and tuning change."""
     cuda = torch.backends.cuda
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
     before: list[tuple[Callable[[Any], object], Any]] = [

@@ -13,14 +13,14 @@ def set_thread_count(count: int) -> None:
 
 
 def thread_count() -> int:
-    """Return the number last set, even if torch has left its threads to the native kernels."""
+    """Return the number set last, even while torch uses one thread, as with native kernels."""
     return _count or torch.get_num_threads()
 
 
 def use_torch_threads(count: int) -> None:
     """Set the number of torch's threads alone; 0 leaves it as it is.
 
-    With 1, its waiting threads do not keep cores from the native kernels.
+    With 1, idle threads of torch take no cores from the native kernels.
     """
     if count:
         torch.set_num_threads(count)

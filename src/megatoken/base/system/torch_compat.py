@@ -102,8 +102,8 @@ def flash_varlen(
 ) -> Tensor:
     """Compute causal attention within each of the sequences of N tokens by FlashAttention-2.
 
-    bounds: where each sequence begins, then N; int32. longest: at least the length of the longest
-    one. window: number of latest keys that a query sees, or 0 for all.
+    bounds: where each sequence begins, then N; int32. longest: upper bound of the lengths of
+    sequences. window: number of latest keys that a query sees, or 0 for all.
     """
     y_NHD: Tensor = torch.ops.aten._flash_attention_forward(
         *(q_NHD, k_NKD, v_NKD, bounds, bounds, longest, longest),

@@ -20,8 +20,8 @@ class BlockKernels:
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
     like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu (N,
     out) of linear with approximate=`tanh`, and its input; None for separate operations. fuse: a
-    Block of model/gpt.py -> a function (x, cos_sin) -> y of all its operations, or None if this
-    block has parts that the function lacks; None if there is no such function.
+    Block of model/gpt.py -> a function (x, cos_sin) -> y that computes the whole block, or None if
+    it does not support this block; None if there is no such function.
     """
 
     linear: Callable[..., Tensor]

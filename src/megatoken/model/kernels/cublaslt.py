@@ -31,7 +31,7 @@ def _find(name: str) -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of cuBLASLt; raise RuntimeError if it fails. Integers are passed as size_t."""
+    """Call a function of cuBLASLt, with integers as size_t. Raises RuntimeError if it fails."""
     passed = (c_size_t(arg) if isinstance(arg, int) else arg for arg in arguments)
     if status := _find(name)(*passed):
         raise RuntimeError(f"{name} returned {status}")

@@ -60,7 +60,7 @@ def matmul_nt(a: Scaled, b: Scaled, *, fast: bool = False, out: Tensor | None = 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Compute F.linear with FP8 matmuls in the forward and in the backward.
 
-    Without gradients (validation, sampling), or if MULTIPLE does not divide the rows, call F.linear.
+    Calls F.linear without gradients (validation, sampling), or if MULTIPLE does not divide N.
     """
     x_NI = x.flatten(0, -2)
     if not torch.is_grad_enabled() or len(x_NI) % MULTIPLE:

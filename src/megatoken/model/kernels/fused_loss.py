@@ -132,7 +132,7 @@ def _cross_entropy(
     logits += row.to(tl.int64) * V
     grad8 += row.to(tl.int64) * V
     # Each thread has its own maximum and sum, so loops have no barriers. Columns from `tail` on may
-    # be padding; only there do loops compare columns, as instructions limit the kernel.
+    # be padding. Loops compare columns only there, because instructions limit the kernel.
     columns = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tail = vocab_size // STEP * STEP
     target = tl.load(targets + row)

@@ -37,8 +37,8 @@ def _call(
 class FusedBlock(torch.autograd.Function):
     """A block with causal attention, and SwiGLU if it has a gate, else tanh GELU.
 
-    x: (B, T, C). heads: numbers of query, key and value heads. parameters: weight and bias of norm1,
-    qkv, out, norm2, gate, up and down, in the dtype of x.
+    x: (B, T, C). heads: numbers of query, key and value heads. parameters: weight and bias of
+    norm1, qkv, out, norm2, gate, up and down, in the dtype of x.
     """
 
     @staticmethod
@@ -78,9 +78,9 @@ class FusedBlock(torch.autograd.Function):
 
 
 def fuse(block: Block) -> Callable[..., Tensor] | None:
-    """Return what computes the block in one call; None if the block has parts that it lacks.
+    """Return a function that computes the block in one call, or None for unsupported parts.
 
-    It computes causal attention of all heads, and GPT-2's or LLaMA's MLP.
+    Supported are causal attention of all heads, and GPT-2's or LLaMA's MLP.
     """
     attention, mlp, norm = block.attention, block.mlp, block.norm1
     linears = (attention.qkv, attention.out, mlp.up, mlp.down)

@@ -3,7 +3,8 @@
 Inputs are in bf16. Matmuls multiply integers of 6 bits: sums of 4,000 products are exact in fp32,
 whatever their order, so the results must be equal. Attention rounds weights and results to bf16,
 each by up to 2^-8, and the libraries round differently: weights depend on the maximum over a block
-of keys, and their blocks differ in size. Two roundings in either library are 2^-6.
+of keys, and their blocks differ in size. With two roundings in each library, results may differ by
+2^-6.
 """
 
 from collections.abc import Iterator
