@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatoken.posttrain.losses import pairwise_loss
 from megatoken.posttrain.policy_loss import (
     clipped_loss,
     clipped_value_loss,
@@ -29,7 +30,6 @@ from megatoken.posttrain.policy_loss import (
     moments,
     whiten,
 )
-from megatoken.posttrain.preference_loss import dpo_loss
 
 B, T, GROUP, ROUNDS = 16, 12, 4, 50
 ACCELERATOR = SimpleNamespace(
@@ -89,7 +89,8 @@ def compare_dpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
         "ref_rejected_logps": sums[B // 2 :],
     }
     loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
-    losses, chosen, rejected = dpo_loss(*ours.sum(1).chunk(2), *sums.chunk(2), beta=0.1)
+    chosen, rejected = (0.1 * (ours.sum(1) - sums)).chunk(2)
+    losses = pairwise_loss(chosen, rejected)
     loss.backward()
     losses.mean().backward()
     compare("dpo_loss", losses.mean(), loss)

@@ -10,8 +10,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import AnswerScorer, take_last
 from megatoken.posttrain.batches import PreferenceBatch
-from megatoken.posttrain.losses import PreferenceLoss
-from megatoken.posttrain.preference_loss import pairwise_loss
+from megatoken.posttrain.losses import PreferenceLoss, pairwise_loss
 from megatoken.posttrain.preferences import EncodedConversation, build_pairs, keep_rated, mismatch
 from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.train.state import Loss, TrainState
@@ -39,7 +38,7 @@ def log_prob(model: GPT, row: EncodedConversation) -> torch.Tensor:
 
 def with_reference(batch: Batch, model: GPT) -> PreferenceBatch:
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-    log_probs = AnswerScorer(device=CPU, micro_batch=4, loss_chunk=64).log_probs(model, rows)
+    log_probs = AnswerScorer(CPU, tiny_step_config(4)).log_probs(model, rows)
     sums = log_probs.sum(1).view(-1, 2)
     return PreferenceBatch(batch.inputs_BT, batch.targets_BT, reference_B2=sums)
 

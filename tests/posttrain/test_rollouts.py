@@ -16,7 +16,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import AnswerScorer
-from megatoken.posttrain.batches import RolloutBatch, open_scorer
+from megatoken.posttrain.batches import RolloutBatch
 from megatoken.posttrain.losses import PolicyLoss
 from megatoken.posttrain.objectives import Policy
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
@@ -83,7 +83,7 @@ def open_run(
         progress=Progress(),
         observers=[events.append],
     )
-    return Job(state, run, open_scorer(run), events)
+    return Job(state, run, AnswerScorer(run.device, run.step_config), events)
 
 
 def open_batches(run: Job, score: Score = pay_for_low_ids) -> RolloutBatches:

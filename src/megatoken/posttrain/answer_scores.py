@@ -1,4 +1,4 @@
-"""Log-probabilities and values of answers, measured without gradients or inside a loss.
+"""Log-probabilities and values of answers, computed inside a loss or without gradients.
 
 A row is a prompt and its answer. The targets are the answer's tokens. Unlike in pre-training, the
 inputs include the last token, whose value a reward model needs.
@@ -17,6 +17,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cap_logits, product_dtype
 from megatoken.posttrain.value_head import predict_values
+from megatoken.train.state import StepConfig
 from megatoken.train.step import fit_rows
 
 MAX_SAVED_LOGITS = 1 << 24  # per micro-batch; if there are more, the backward recomputes them
@@ -49,7 +50,7 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """Return the targets' log probabilities (B, T) in nats, fp32; 0 where a target is below 0.
+    """Return the targets' log-probabilities (B, T) in nats, fp32; 0 where a target is below 0.
 
     Differentiable. Logits are computed only for positions with a target.
 
@@ -86,25 +87,23 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
     return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AnswerScorer:
     """Computes scores of rows with a full model, in micro-batches, without gradients or dropout.
 
-    micro_batch: number of full-context sequences that fit in memory. fits: whether to put more of
-    shorter rows into a micro-batch, whose number then depends on the number of processes.
+    Unless steps are deterministic, a micro-batch holds more of shorter rows. The number of its rows
+    then depends on the number of processes.
     """
 
     device: Device
-    micro_batch: int
-    loss_chunk: int
-    fits: bool = True
+    steps: StepConfig
 
     def log_probs(self, model: GPT, batch: Batch, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities (B, T) of the targets at a sampling temperature."""
 
         def score(rows: Batch, hidden_BTC: Tensor) -> Tensor:
             return answer_log_probs(
-                model, hidden_BTC, rows, loss_chunk=self.loss_chunk, temperature=temperature
+                model, hidden_BTC, rows, loss_chunk=self.steps.loss_chunk, temperature=temperature
             )
 
         return self._measure(model, batch, score)
@@ -117,8 +116,8 @@ class AnswerScorer:
     def _measure(
         self, model: GPT, batch: Batch, score: Callable[[Batch, Tensor], Tensor]
     ) -> Tensor:
-        size = self.micro_batch
-        if self.fits:
+        size = self.steps.micro_batch
+        if not self.steps.deterministic:
             size = fit_rows(size, len(batch), batch.inputs_BT.shape[1], model.config.seq_len)
         was_training = model.training
         model.eval()

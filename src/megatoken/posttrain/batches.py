@@ -1,4 +1,4 @@
-"""Batches of the objectives, and what they have in common."""
+"""The batches of the objectives, and what their sources have in common."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ SHOWN = {  # values that are printed before the loss of a step, and their names
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
-    """Sampled answers, whose tokens are the targets.
+    """Sampled completions, whose tokens are the targets.
 
-    The other tensors are computed before the step, each (B, T) and 0 outside the answers:
+    The other tensors are computed before the step, each (B, T) and 0 outside the completions:
     log-probabilities under the model that sampled them and under the reference model, advantages,
     and for PPO values and returns.
     """
@@ -57,7 +57,7 @@ class RowBatches:
     def __init__(self, run: Run) -> None:
         self.metrics: dict[str, float] = {}
         self.run = run
-        self.scorer = open_scorer(run)
+        self.scorer = AnswerScorer(run.device, run.step_config)
 
     def measure(self, poll: Poll) -> dict[str, float]:
         """Return values of the held-out rows, with `loss`."""
@@ -82,17 +82,6 @@ class RowBatches:
 
     def close(self) -> None:
         """Do nothing, as there is no background work."""
-
-
-def open_scorer(run: Run) -> AnswerScorer:
-    """Return a scorer that takes rows in micro-batches of the run's size."""
-    steps = run.step_config
-    return AnswerScorer(
-        device=run.device,
-        micro_batch=steps.micro_batch,
-        loss_chunk=steps.loss_chunk,
-        fits=not steps.deterministic,
-    )
 
 
 def full_model(state: TrainState, device: Device) -> GPT:

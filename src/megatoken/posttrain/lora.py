@@ -24,7 +24,7 @@ LAYERS = ("attention.qkv", "attention.out", "mlp.gate", "mlp.up", "mlp.down")  #
 class LoRA(AddedModule):
     """The adapter of a linear layer, uninitialized.
 
-    outputs: number of outputs of each of the layers that are packed into the linear layer.
+    outputs: number of outputs of each layer that is packed into the linear layer.
     """
 
     enabled = True
@@ -65,17 +65,17 @@ class AdaptedLinear(Linear):
 def apply(model: GPT) -> None:
     """Freeze all parameters, and add an adapter to every linear layer of the blocks."""
     model.requires_grad_(False)
-    for name, part in list(model.named_modules()):
-        if name.endswith(LAYERS) and isinstance(part, Linear):
-            outputs = model.config.qkv_rows if name.endswith("qkv") else [part.out_features]
-            part.__class__ = AdaptedLinear  # as FSDP changes the class of what it shards
-            part.lora = LoRA(model.config, part.in_features, outputs)
+    for name, module in list(model.named_modules()):
+        if name.endswith(LAYERS) and isinstance(module, Linear):
+            outputs = model.config.qkv_rows if name.endswith("qkv") else [module.out_features]
+            module.__class__ = AdaptedLinear  # FSDP changes the class of modules, too
+            module.lora = LoRA(model.config, module.in_features, outputs)
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters, so that the model computes what its base computes."""
-    adapters = [part for part in model.modules() if isinstance(part, LoRA)]
+    """Disable the adapters, so that the model computes the same as its base."""
+    adapters = [module for module in model.modules() if isinstance(module, LoRA)]
     try:
         for adapter in adapters:
             adapter.enabled = False

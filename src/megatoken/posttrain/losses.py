@@ -1,8 +1,9 @@
-"""The losses of preferences and of sampled answers."""
+"""The losses of preferences and of sampled completions, in fp32."""
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.data.dataloader import Batch
@@ -10,7 +11,6 @@ from megatoken.model.gpt import GPT
 from megatoken.posttrain.answer_scores import answer_log_probs, take_last
 from megatoken.posttrain.batches import PreferenceBatch, RolloutBatch
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, kl_k3
-from megatoken.posttrain.preference_loss import dpo_loss, kto_loss, pairwise_loss
 from megatoken.posttrain.settings import ObjectiveConfig
 from megatoken.posttrain.value_head import predict_values
 from megatoken.train.state import TrainState
@@ -33,7 +33,7 @@ class PolicyLoss:
         assert isinstance(batch, RolloutBatch)
         config = self.config
         if self.name == "grpo" and batch.reference_BT is None:
-            # An answer with an advantage of 0 adds 0 to the loss and to every gradient.
+            # A completion with an advantage of 0 adds 0 to the loss and to every gradient.
             rows = torch.nonzero(batch.advantages_BT.any(1))[:, 0]
             if not len(rows):
                 rows = rows.new_zeros(1)  # all ranks of a sharded model must run a forward
@@ -70,7 +70,14 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """DPO and reward models: the pairwise loss of two answers. KTO: the loss of rated answers."""
+    """DPO and reward models: `pairwise_loss` of two answers. KTO: a loss of rated answers.
+
+    DPO's score of an answer is its implicit reward, beta (log p - log p_reference) (Direct
+    preference optimization, Rafailov et al. 2023, equation 7). The loss is ln 2 if the model equals
+    its reference. KTO's loss is w (1 - sigmoid(m)); the margin m is beta (log p - log p_reference -
+    KL) for a desirable answer, and its negative for an undesirable one (KTO: model alignment as
+    prospect theoretic optimization, Ethayarajh et al. 2024).
+    """
 
     name: str
     config: ObjectiveConfig
@@ -81,58 +88,57 @@ class PreferenceLoss:
     def sums(
         self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
     ) -> dict[str, Tensor]:
-        if dropout_keys_B is not None:
-            dropout_keys_B = dropout_keys_B.repeat_interleave(  # the same masks for both answers
-                batch.inputs_BT.shape[1]
-            )
-        rows = flatten_pairs(batch)
-        hidden_BTC = state.hidden(rows, dropout_keys_B)
-        return self.sums_of(state.compute.model, hidden_BTC, rows, batch, loss_chunk)
+        if dropout_keys_B is not None:  # the same masks for both answers
+            dropout_keys_B = dropout_keys_B.repeat_interleave(batch.inputs_BT.shape[1])
+        hidden_BTC = state.hidden(flatten_pairs(batch), dropout_keys_B)
+        return self.sums_of(state.compute.model, hidden_BTC, batch, loss_chunk)
 
     def sums_of(
-        self, model: GPT, hidden_BTC: Tensor, rows: Batch, batch: Batch, loss_chunk: int
+        self, model: GPT, hidden_BTC: Tensor, batch: Batch, loss_chunk: int
     ) -> dict[str, Tensor]:
         """Return the sums of `loss`, accuracy and, for pairs, reward_chosen and reward_rejected.
 
         For KTO, return those of `loss`, accuracy (answers with a positive margin) and kl.
 
-        hidden_BTC: the model's hidden states of `rows`, the flattened `batch`.
+        hidden_BTC: the model's hidden states of the flattened `batch`.
         """
         assert isinstance(batch, PreferenceBatch)
+        rows = flatten_pairs(batch)
         if self.name == "reward":
-            scores = take_last(predict_values(model, hidden_BTC), rows.targets_BT)
-            chosen, rejected = scores.view(-1, 2).unbind(1)
-            losses = pairwise_loss(chosen, rejected)
+            scores_B = take_last(predict_values(model, hidden_BTC), rows.targets_BT)
         else:
-            log_probs = answer_log_probs(model, hidden_BTC, rows, loss_chunk=loss_chunk).sum(1)
+            log_probs_B = answer_log_probs(model, hidden_BTC, rows, loss_chunk=loss_chunk).sum(1)
             if self.name == "kto":
-                return self._sum_kto(log_probs, batch)
+                return self._sum_kto(log_probs_B, batch)
             assert batch.reference_B2 is not None
-            chosen, rejected = log_probs.view(-1, 2).unbind(1)
-            losses, chosen, rejected = dpo_loss(
-                chosen, rejected, *batch.reference_B2.unbind(1), beta=self.config.beta
-            )
+            scores_B = self.config.beta * (log_probs_B - batch.reference_B2.flatten())
+        chosen_B, rejected_B = scores_B.view(-1, 2).unbind(1)
         return {
-            "loss": losses.sum(),
-            "accuracy": (chosen > rejected).sum().detach(),
-            "reward_chosen": chosen.sum().detach(),
-            "reward_rejected": rejected.sum().detach(),
+            "loss": pairwise_loss(chosen_B, rejected_B).sum(),
+            "accuracy": (chosen_B > rejected_B).sum().detach(),
+            "reward_chosen": chosen_B.sum().detach(),
+            "reward_rejected": rejected_B.sum().detach(),
         }
 
     def _sum_kto(self, log_probs_B: Tensor, batch: PreferenceBatch) -> dict[str, Tensor]:
-        assert batch.reference_B2 is not None
-        assert batch.is_good_B is not None
-        assert batch.kl_B is not None
-        losses, margins = kto_loss(
-            log_probs_B,
-            batch.reference_B2[:, 0],
-            batch.kl_B,
-            batch.is_good_B,
-            beta=self.config.beta,
-            desirable_weight=self.config.desirable_weight,
-            undesirable_weight=self.config.undesirable_weight,
-        )
-        return {"loss": losses.sum(), "accuracy": (margins > 0).sum(), "kl": batch.kl_B.sum()}
+        is_good_B, kl_B, reference_B2 = batch.is_good_B, batch.kl_B, batch.reference_B2
+        assert is_good_B is not None
+        assert kl_B is not None
+        assert reference_B2 is not None
+        config = self.config
+        signs = torch.where(is_good_B, 1.0, -1.0)
+        weights = torch.where(is_good_B, config.desirable_weight, config.undesirable_weight)
+        margins = signs * config.beta * (log_probs_B - reference_B2[:, 0] - kl_B)
+        losses = weights * (1 - torch.sigmoid(margins))
+        return {"loss": losses.sum(), "accuracy": (margins > 0).sum(), "kl": kl_B.sum()}
+
+
+def pairwise_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+    """Return (B,) -log of the probability that the chosen answer wins (Bradley and Terry 1952).
+
+    Applied to scores of a reward model, this is its training loss (Ouyang et al. 2022, equation 1).
+    """
+    return -F.logsigmoid(chosen_B - rejected_B)
 
 
 def flatten_pairs(batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""The objectives of fine-tuning: on conversations, preferences and sampled answers."""
+"""The objectives of fine-tuning: on conversations, preferences and sampled completions."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ from megatoken.data.shard_format import SPLITS
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Completion
 from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_completions
-from megatoken.posttrain.answer_scores import take_last
-from megatoken.posttrain.batches import SHOWN, open_scorer
+from megatoken.posttrain.answer_scores import AnswerScorer, take_last
+from megatoken.posttrain.batches import SHOWN
 from megatoken.posttrain.chat_batches import ChatBatches, ChatLoader
 from megatoken.posttrain.losses import PolicyLoss, PreferenceLoss
 from megatoken.posttrain.preferences import PairBatches, read_pairs
@@ -71,7 +71,7 @@ class RowObjective(ChatObjective):
     """An objective whose batches are made of single rows of one dataset."""
 
     is_dense = False
-    rows = 1  # that make one sequence of a batch
+    rows = 1  # of the dataset, per sequence of a batch
 
     def sequences_per_row(self, config: Config) -> int:
         """Return the number of sequences trained on for each row of an epoch."""
@@ -123,7 +123,7 @@ class RewardModel(Dpo):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(RowObjective):
-    """GRPO and PPO, on sampled answers.
+    """GRPO and PPO, on sampled completions.
 
     reward: the user's reward function, or its name as module:function; None for the setting
     `objective.reward`.
@@ -145,7 +145,7 @@ class Policy(RowObjective):
         return replace(resolved, config=resolved.config.with_section(section))
 
     def stop_interval(self, config: Config) -> int:
-        """Return the number of updates on the same answers, which are not saved."""
+        """Return the number of updates on the same completions, which are not saved."""
         return config.section(ObjectiveConfig).updates
 
     def sequences_per_row(self, config: Config) -> int:
@@ -161,7 +161,7 @@ class Policy(RowObjective):
         return RolloutBatches(run, prompts, held_out, stop_ids, self._build_score(run))
 
     def _build_score(self, run: Run) -> Score:
-        """Return the function that scores answers: by a reward function or a reward model."""
+        """Return the function that scores completions: a reward function or a reward model."""
         name, reward = run.config.section(ObjectiveConfig).reward, self.reward
         if isinstance(reward, str) and reward not in REWARDS:
             reward = load_reward(reward)
@@ -191,9 +191,9 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
 
 
 def score_by_rule(run: Run, rule: Reward, name: str, *, needs_stop: bool) -> Score:
-    """Return a function that scores answers by applying `rule` to their text.
+    """Return a function that scores completions by applying `rule` to their text.
 
-    needs_stop: whether answers without a stop token get 0.
+    needs_stop: whether completions without a stop token get 0.
     """
     decode: Callable[[Sequence[int]], str] = open_tokenizer(run.data.dataset.vocabulary).decode
 
@@ -212,7 +212,7 @@ def score_by_rule(run: Run, rule: Reward, name: str, *, needs_stop: bool) -> Sco
 
 
 def score_by_model(run: Run, name: str) -> Score:
-    """Return a function that scores answers with the reward model of the run `name`.
+    """Return a function that scores completions with the reward model of the run `name`.
 
     Raises ConfigError if the run has no value head or another tokenizer.
     """
@@ -225,7 +225,7 @@ def score_by_model(run: Run, name: str) -> Score:
         raise ConfigError(what, "objective.reward", "train it from the same model")
     device = run.device.torch_device
     model = loaded.model.to(device)
-    scorer = open_scorer(run)
+    scorer = AnswerScorer(run.device, run.step_config)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         if not prompts:  # a rank without held-out prompts

@@ -4,7 +4,7 @@ Sources: PPO, Schulman et al. 2017; GAE, Schulman et al. 2016; GRPO, Shao et al.
 (DeepSeekMath); mean over the tokens of a batch, Yu et al. 2025 (DAPO); the KL estimator k3,
 Schulman 2020 (joschu.net/blog/kl-approx.html).
 
-Shapes: P prompts, G answers to each; B answers, T tokens. Masks are 1 at an answer's tokens.
+Shapes: P prompts, G completions of each; B completions, T tokens. Masks are 1 at their tokens.
 """
 
 import torch
@@ -55,8 +55,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates and returns, both (B, T) and 0 outside the mask.
 
-    values_BT: the value of the state from which each token is chosen. The tokens of an answer must
-    be contiguous; its last token ends the episode.
+    values_BT: the value of the state from which each token is chosen. The tokens of a completion
+    must be contiguous; the last one ends the episode.
     """
     advantages = torch.zeros_like(rewards_BT)
     following = torch.zeros_like(rewards_BT[:, 0])

@@ -130,33 +130,27 @@ class PairBatches(RowBatches):
         return {name: sum(part.get(name, 0.0) for part in parts) / n_pairs for name in names}
 
     def _divide(self, count: int) -> Iterator[range]:
-        """Yield this rank's share of `count` pairs in parts, as many on each rank; some are empty."""
+        """Yield ranges of this rank's share of `count` pairs. Ranks get equally many; some are empty."""
         dist_env = self.comm.dist_env
         for first in range(0, count, MEASURED_PAIRS * dist_env.world_size):
             start = first + dist_env.rank * MEASURED_PAIRS
             yield range(start, min(start + MEASURED_PAIRS, count))
 
     def _sums(self, model: GPT, batch: PreferenceBatch) -> dict[str, Tensor]:
-        rows = flatten_pairs(batch)
-        loss, scorer = self.run.step_config.loss, self.scorer
-        assert isinstance(loss, PreferenceLoss)
-        with scorer.device.autocast(model.tokens.weight.dtype):
-            hidden_BTC = model(rows.inputs_BT)
-            return loss.sums_of(model, hidden_BTC, rows, batch, scorer.loss_chunk)
+        steps = self.run.step_config
+        assert isinstance(steps.loss, PreferenceLoss)
+        with self.run.device.autocast(model.tokens.weight.dtype):
+            hidden_BTC = model(flatten_pairs(batch).inputs_BT)
+            return steps.loss.sums_of(model, hidden_BTC, batch, steps.loss_chunk)
 
     def _build(self, split: str, rows: Sequence[int], length: int = 0) -> PreferenceBatch:
         pairs = [self._pairs[split][row] for row in rows]
         batch = build_pairs(pairs, self.run.config.model.seq_len, length)
-        reference_N2 = self._reference_N2.get(split)
-        reference_B2 = None if reference_N2 is None else reference_N2[list(rows)]
-        is_good = torch.tensor([row.is_good for row, _ in pairs])
-        pairs_batch = PreferenceBatch(
-            batch.inputs_BT,
-            batch.targets_BT,
-            reference_B2=reference_B2,
-            is_good_B=is_good if self.run.config.objective.name == "kto" else None,
-        )
-        return pairs_batch.to(self.run.device.torch_device)
+        if split in self._reference_N2:
+            batch = replace(batch, reference_B2=self._reference_N2[split][list(rows)])
+        if self.run.config.objective.name == "kto":
+            batch = replace(batch, is_good_B=torch.tensor([row.is_good for row, _ in pairs]))
+        return batch.to(self.run.device.torch_device)
 
     def _compare_mismatched(self, model: GPT, batch: PreferenceBatch) -> list[float]:
         """Return log p / p_reference of each mismatched answer."""
@@ -171,18 +165,18 @@ class PairBatches(RowBatches):
 
         The ranks divide the pairs, and each gets the full result.
         """
-        return {split: self._sum_log_probs(model, split) for split in self._pairs}
-
-    def _sum_log_probs(self, model: GPT, split: str) -> Tensor:
-        sums_by_start = {}
-        for part in filter(None, self._divide(len(self._pairs[split]))):
-            batch = self._build(split, part)
-            log_probs_BT = self.scorer.log_probs(model, flatten_pairs(batch))
-            sums_by_start[part.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
-        for sums in self.comm.gather(sums_by_start):
-            sums_by_start |= sums
-        ordered = [sums_by_start[first] for first in sorted(sums_by_start)]
-        return torch.cat([torch.zeros(0, 2), *ordered])
+        sums_N2 = {}
+        for split, pairs in self._pairs.items():
+            sums_by_start = {}
+            for rows in filter(None, self._divide(len(pairs))):
+                batch = flatten_pairs(self._build(split, rows))
+                log_probs_BT = self.scorer.log_probs(model, batch)
+                sums_by_start[rows.start] = log_probs_BT.sum(1).view(-1, 2).cpu()
+            for others in self.comm.gather(sums_by_start):
+                sums_by_start |= others
+            ordered = [sums_by_start[start] for start in sorted(sums_by_start)]
+            sums_N2[split] = torch.cat([torch.zeros(0, 2), *ordered])
+        return sums_N2
 
 
 def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBatch:
@@ -197,10 +191,10 @@ def keep_rated(batch: PreferenceBatch, ratios: Iterable[float]) -> PreferenceBat
     )
 
 
-def build_pairs(pairs: Sequence[PreferencePair], seq_len: int, length: int = 0) -> Batch:
+def build_pairs(pairs: Sequence[PreferencePair], seq_len: int, length: int = 0) -> PreferenceBatch:
     """Return a batch of ids and targets (B, 2, T); no row may exceed seq_len + 1 tokens.
 
-    length: of the rows, after padding; by default that of the longest.
+    length: the rows' length after padding; by default that of the longest.
     """
     shape = len(pairs), 2, length or max(len(row.ids) for pair in pairs for row in pair)
     inputs = torch.zeros(shape, dtype=torch.int64)
@@ -211,4 +205,4 @@ def build_pairs(pairs: Sequence[PreferencePair], seq_len: int, length: int = 0) 
             is_answer = torch.tensor(row.is_answer)
             inputs[number, side, : len(ids)] = ids
             targets[number, side, : len(ids) - 1] = torch.where(is_answer, ids, -1)[1:]
-    return Batch(inputs[:, :, :seq_len], targets[:, :, :seq_len])
+    return PreferenceBatch(inputs[:, :, :seq_len], targets[:, :, :seq_len])

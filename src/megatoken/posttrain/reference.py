@@ -42,9 +42,8 @@ def load_reference(run: Run, make: Callable[[GPT], dict[str, Tensor]]) -> dict[s
     if saved is not None:
         return saved
     facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    weights_hash = hash_tensors(
-        state.sharded.gather_full(comm)
-    )  # on other ranks than 0: of no tensors
+    # Ranks other than 0 hash no tensors.
+    weights_hash = hash_tensors(state.sharded.gather_full(comm))
     model = full_model(state, run.device)
     if state.step:
         run.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
@@ -53,7 +52,7 @@ def load_reference(run: Run, make: Callable[[GPT], dict[str, Tensor]]) -> dict[s
         if facts.get("weights") != weights_hash:
             what = f"{TENSORS} is lost, and model.init is not the model that this run started from"
             raise CheckpointError(what, folder, "restore the file, or choose another --out")
-        model = copy.deepcopy(model)  # which keeps its kernels
+        model = copy.deepcopy(model)  # with its kernels
         model.load_state_dict(
             {
                 name: weights.get(name, torch.zeros_like(value))  # the rest starts at 0

@@ -1,12 +1,12 @@
-"""Batches of GRPO and PPO: answers sampled from the current model, scored, and trained on.
+"""Batches of GRPO and PPO: completions sampled from the current model, scored, and trained on.
 
-A rollout of n sequences consists of n / group prompts with `group` answers each. The same rollout
-serves as the batch in `updates` consecutive steps. An answer depends only on the seed, the
-rollout's number, the answer's index in the rollout, and the weights, so a run that resumes at the
-start of a rollout samples the same text. Log-probabilities are those at the sampling temperature.
+A rollout of n sequences consists of n / group prompts with `group` completions each. It is the batch
+of `updates` consecutive steps. A completion depends only on the seed, the rollout's number, the
+completion's index in the rollout, and the weights, so a run that resumes at the start of a rollout
+samples the same text. Log-probabilities are those at the sampling temperature.
 The stop token is sampled and trained on.
 
-Shapes: P prompts, G answers to each; B rows of this process, one per answer; T tokens.
+Shapes: P prompts, G completions of each; B rows of this process, one per completion; T tokens.
 """
 
 import copy
@@ -79,7 +79,7 @@ class RolloutBatches(RowBatches):
         """Prepare sampling; load or save the reference model if there is a KL penalty.
 
         With LoRA, the reference is the model without its adapters. Raises ConfigError if a prompt
-        and its answer can exceed the context, or if this process's share of a batch is not a
+        and its completion can exceed the context, or if this process's share of a batch is not a
         multiple of the group size.
         """
         super().__init__(run)
@@ -144,7 +144,7 @@ class RolloutBatches(RowBatches):
     def _complete(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        """Sample an answer to each prompt with its seed; compute adjacent equal prompts once."""
+        """Complete each prompt with its seed; adjacent equal prompts are computed once."""
         requests = [
             Request(
                 prompt.ids,
@@ -163,7 +163,7 @@ class RolloutBatches(RowBatches):
     def _score_on_all(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[float]:
-        """Return the rewards of this process's answers; an error on any rank is raised on all."""
+        """Return the rewards of this process's completions; an error on any rank is raised on all."""
         rewards: list[float] = []
         error: MegatokenError | None = None
         try:
@@ -185,7 +185,7 @@ class RolloutBatches(RowBatches):
     ) -> RolloutBatch:
         """Build the batch: rows, advantages and whatever else the objective needs.
 
-        model: the model that sampled the answers. width: number of columns of all tensors.
+        model: the model that sampled them. width: number of columns of all tensors.
         """
         run = self.run
         objective = self._objective
@@ -204,7 +204,7 @@ class RolloutBatches(RowBatches):
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:
-            ends_B = mask_BT.cumsum(1).argmax(1)  # position of each answer's last token
+            ends_B = mask_BT.cumsum(1).argmax(1)  # position of each completion's last token
             rewards_B1 = rewards_PG.flatten().float()[:, None]
             rewards_BT = torch.zeros_like(mask_BT).scatter_(1, ends_B[:, None], rewards_B1)
             if reference_BT is not None:
@@ -229,7 +229,7 @@ class RolloutBatches(RowBatches):
     def _average(
         self, rewards: list[float], completions: Sequence[Completion]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the rewards of all ranks in fp64, and means over their answers."""
+        """Return the rewards of all ranks in fp64, and means over their completions."""
         stopped = [completion.finish_reason == "stop" for completion in completions]
         parts = self.comm.gather((rewards, [*map(count_tokens, completions)], stopped))
         columns = (itertools.chain(*column) for column in zip(*parts, strict=True))
@@ -241,8 +241,8 @@ class RolloutBatches(RowBatches):
     def _measure(self, rewards: list[float], completions: Sequence[Completion]) -> None:
         """Set `metrics`; warn if nothing can be learned from the rewards.
 
-        This is the case if in QUIET_ROLLOUTS consecutive rollouts, all answers to a prompt get the
-        same reward, for every prompt.
+        This is the case if all completions of each prompt get the same reward in QUIET_ROLLOUTS
+        consecutive rollouts.
         """
         run = self.run
         all_rewards, means = self._average(rewards, completions)
@@ -265,10 +265,10 @@ class RolloutBatches(RowBatches):
             run.event(what="no difference in rewards", share=1.0, message=what)
 
     def measure(self, poll: Poll) -> dict[str, float]:
-        """Answer each held-out prompt once, always with the same seeds; ranks share the prompts.
+        """Complete each held-out prompt once, always with the same seeds; ranks share the prompts.
 
-        Returns the mean `reward`, its standard error, the share of answers that stopped, the mean
-        number of tokens, the number of prompts, and the negated reward as `loss`.
+        Returns the mean `reward`, its standard error, the share of completions that stopped, the
+        mean number of tokens, the number of prompts, and the negated reward as `loss`.
         """
         run = self.run
         dist_env = self.comm.dist_env
@@ -290,7 +290,7 @@ class RolloutBatches(RowBatches):
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError if there are no prompts, or if a prompt and its answer may not fit."""
+    """Raise ConfigError if there are no prompts, or if a prompt and its completion may not fit."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
         raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")
@@ -303,7 +303,7 @@ def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) 
 
 
 def sequence_seed(seed: int, rollout: int, sequence: int) -> int:
-    """Return the sampling seed of answer `sequence` of a rollout."""
+    """Return the sampling seed of completion `sequence` of a rollout."""
     return xxhash.xxh3_64_intdigest(f"{seed} {rollout} {sequence}".encode()) >> 1
 
 
@@ -315,7 +315,7 @@ def count_tokens(completion: Completion) -> int:
 def build_rows(
     prompts: Sequence[Prompt], completions: Sequence[Completion], width: int
 ) -> tuple[Batch, Tensor]:
-    """Return rows of prompt and answer, and the log-probabilities of the targets, both (B, T).
+    """Return rows of prompt and completion, and the targets' log-probabilities, both (B, T).
 
     The targets are the sampled tokens. At other positions, the log-probabilities are 0.
     """
@@ -328,7 +328,7 @@ def build_rows(
         if completion.stop_id is not None:
             ids.append(completion.stop_id)
         inputs[row, : len(ids)] = torch.tensor(ids)
-        answer = slice(len(prompt.ids) - 1, len(ids) - 1)
-        targets[row, answer] = torch.tensor(ids[len(prompt.ids) :])
-        log_probs[row, answer] = torch.tensor(completion.logprobs)
+        sampled = slice(len(prompt.ids) - 1, len(ids) - 1)
+        targets[row, sampled] = torch.tensor(ids[len(prompt.ids) :])
+        log_probs[row, sampled] = torch.tensor(completion.logprobs)
     return Batch(inputs, targets), log_probs

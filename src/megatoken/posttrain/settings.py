@@ -6,7 +6,7 @@ from megatoken.inference.rewards import REWARDS
 
 REWARD = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"  # --reward
 OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "ppo")
-SAMPLING = ("grpo", "ppo")  # objectives that train on answers sampled from the model
+SAMPLING = ("grpo", "ppo")  # objectives that train on completions sampled from the model
 
 
 @dataclass(frozen=True, kw_only=True)
