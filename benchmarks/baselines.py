@@ -1,7 +1,7 @@
 """Other programs' training steps: forward, mean loss, backward, clipping, AdamW, zero_grad.
 
 Each model, loss and optimizer is built as in the program's own training; `transformers` has no
-optimizer of its own and gets torch's fused AdamW. All use the padded vocabulary, tied embeddings,
+optimizer, so it gets torch's fused AdamW. All use the padded vocabulary, tied embeddings,
 no dropout and GPT-2's initialization.
 """
 

@@ -1,4 +1,5 @@
-"""`python -m benchmarks batch`: tokens/s, MFU and peak memory of a training step by micro-batch size.
+"""`python -m benchmarks batch`: tokens/s, MFU and peak memory of a training step by micro-batch
+size.
 
 The micro-batch size doubles until memory runs out. All sizes are timed in interleaved rounds.
 """

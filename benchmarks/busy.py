@@ -1,8 +1,8 @@
 """`busy`: the training step next to 0, 1, 2 and 4 busy single-threaded processes.
 
 Each contender is a worker process: megatoken, other checkouts of it (--source) and nanoGPT's model
-of the same size, compiled in bf16. A round goes through the loads, and at each load the contenders
-take turns of whole steps. All start on the quiet machine and live through all rounds.
+of the same size, compiled in bf16. In each round, at each load, every contender runs whole steps in
+its turn. All start on the quiet machine and stay alive for all rounds.
 
 The fair share of N cores next to B busy processes is N / (N + B) of the speed on a quiet machine.
 """
@@ -51,7 +51,7 @@ MOST_WAITING = 0.05  # CPU time per second that a contender may use while anothe
 
 @dataclass(slots=True, kw_only=True)
 class Contender:
-    """A worker with its tokens/s and CPU time, a share of all cores, by load, one per round."""
+    """A worker. Tokens/s and CPU time (share of all cores) by load, one value per round."""
 
     worker: Worker
     source: Path | None = None
@@ -97,7 +97,7 @@ class Contender:
 
 def run_busy(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Measure each contender at each load; return the result for the record. Raises PeerError."""
-    from megatoken.model.native.selection import find_library  # which older sources lack
+    from megatoken.model.native.selection import find_library  # older sources do not have it
 
     device = open_device(MachineConfig(device=options.device))
     contenders = list_contenders(options, str(device.torch_device))

@@ -5,7 +5,7 @@
 The model is nanoGPT's: 4 layers, 4 heads, width 128, a context of 64 characters of tiny
 Shakespeare. nanoGPT trains it as in its README (2,000 steps of 12 x 64 characters), ours with
 character_race.yaml, both on the first nine tenths of the text. Full programs run in interleaved
-rounds. nanoGPT's loss is its own estimate over random windows of the last tenth, ours is over all
+rounds. nanoGPT's loss is its own estimate over random windows of the last tenth; ours covers all
 of it. Prints one JSON line.
 """
 

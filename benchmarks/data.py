@@ -33,7 +33,7 @@ from megatoken.text.prepare import MAX_SHARD_TOKENS, prepare
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import load_tokenizer
 
-# seq_len, batch_tokens: GPT-2's half a million tokens a step, and what a small model takes.
+# seq_len, batch_tokens: GPT-2's batch of half a million tokens, and a small model's.
 SIZES = (
     (64, 1 << 19),
     (128, 1 << 19),
@@ -43,10 +43,10 @@ SIZES = (
     (256, 1 << 13),
     (1024, 1 << 13),
 )
-FINGERPRINT = "ab" * 32  # of no tokenizer: the ids are random
+FINGERPRINT = "ab" * 32  # belongs to no tokenizer, because the ids are random
 FALLBACK = "bpe:4096"
 TRAIN_DOCUMENTS = 2000  # for a vocabulary trained here
-COMPARED_DOCUMENTS = 200  # whose ids must be the same for all encoders
+COMPARED_DOCUMENTS = 200  # all encoders must produce the same ids
 
 
 def run_loader(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:

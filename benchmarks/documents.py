@@ -1,9 +1,9 @@
-"""Time training on windows and packed documents, with masks and by FlashAttention-2 without them.
+"""Time training on windows and packed documents, with masks and with FlashAttention-2's lengths.
 
     python -m benchmarks.documents [--mode blocks]
 
-On an NVIDIA GPU. Attention of GPT-2 124M alone, forward and backward, then whole steps. Documents
-begin at every 600th token on average. Prints a JSON line after each variant, with all so far:
+Needs an NVIDIA GPU. Times attention of GPT-2 124M alone, forward and backward, then whole steps. A
+document begins every 600 tokens on average. Prints a JSON line after each variant, with all so far:
 median milliseconds, and peak GB of the steps.
 """
 

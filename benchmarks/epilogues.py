@@ -1,6 +1,6 @@
 """Compare epilogues of cuBLASLt's matmuls with torch's kernels, on a CUDA card.
 
-    PYTHONPATH=src python benchevents/epilogues.py
+    PYTHONPATH=src python benchmarks/epilogues.py
 
 For GPT-2 124M and 64 sequences of 1,024, prints median milliseconds and relative errors against
 fp64 of a compiled block, of GELU in the epilogue of `up` (model/kernels/cublaslt.py), and of two
@@ -60,7 +60,7 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 def create(name: str, *arguments: int) -> c_void_p:
-    """Return a new descriptor; `cublaslt._create` would return one that others change."""
+    """Return a new descriptor, because `cublaslt._create` returns shared ones."""
     return cublaslt._create.__wrapped__(name, *arguments)
 
 
@@ -96,7 +96,9 @@ def use_algorithm(number: int) -> Iterator[None]:
 def multiply(
     left: Tensor, right: Tensor, *, transposed: bool, attributes: dict[int, Any]
 ) -> Tensor:
-    """Return left @ right, or left^T @ right, after an epilogue; cuBLASLt's right one is `left`."""
+    """Return left @ right, or left^T @ right, after an epilogue. cuBLASLt takes `left` as its right
+    operand.
+    """
     out = left.new_empty(left.shape[transposed], right.shape[1])
     matmul = create("cublasLtMatmulDescCreate", cublaslt.COMPUTE_FP32, cublaslt.FP32)
     for attribute, value in {4: c_int(transposed), **attributes}.items():

@@ -46,7 +46,7 @@ FAMILIES = {
 }
 TOKENS = 96
 SMALL = {"n_layer": 8, "n_head": 4, "d_model": 128, "d_ff": 256, "seq_len": 128}
-SCALE = 0.05  # of the noise in every parameter, biases and norms included
+SCALE = 0.05  # of the noise that is added to every parameter, including biases and norms
 
 
 def draw(config: ModelConfig) -> GPT:

@@ -32,7 +32,7 @@ from megatoken.inference.generate import generate_ids, prepare_decoding
 from megatoken.model.gpt import GPT
 from megatoken.model.native.selection import find_library
 
-GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
+GAIN = 2.0  # of random matrices: ratio of a layer's output to its input
 
 
 def run_generate(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
@@ -102,8 +102,8 @@ def run_generate(options: argparse.Namespace, console: Console) -> Iterator[dict
 def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:
     """Return our model and transformers' with the same random weights, or ours and None.
 
-    The blocks' matrices are large enough to matter. With initial weights the tied embedding
-    decides alone, and the text repeats one token.
+    The blocks' matrices are enlarged. With initial weights, the tied embedding alone decides the
+    next token, and the text repeats one token.
     """
     torch.manual_seed(0)
     try:

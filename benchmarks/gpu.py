@@ -1,12 +1,12 @@
-"""Measure one GPU in calls of ten minutes, most wanted figures first.
+"""Measure one GPU in calls of ten minutes, the most important figures first.
 
     python -m benchmarks.gpu --out FOLDER
 
-Each figure is a record of its own, rewritten after every value. A benchmark that has a finished
-record in the folder is not run again, so after a stop or a kill the same command continues. Batches
-follow the memory of the card. `--data` is trained on; without it, the standard library is prepared
-in the folder first, which takes half a minute of the time. Needs no installation: PYTHONPATH=src.
-`--tiny` runs most of the list at sizes for any machine, also a CPU.
+Each figure has its own record, which is rewritten after every value. A benchmark that has a
+finished record in the folder is not run again, so the same command continues after a stop or a
+kill. Batch sizes depend on the memory of the card. `--data` is trained on; without it, the standard
+library is prepared in the folder first, which takes half a minute of the time. Needs no
+installation: PYTHONPATH=src. `--tiny` runs most of the list at sizes for any machine, also a CPU.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TINY_RUN = "model.n_layer=2 model.n_head=2 model.d_model=64 model.seq_len=64"
 class Bench:
     """A benchmark: its record's name, its arguments and its time limit.
 
-    module: recorded in place of `megatoken bench` or `python -m benchmarks`.
+    module: what to run instead of `megatoken bench` or `python -m benchmarks`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Bench:
 
 
 def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
-    """Return the benchmarks of a card with this memory, most wanted first.
+    """Return the benchmarks of a card with this memory, the most important first.
 
     sources: options of `peers`. data: a dataset folder.
     """

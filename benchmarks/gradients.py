@@ -3,8 +3,8 @@
     python -m benchmarks.gradients --device cuda --presets gpt2-124m,llama-110m
 
 Two sequences through a model with its initial weights. Prints a JSON line after each configuration,
-with all so far: the loss, the loss of the CPU, and the relative L2 error of the full gradient. Use no preset
-with zero_init: its blocks start without gradients.
+with all so far: the loss, the loss of the CPU, and the relative L2 error of the full gradient. Use
+no preset with zero_init: its blocks start without gradients.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compare HellaSwag by lm-evaluation-harness and by ours: the same choices, and the speed of each.
+"""Compare lm-evaluation-harness with ours on HellaSwag: equal choices, and the speed of each.
 
     python -m benchmarks.harness_race --data hellaswag_val.jsonl --text FILE --harness PYTHON
 

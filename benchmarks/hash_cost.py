@@ -5,8 +5,9 @@
 A GPT of 42 million parameters with its AdamW state, about 500 MB, is saved by `AsyncSave` and
 loaded by `verify` and `restore_state`, from the page cache (warm) and from the disk (cold). The
 same calls without hashing are interleaved. Prints one JSON line: median seconds with hashes, and
-the median over rounds of 1 - without / with. Writes vary by more than that, so `waits` is the
-share of a save's time spent waiting for a hash after the file is durable.
+the median over rounds of 1 - without / with. The time of writes varies by more than that, so
+`waits` reports the share of a save's time that is spent waiting for a hash after the file is
+durable.
 """
 
 import argparse

@@ -28,12 +28,12 @@ FIRST_STEPS = 5  # after the start, not counted in the speed
 
 
 def megatoken(*arguments: str) -> list[str]:
-    """Return the command that runs `megatoken WORDS` with this interpreter."""
+    """Return the command that runs `megatoken ARGUMENTS` with this interpreter."""
     return [sys.executable, "-m", "megatoken", *arguments]
 
 
 def prepare_python(folder: Path) -> Path:
-    """Prepare the standard library with a BPE of 4,096 tokens, unless it is."""
+    """Prepare the standard library with a BPE of 4,096 tokens, unless that is done."""
     if not (folder / MANIFEST_NAME).exists():
         run_json("prepare", "python", "--out", str(folder), "--tokenizer", "bpe:4096")
     return folder

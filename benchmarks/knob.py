@@ -1,7 +1,7 @@
 """`python -m benchmarks knob`: time the training step with each value of a machine setting.
 
-The first value is timed alone, then in rounds that alternate with each other value, as in A A B A B
-A C A C. The benchmarks against other programs also use `open_step` and `describe_step`.
+The first value is timed alone, then in alternation with each other value: A A B A B A C A C. The
+benchmarks against other programs also use `open_step` and `describe_step`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatoken.study.bench.worker import WorkerSpec
 from megatoken.study.bench.workload import SPEED, describe_peak, format_peak
 
 TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}
-# Settings of the device or the process, and those that shard a model over several devices.
+# Settings that belong to the device or the process, or that shard a model over devices.
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.loss_parity --device cuda --steps 200
 
-Trains gpt2-124m on real text (the standard library, or --data) with the device's defaults and in
-fp32 without TF32, and once more with defaults from another seed, whose distance is the noise.
+Trains gpt2-124m on real text (the standard library, or --data) three times: with the device's
+defaults, in fp32 without TF32, and with defaults from another seed, which shows the noise.
 Needs no installation: PYTHONPATH=src. Prints one JSON line: mean losses of the last steps, and the
 distances of the curves.
 """
@@ -34,7 +34,9 @@ def read_losses(run: Path) -> list[float]:
 
 
 def compare(one: list[float], other: list[float]) -> dict[str, float]:
-    """Return the relative distance of two curves: the largest of a step, and of the last means."""
+    """Return the relative distances of two curves: the largest in a step, and that of the last
+    means.
+    """
     steps = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
     ends = [statistics.fmean(losses[-LAST:]) for losses in (one, other)]
     return {"largest": max(steps), "end": abs(ends[0] - ends[1]) / ends[1]}

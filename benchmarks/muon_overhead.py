@@ -4,8 +4,8 @@
 
 GPT-2 124M with a run's kernels on one thread, in CPU seconds. Each round times forward and
 backward of one micro-batch of 1,024 tokens, AdamW's update and Muon's update with clipping. A step
-is 64 micro-batches and one update. Prints one JSON line: median seconds, and the share by which
-Muon's step is longer, by round.
+is 64 micro-batches and one update. Prints one JSON line: median seconds, and by round the share by
+which Muon's step is longer.
 """
 
 import argparse

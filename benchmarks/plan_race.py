@@ -2,15 +2,15 @@
 
     python -m benchmarks.plan_race --state runs/plan/state.json [--runs 3] [--turns N]
 
-For each of four models, in rounds of about a minute: a plan, which measures for 30 s; a full run
-with its evaluations and saves; and a run in which the plan's own steps are timed once after each
-second of training. `after`: the plan over the next run's time, at another load. `beside`: the plan
-by the steps timed within a run, over that run's time without them, at the same load. Memory is the
-peak that the kernel counts.
+Each round takes about a minute for each of four models. It has a plan, which measures for 30 s; a
+full run with its evaluations and saves; and a run in which the plan's own steps are timed once
+after each second of training. `after`: planned time divided by that of the next run, at another
+load. `beside`: time predicted from the steps timed within a run, divided by that run's time without
+them, at the same load. Memory is the peak that the kernel counts.
 
-The models use the quickstart's corpus: its own, 4 layers of width 256, 8 of 384, and 6 of 512 with
-grouped queries and an untied output layer. One thread; a quarter of an hour. --state keeps
-results, so that a stopped race continues. Prints one JSON line. Linux.
+The models train on the quickstart's corpus. They are the quickstart's own; 4 layers of width 256; 8
+of 384; and 6 of 512 with grouped queries and an untied output layer. One thread; a quarter of an
+hour. --state keeps results, so that a stopped race continues. Prints one JSON line. Linux.
 """
 
 import argparse

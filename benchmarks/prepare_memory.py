@@ -1,4 +1,5 @@
-"""Peak memory and speed of `prepare`: `python -m benchmarks.prepare_memory --megabytes 1000`.
+"""Measure peak memory and speed of `prepare`: `python -m benchmarks.prepare_memory --megabytes
+1000`.
 
 The memory is the resident memory of all processes; shared pages count once per process. Linux.
 """

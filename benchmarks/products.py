@@ -33,7 +33,8 @@ COLUMNS = {"name": "product", "library": "library", "calls": "calls a step", **K
 class Layer:
     """A linear layer: x (rows, width) @ weight (out, width).T.
 
-    calls: of each of its products in a step. chunk: rows of the loss; 0 for a layer of a block.
+    calls: how often a step computes each of its products. chunk: rows of the loss; 0 for a layer of
+    a block.
     """
 
     name: str

@@ -3,7 +3,7 @@
     python -m benchmarks.ranks overlap [--trace FILE]
     python -m benchmarks.ranks curves [--out FILE]
 
-overlap: share of the all-reduce during the backward, from a Chrome trace of a step on two
+overlap: share of the all-reduce that runs during the backward, from a Chrome trace of a step on two
 processes. curves: losses of 1, 2, 3 and 4 processes with micro-batches 4, 1, 2 and 1 in one
 picture, and whether 1, 2 and 4 give the same bits in deterministic mode. Prints one JSON line.
 """
@@ -52,7 +52,7 @@ DETERMINISTIC = 1, 2, 4  # processes
 
 
 def trace_step(rank: int, folder: str, trace: str) -> None:
-    """Run a step of two micro-batches, of which the second communicates; rank 0 writes its trace."""
+    """Run a step of two micro-batches, the second with communication; rank 0 writes its trace."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2)
     comm = Comm(

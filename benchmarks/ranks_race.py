@@ -118,7 +118,7 @@ def main() -> None:
         rows = train(folder / "saves", data, 2, options, *arguments)
     saves = [
         row for row in rows if row["kind"] == "save" and row["step"] < steps
-    ]  # at the end there is nothing beside
+    ]  # the save at the end overlaps with no step
     step_seconds = statistics.median(
         row["seconds"] for row in rows if row["kind"] == "train" and row["step"] > 1
     )

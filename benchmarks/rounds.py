@@ -1,7 +1,7 @@
 """Time several workers in rounds, and probe how fast the processor is at that moment.
 
 On a CPU, a matmul is timed between rounds, because other programs and power limits change the
-speed. A round next to a slow probe counts as disturbed.
+speed. A round before or after a slow probe counts as disturbed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,8 +111,8 @@ def measure_workers(
     """Measure each spec; after each, yield the workers so far.
 
     The reference is the first spec that runs. It is measured alone, then in rounds that alternate
-    with rounds of each other spec. The loss reported for it is the one after its first rounds,
-    which is at the others' number of steps.
+    with rounds of each other spec. Its reported loss is that after its first rounds, when it
+    has taken as many steps as the others.
     """
     workers: list[ProbedWorker] = []
     reference: ProbedWorker | None = None

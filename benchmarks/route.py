@@ -19,8 +19,8 @@ ANSWER = 48  # tokens at most, of a conversation
 
 
 class Reply(NamedTuple):
-    """A program's reply: ids of the conversation, the answer, and whether it ended itself (stop)
-    or was cut.
+    """A program's reply: ids of the conversation, the answer, and whether it stopped by itself
+    (`stop`) or was cut.
     """
 
     prompt_ids: list[int]
@@ -29,7 +29,7 @@ class Reply(NamedTuple):
 
 
 def take_ids(loaded: LoadedModel) -> list[int]:
-    """Return ids of the text: PROMPT of them are the prompt, and NEW more fit into the context."""
+    """Return the first PROMPT ids of the text, or fewer, so that NEW more fit into the context."""
     return loaded.tokenizer.encode(TEXT).tolist()[: loaded.model.config.seq_len - NEW]
 
 

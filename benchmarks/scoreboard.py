@@ -1,8 +1,8 @@
 """Scoreboard: the speeds in records of one name from several machines, with ratios and bars.
 
-A ratio compares speeds (also for times): how many times as fast as the first row of the figure. The
-ratios of one machine's ladder are its speedups, which compare steps of the same rounds.
-Times of a list's rows measure different work, so each is compared only with itself.
+A ratio says how many times as fast a row is as the first row of its figure, also for times. The
+ratios of one machine's ladder are its speedups, which compare steps of the same rounds. The times
+in a list measure different work, so each is compared only with the same entry of other machines.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def list_speeds(results: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of one record by kind: every one, or each machine's best."""
+    """Yield the figures of one record, grouped by path: all of them, or each machine's best."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for machine, result in results.items():
         best: dict[str, dict[str, Any]] = {}
@@ -99,7 +99,7 @@ def list_speeds(results: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
             if any(word in key for word in NO_SPEED):
                 continue
             is_time = "seconds" in key  # a rate has "second"
-            if is_time and "[" in path and not every:  # the shortest is of the least work
+            if is_time and "[" in path and not every:  # the shortest belongs to the least work
                 continue
             kind = path if is_time else re.sub(r"\[.*?\]", "[]", path)
             speed = 1 / figure["median"] if is_time else figure["median"]
@@ -128,7 +128,7 @@ def warn_of_settings(name: str, results: Mapping[str, Any], console: Console) ->
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw a panel of bars for each kind of figure, with a color per machine and the ratios."""
+    """Draw a panel of bars for each group of figures, with a color per machine and the ratios."""
     panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault((row["record"], re.sub(r"\[.*?\]", "", row["figure"])), []).append(row)

@@ -8,7 +8,7 @@ tokens/s of all clients and seconds to the first token (median, lowest, highest 
 ratio to one client's tokens/s in the same round, and how many texts differ from the same request
 alone. Then serves a small model with contexts of 8,192 and 131,072: resident memory before a
 request and after one of 4 tokens, tokens/s of 64 clients, and seconds to the first token after a
-prompt of 400 new tokens, and after one that continues an earlier sequence of 400.
+prompt of 400 new tokens and after a prompt that continues an earlier sequence of 400.
 """
 
 import argparse

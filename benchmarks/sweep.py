@@ -1,4 +1,4 @@
-"""`gemm`, `attention` and `size`: one size grows, everything else is fixed.
+"""`gemm`, `attention` and `size`: vary one size and keep everything else fixed.
 
 Each benchmark lists its cases; `time_cases` times them, `show` prints and draws them.
 """
@@ -391,11 +391,11 @@ def run_attention(options: argparse.Namespace, console: Console) -> Iterator[Row
 def list_attention(
     device: Device, dtype: str, config: ModelConfig, seqs: int, lengths: Sequence[int]
 ) -> Iterator[list[Case]]:
-    """Every implementation at every length.
+    """Yield a group for each length, with a case per implementation.
 
-    FLOPs: 3.5 * 4 B H T^2 D / 2 for all: two products forward and five backward, as flash attention
-    makes the scores again (Dao et al. 2022), half of each for the triangle. B batch, H heads, T
-    length, D head width.
+    FLOPs: 3.5 * 4 B H T^2 D / 2 for all: two products forward and five backward, because flash
+    attention recomputes the scores (Dao et al. 2022); causal attention computes half of each. B
+    batch, H heads, T length, D head width.
     """
     H, D = config.n_head, config.d_head
     own = (
@@ -465,7 +465,7 @@ def run_size(options: argparse.Namespace, console: Console) -> Iterator[Row]:
 def measure_steps(
     sizes: Sequence[Size], device: Device, repeats: int, console: Console
 ) -> Iterator[Row]:
-    """Time training steps one model at a time, in order of memory, as a CPU's peak only grows."""
+    """Time training steps one model at a time, in order of memory, because a CPU's peak only grows."""
     allowed = find_allowed_bytes(device)
     machine = MachineConfig(device=str(device.torch_device), compile="off")
     for size in sizes:

@@ -6,9 +6,9 @@ Reads the *.jinja files in the folders; without folders, those of the installed 
 them in vendor/llama.cpp/models/templates of llama-cpp-python's source. For each template it makes a
 byte-level tokenizer with the template's control tokens, and encodes conversations with turns, tool
 calls, results and reasoning. The ids must equal those of transformers; only the end of the last
-answer may follow them. The words of answers must be trained, and no others, and each answer must end
-with a trained control token. If there is NAME_training.jinja, as in trl, its {% generation %} tags
-must agree about every word. Prints a row per template, and one JSON line.
+answer may follow them. Exactly the words of answers must be trained on, and each answer must end
+with a control token that is trained on. If there is a NAME_training.jinja, as in trl, its
+{% generation %} tags must agree about every word. Prints a row per template, and one JSON line.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/trl_oracle.py [--ppo FILE]
 
 DPO and GRPO: `_compute_loss` of the installed trl's trainers. PPO: FILE is ppo_trainer.py of trl
-1.12.0 (trl/experimental/ppo in its wheel), the last release with it; its statements for GAE and
-value clipping are run. Prints one JSON line: the largest differences of losses, rewards and
+1.12.0 (trl/experimental/ppo in its wheel), the last release that has the file; its statements for
+GAE and value clipping are run. Prints one JSON line: the largest differences of losses, rewards and
 gradients.
 """
 
@@ -189,7 +189,7 @@ def compare_ppo(compare: Any, generator: torch.Generator, mask: Tensor, source: 
 
 
 def run_statements(source: str, first: str, end: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the lines of a file from the one with `first` up to `end`; return all variables."""
+    """Run the lines of a file from the line with `first` up to `end`; return all variables."""
     start = source.rindex("\n", 0, source.index(first)) + 1
     found = dict(names)
     exec(textwrap.dedent(source[start : source.index(end, start + len(first))]), found)

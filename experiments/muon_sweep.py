@@ -2,10 +2,10 @@
 
     python -m experiments.muon_sweep
 
-Small GPTs on bytes of text (default: the standard library), with one seed and data order: for each
-width and optimizer a run at each of six rates. The best rate is the lowest point of a parabola
-through the best loss and its neighbors, over the log of the rate. Then three seeds of each option
-at the middle width. Losses are of held-out windows. Prints one JSON line.
+Trains small GPTs on bytes of text (default: the standard library) with one seed and data order, at
+six rates for each width and optimizer. The best rate is the lowest point of a parabola
+through the best loss and its neighbors, over the log of the rate. Then each option is trained
+with three seeds at the middle width. Losses are measured on held-out windows. Prints one JSON line.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Each mutant changes one operator, comparison, constant or statement of a core module in a copy of
 the checkout. It runs the test file of the module, then others that import it, then the rest of its
-package, until the first failure. Tests that fail without a mutant are skipped. --tests: run the tests
-of another checkout. --of: try only the mutants that survived in these results.
+package, until the first failure. Tests that fail without a mutant are skipped. --tests: run the
+tests of another checkout. --of: try only the mutants that survived in these results.
 """
 
 import argparse

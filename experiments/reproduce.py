@@ -1,4 +1,4 @@
-"""Replay published runs with several seeds, which shows what their tolerances have to allow.
+"""Replay published runs with several seeds, to show which tolerances they need.
 
     python -m experiments.reproduce notebook-fifty --seeds 3 --pictures records
 

@@ -1,4 +1,4 @@
-"""Compare minutes of GRPO with as many minutes of fine-tuning, from the same model.
+"""Compare GRPO with fine-tuning of the same duration, from the same model.
 
     python -m experiments.rl_answers --base RUN --state FOLDER [--sft-seconds 90] [--seconds 240]
 

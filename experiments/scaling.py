@@ -2,11 +2,11 @@
 
     python -m experiments.scaling [--work FOLDER] [--plot scaling.png]
 
-Nine runs of the quickstart's model and corpus: width 48, 96 and 192, each on 256K, 512K and 1,024K
-tokens, with learning rate 0.384 / width, measured on all held-out text. The law is loss = E + A /
-N^a + B / D^b. The run with the most FLOPs is also predicted from the other eight. --work keeps
-runs, so that a stopped experiment continues. One thread; a quarter of an hour. Prints one JSON
-line.
+Trains nine runs of the quickstart's model and corpus: width 48, 96 and 192, each on 256K, 512K and
+1,024K tokens, with learning rate 0.384 / width, measured on all held-out text. The law is loss = E
++ A / N^a + B / D^b. The run with the most FLOPs is also predicted from the other eight. --work
+keeps runs, so that a stopped experiment continues. One thread; a quarter of an hour. Prints one
+JSON line.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m experiments.sft_answers --base RUN --state FOLDER --seconds 180
 
-Trains on the source `exercises`, and asks the prompts of `exercises-test`, which share no problem.
-Run again with more --seconds, it continues. Prints one JSON line.
+Trains on the source `exercises` and asks the prompts of `exercises-test`; they have no problem in
+common. With more --seconds, a second call continues. Prints one JSON line.
 """
 
 import argparse
@@ -50,9 +50,7 @@ def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
 def score(
     model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperature: float
 ) -> dict[str, Any]:
-    """Return the shares of right answers and of those that stop by themselves, and tokens per
-    answer.
-    """
+    """Return the share of right answers, the share that stop by themselves, and tokens per answer."""
     template = find_template(tokenizer)
     right, stopped, lengths = {"sums": [], "spelling": []}, 0, []
     for first in range(0, len(exercises), AT_ONCE):
@@ -100,7 +98,7 @@ def score(
 def train_for(
     seconds: int, recipe: str, base: str, out: Path, overrides: list[str]
 ) -> dict[str, Any]:
-    """Train from `base` for so many seconds of the run's own time; return what it took."""
+    """Train from `base` for some seconds of the run's own time; return steps, tokens and seconds."""
     before = (
         max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0)
         if out.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 PROC = Path("/proc")
-HANG_SECONDS = 1200.0  # that only a hang takes, whatever else the machine does
+HANG_SECONDS = 1200.0  # only a hang takes so long, even on a busy machine
 
 
 class Ending(Protocol):
@@ -56,7 +56,7 @@ def wait_for_group(group: int) -> int:
 
 
 def find_processes(word: str) -> list[int]:
-    """Return the processes whose command line contains a word."""
+    """Return the processes whose command line contains a text."""
     pids = []
     for file in PROC.glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -22,7 +22,7 @@ FORKS.set_forkserver_preload(
         "filelock",
         "megatoken.distributed.parallelize",
         "numpy.random",
-        "torch._dynamo",  # which the first step of an optimizer imports
+        "torch._dynamo",  # imported by the first step of an optimizer
         "torch._inductor",  # of use_deterministic_algorithms
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
@@ -56,9 +56,9 @@ def start_process(work: Callable[..., None], *args: object) -> ForkServerProcess
 
 
 def run_ranks(work: Callable[..., None], *args: object, nprocs: int) -> None:
-    """Run `work(rank, *args)` in `nprocs` processes that a launcher has given their ranks.
+    """Run `work(rank, *args)` in `nprocs` processes, with the environment of a launcher's ranks.
 
-    Raises what one of them raised.
+    Raises the exception that one of them raised.
     """
     torch.multiprocessing.start_processes(
         _work_of_rank,

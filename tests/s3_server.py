@@ -1,4 +1,4 @@
-"""A local server of the S3 protocol (moto), in a process of its own, for the fixture `s3` of conftest.py."""
+"""A local S3 server (moto) in its own process, for the fixture `s3` of conftest.py."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ SECRET = "a-secret-of-the-tests"
 
 @contextmanager
 def serve() -> Iterator[dict[str, str]]:
-    """The variables by which every S3 client finds the server while the context is open."""
+    """Yield the environment variables by which S3 clients find the server, which then runs."""
     if missing := [name for name in ("s3fs", "moto", "flask_cors") if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} of the dev extra not installed")
     command = [sys.executable, "-P", "-c", PROGRAM]

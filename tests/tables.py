@@ -2,5 +2,5 @@
 
 
 def read_table(text: str) -> dict[str, str]:
-    """Return the value in each line, by the word at its beginning."""
+    """Return the rest of each line by its first word."""
     return dict(line.split(maxsplit=1) for line in text.strip().splitlines())

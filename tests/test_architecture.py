@@ -1,6 +1,6 @@
-"""House rules that a machine can check: one test per rule, over all source files.
+"""Rules of the project that a test can check, over all source files.
 
-Each collects every offender.
+Each test lists all offenders.
 """
 
 import ast
@@ -41,13 +41,14 @@ OWNERS = {
     },
     # Its python_command starts Python without the current folder.
     r"sys\.executable": {"base/system/environment.py"},
-    # They write the date. Durations are those of monotonic clocks: the date may jump.
+    # They write the date. Durations come from monotonic clocks, because the date may jump.
     r"time\.time\(|from time import|datetime\.(now|utcnow)|\.today\(": {
         "study/bench/report.py",
         "inference/protocol.py",
     },
 }
-# Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
+# Imports inside functions are allowed anywhere for optional extras and for modules that a platform
+# may lack ...
 OPTIONAL = """
 pyarrow matplotlib huggingface_hub datasets transformers lm_eval optuna shtab tensorboard trackio
 wandb lzma resource triton fsspec gguf llama_cpp
@@ -113,7 +114,9 @@ def functions_of(file: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 @cache
 def imports_of(file: str) -> tuple[Import, ...]:
-    """Every import of a file; `from megatoken.x import y` is of the module megatoken.x.y where there is one."""
+    """Return every import of a file; `from megatoken.x import y` is megatoken.x.y if that is a
+    module.
+    """
     found = []
     nested = {id(inner) for function in functions_of(file) for inner in ast.walk(function)}
     for node in ast.walk(parse(file)):
@@ -129,7 +132,7 @@ def imports_of(file: str) -> tuple[Import, ...]:
 
 @cache
 def graph(*, in_functions: bool) -> dict[str, set[str]]:
-    """Modules that each module imports."""
+    """Return the modules that each module imports."""
     return {
         module: {each.module for each in imports_of(file) if in_functions or not each.in_function}
         - {module}
@@ -149,7 +152,7 @@ def find_imported(module: str) -> set[str]:
 
 
 def is_heavy(module: str) -> bool:
-    """Whether importing `module` imports one of HEAVY."""
+    """Return whether importing `module` imports one of HEAVY."""
     return bool({name.split(".")[0] for name in find_imported(module)} & {*HEAVY.split()})
 
 
@@ -180,7 +183,7 @@ def check(found: list[str]) -> None:
 
 @pytest.mark.long
 def test_imports_go_one_way():
-    """A core room imports itself and earlier ones, another room also those that it says it needs."""
+    """A core room imports itself and earlier ones; another room also those in its NEEDS."""
     needs = {name: {*room.needs} for name, room in find_rooms().items()}
     found = []
     for file in FILES.keys() - TOP:
@@ -255,7 +258,7 @@ def test_what_only_named_modules_do(pattern: str):
 
 
 def list_code_paths(tree: ast.AST) -> list[str]:
-    """Calls and names by which reading a file could run code."""
+    """Return calls and names by which reading a file could run code."""
     found = []
     for node in ast.walk(tree):
         is_used = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
@@ -273,7 +276,7 @@ def list_code_paths(tree: ast.AST) -> list[str]:
 
 
 def test_no_file_is_unpickled_or_run():
-    """Workers and ranks exchange pickles with the processes that started them: over pipes, and torch's collectives."""
+    """Pickles are only exchanged between processes of a run, over pipes and torch's collectives."""
     pipes = {"text/encode_workers.py"}
     found = [f"{file}: {it}" for file in FILES for it in list_code_paths(parse(file))]
     for file in FILES.keys() - pipes:

@@ -1,4 +1,4 @@
-"""docs/faults.md and the tests that show its rows: `make faults` runs those marked with the number of a row."""
+"""Each row of docs/faults.md has a test that is marked with its number; `make faults` runs them."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ FAULTS = TESTS.parent / "docs" / "faults.md"
 
 
 def marked_faults() -> set[int]:
-    """Numbers in `@pytest.mark.fault(...)` of all test files."""
+    """Return the numbers in `@pytest.mark.fault(...)` of all test files."""
     numbers: set[int] = set()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

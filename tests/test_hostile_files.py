@@ -1,4 +1,4 @@
-"""Give files made to do harm to every reader: none runs code, leaves its folder, or takes much memory.
+"""Give malicious files to every reader: none runs code, leaves its folder, or takes much memory.
 
 While a reader works, an audit hook records every process that is started, every name that a pickle
 asks for, and every file opened in the folder next to the one it was given.
@@ -112,7 +112,7 @@ def attack(tmp_path: Path, codes: set[int | None], read: Read) -> None:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one checkpoint, and a dataset. Reading them imports everything."""
+    """Return a run with one checkpoint, and a dataset. Reading them imports everything."""
     folder = tmp_path_factory.mktemp("good")
     save_run(folder / "run", draw_model())
     (folder / "hf").mkdir()
@@ -125,7 +125,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, good: Path) -> Path:
-    """A folder for hostile files, next to another that they try to reach."""
+    """Return a folder for hostile files, next to a folder that they try to reach."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     return Path(shutil.copytree(good, tmp_path / "place"))
@@ -385,7 +385,7 @@ def mutate_json(name: str, read: Callable[[Path], object]) -> Callable[..., Iter
 
 
 def mutate_tensors(place: Path, rng: random.Random) -> Iterator[Read]:
-    """The header of a safetensors file, and its length."""
+    """Return mutations of a safetensors file's header and of its length."""
     path = place / STEP / "model.safetensors"
     data = path.read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
@@ -421,7 +421,7 @@ def mutate_dataset_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
 
 
 def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
-    """The header of a .npy file, a Python literal, in all of its versions."""
+    """Return mutations of a .npy file's header, a Python literal, in all of its versions."""
     path = place / "npy" / "train.npy"
     path.parent.mkdir(exist_ok=True)
     texts = ["[x for x in ().__class__.__base__.__subclasses__()]", "(" * 9000, "\0", "{" * 999]
@@ -532,7 +532,7 @@ def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path)
 @pytest.mark.long
 @pytest.mark.fault(29)
 def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path):
-    """An endless line, NULs, one long text many times, a compressed pickle, a sparse manifest."""
+    """Read an endless line, NULs, one text many times, a compressed pickle, a sparse manifest."""
     spaces, nul = b" " * (1 << 20), bytes(1 << 20)
     bombs = {
         "bomb.jsonl.gz": gzip.compress(spaces) * 300,

@@ -27,7 +27,7 @@ if find_spec("hatchling") is None:
 
 
 COPIED = ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py")
-# Knows neither AVX512-BF16 nor makes code; only reads the sources for AMX, which use everything.
+# A compiler without AVX512-BF16 that writes no code, and only checks the sources for AMX.
 COMPILER = """#!/bin/sh
 for output; do :; done
 case "$*" in
@@ -39,7 +39,9 @@ echo x > "$output"
 
 
 def build(kind: str, folder: Path, root: Path = ROOT, **variables: str) -> Path:
-    """The wheel or sdist of a folder, built by the backend that pyproject.toml names, without a network."""
+    """Build a folder's wheel or sdist with the backend that pyproject.toml names, without a
+    network.
+    """
     code = f"import sys, hatchling.build as backend; backend.build_{kind}(sys.argv[1])"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-c", code, str(folder)]
@@ -51,7 +53,7 @@ def build(kind: str, folder: Path, root: Path = ROOT, **variables: str) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a wheel is built from, because the build leaves its libraries there."""
+    """Copy what a wheel is built from, because the build leaves its libraries there."""
     root = tmp_path_factory.mktemp("sources")
     for name in COPIED:
         shutil.copy(ROOT / name, root)
@@ -71,7 +73,9 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: Path, tmp_path: Path):
-    """Without the instruction sets that the compiler does not know; without any, it is for all machines."""
+    """It lacks instruction sets that the compiler does not know; without any, it is for all
+    machines.
+    """
     has_kernels = (platform.machine(), sys.platform) == ("x86_64", "linux")
     known = [name for name in INSTRUCTION_SETS if name != "avx512_bf16" and has_kernels]
     libraries = {f"megatoken/model/native/{library_name(name)}" for name in known}
@@ -122,7 +126,7 @@ def test_sdist_holds_tests_and_docs(tmp_path: Path):
 
 
 def test_dockerfile_copies_and_installs_what_exists():
-    """Its lines are read, not built, which takes Docker; the RUN lines are shell."""
+    """Its lines are read, because a build needs Docker; the RUN lines must be valid shell."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     copied = {path for paths in re.findall("^COPY (.*) .*$", text, re.M) for path in paths.split()}
     kept = re.findall("^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)

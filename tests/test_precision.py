@@ -8,7 +8,10 @@ from megatoken.base.system.device import Device
 from megatoken.train.step import forward_backward
 from tests.tiny_model import CPU, relative_error, tiny_batch, tiny_state, tiny_step_config
 
-RELATIVE = {"fp32": 1e-5, "bf16": 2e-2}  # bf16 has 8 bits: 2^-8 a rounding, some of them in a row
+RELATIVE = {
+    "fp32": 1e-5,
+    "bf16": 2e-2,
+}  # bf16 has 8 bits: each rounding adds 2^-8, and several follow each other
 
 
 def test_gradients_are_those_of_fp32(device: Device):

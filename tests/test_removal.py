@@ -38,7 +38,7 @@ def copy_without(rooms: list[str], folder: Path) -> Path:
 
 @pytest.mark.long
 def test_rooms_can_be_removed(tmp_path: Path):
-    """A killed and resumed run has the bits of one that the whole package trained without a stop."""
+    """A killed and resumed run has the same bits as a run of the full package without a stop."""
     (tmp_path / "text.txt").write_bytes(TEXT * 300)
     prepare(tmp_path / "text.txt", tmp_path / "data", tokenizer="bytes", val_fraction=0.1)
     recipe = tmp_path / "recipe.yaml"

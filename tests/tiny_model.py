@@ -1,4 +1,4 @@
-"""A model, a device and a plan small enough to train in milliseconds: what many tests start from."""
+"""A model, a device and a plan that train in milliseconds, for many tests."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -91,7 +91,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the error's norm as a share of the exact values', which is 0 only if both are."""
+    """Return the error's norm divided by that of the exact values; 0 only if both are 0."""
     found, exact = found.detach().double(), exact.detach().double()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-12))
 
@@ -102,9 +102,9 @@ def differentiate(
     dy: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Return what a function computes of inputs, in their dtype or another, and its gradients.
+    """Return a function's output for the inputs, in their dtype or another, and its gradients.
 
-    dy: of what it computes; by default, drawn.
+    dy: gradient of the output; by default, drawn.
     """
     given = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
     y = fn(*given)
@@ -113,7 +113,7 @@ def differentiate(
 
 
 def assert_tree_logits(model: GPT, ids: torch.Tensor) -> None:
-    """Two rows whose first three tokens are alike have the same logits as branches of one tree."""
+    """Check that two rows with the same first three tokens have the logits of branches of a tree."""
     T = ids.shape[1]
     mask = torch.ones(2 * T - 3, 2 * T - 3, dtype=torch.bool).tril()
     mask[T:, 3:T] = False

@@ -101,7 +101,7 @@ def assert_equal_tensors(out: Path, expected: Path) -> None:
 
 
 def fingerprint(out: Path) -> dict[str, Any]:
-    """Return what must be equal bit for bit: newest weights and moments, and logged numbers."""
+    """Return the newest weights and moments, and the logged numbers, to compare bit for bit."""
     digest = hashlib.sha256()
     for name, tensor in read_tensors(out).items():
         digest.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())

@@ -1,11 +1,12 @@
-"""Published speeds of training runs with what the planner has to know of each; `python -m tests.plan.published`
-prints the table of docs/numbers.md.
+"""Published speeds of training runs, with the layout of each.
+
+`python -m tests.plan.published` prints the table of docs/numbers.md.
 
 A few rows set constants of plan/speed.py (`sets` names them); the others only test. Journey,
-Notebook and Lecture are megatoken.base.published.LADDER. Other sources: llm.c: its discussions 481 and
-677, its scripts, and modded-nanogpt's copy of its log; Composer: MosaicML's posts on GPT-3 of 2022;
-foundry: llm-foundry's table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs
-of modded-nanogpt; torchtitan: its benchmark of December 2024; megatoken:
+Notebook and Lecture are megatoken.base.published.LADDER. Other sources: llm.c: its discussions 481
+and 677, its scripts, and modded-nanogpt's copy of its log; Composer: MosaicML's posts on GPT-3 of
+2022; foundry: llm-foundry's table of benchmarks, MPT models; nanoGPT: its pull request 464; modded:
+logs of modded-nanogpt; torchtitan: its benchmark of December 2024; megatoken:
 records/gpu-adamw-124m.json.
 """
 
@@ -38,8 +39,10 @@ attention its Triton attention of 2023 is slower at long contexts
 
 @dataclass(frozen=True)
 class Published:
-    """tokens_per_second, predicted: of all GPUs. sets: the constant chosen by this row, else it only tests. reason: of
-    an error above a quarter."""
+    """A published run.
+
+    tokens_per_second, predicted: of all GPUs. sets: the constant that this row sets; "" if it only
+    tests. reason: why the error is above a quarter."""
 
     source: str
     what: str
@@ -172,7 +175,7 @@ def median_error(rows: list[Published]) -> float:
 
 
 def draw_table() -> str:
-    """The rows in Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| source | run | GPUs | published, tokens/s | predicted | error | sets |",
         "|---|---|---|---|---|---|---|",

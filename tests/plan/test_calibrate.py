@@ -1,4 +1,4 @@
-"""A plan by measurement of this machine, and what training says of it."""
+"""Plans from measurements of this machine, and the lines that training prints about them."""
 
 import json
 import re
@@ -51,7 +51,7 @@ SIX_LAYERS = Calibration(
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """No data/python of an earlier quickstart is beside these tests, whose recipe names it."""
+    """Change to an empty folder, without the data/python that the quickstart's recipe names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     np.save("train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
@@ -194,7 +194,7 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch):
 def test_a_gpu_that_is_known_is_planned_by_arithmetic(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """A CPU under the name of an H100: the line has the planner's speed for that card."""
+    """Rename the CPU to an H100: the printed line has the planner's speed for that card."""
     monkeypatch.setattr(device, "find_processor_name", lambda: GPUS["H100"].driver)
     config = load()
     first, last = train(config, "run", capsys)

@@ -1,4 +1,4 @@
-"""Dry runs against arithmetic, against the same step on real tensors, and against the memory of a real process."""
+"""Compare dry runs with arithmetic, with the same step on real tensors, and with a real process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -84,14 +84,18 @@ def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(
 
 
 def count_175b(layers: int, tensor: int, shards: int) -> int:
-    """Numbers of the first of `shards` x `tensor` processes: whole heads and columns, rows rounded up."""
+    """Count the parameters of the first of `shards` x `tensor` processes: whole heads and columns,
+    rows rounded up.
+    """
     width, vocabulary, context = 12_288, 50_304, 2_048
 
     def rows(whole: int) -> int:
         return -(-whole // shards)
 
     def two_products(columns: int, back: int) -> int:
-        """Return the weights and biases of a product to columns, and of the one back to the width."""
+        """Count the weights and biases of a product to `columns`, and of the product back to the
+        width.
+        """
         first, last = rows(columns * width // tensor), rows(width)
         return (first + last * back // tensor) * width + first + last
 
@@ -114,9 +118,10 @@ def test_gpt3_175b_on_1024_gpus_equals_theory(ask: Ask):
 
 
 def test_communication_of_each_sharding():
-    """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
-    twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks
-    twice."""
+    """4 micro-batches on 4 processes, in fp32, so that weights are gathered as they are.
+
+    DDP's reduction, once a step, sends twice as much as a gather or a scatter. ZeRO-3 gathers and
+    scatters for every micro-batch, and gathers blocks twice."""
     whole = 4 * count_parameters(SMALL)
     blocks = whole - 4 * (SMALL.padded_vocab_size + SMALL.seq_len + 2) * SMALL.d_model
     once = whole * 3 / 4

@@ -1,4 +1,4 @@
-"""The micro-batch: what is tried, and which of the measured sizes is taken."""
+"""The choice of the micro-batch: which sizes are tried, and which of them is taken."""
 
 import json
 from collections.abc import Callable
@@ -46,9 +46,10 @@ def test_candidate_sizes():
 
 
 class Memory:
-    """Stands for `forward_backward` on a device with room for `largest` sequences; slow beyond `fast` of them.
+    """A replacement of `forward_backward` that fits `largest` sequences and is slow beyond `fast`.
 
-    A step has `batch_seqs`: a size that is less is tried by two micro-batches, as gradients are kept between them.
+    A step has `batch_seqs` sequences. A smaller size is tried with two micro-batches, because
+    gradients are kept between them.
     """
 
     def __init__(self, largest: int, fast: int = 64, batch_seqs: int = 16) -> None:
@@ -73,7 +74,7 @@ class Memory:
         return self.seconds
 
     def tune(self, patch: pytest.MonkeyPatch) -> list[int]:
-        """Return the sizes that a state without gradients has tried in the end."""
+        """Return the sizes that were tried; the state must have no gradients afterwards."""
         patch.setattr(micro_batch, "forward_backward", self)
         patch.setattr(micro_batch, "time_once", self.time_once)
         state = tiny_state()
@@ -167,7 +168,7 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
 def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each size gets code of its own: no dynamic shapes, and no compilation in the next step."""
+    """Each size is compiled separately, without dynamic shapes, and the next step compiles nothing."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled, plain = tiny_state(), tiny_state()
     counters = torch._dynamo.utils.counters

@@ -54,7 +54,9 @@ def test_published_run_of_llm_c():
 
 
 def test_what_makes_it_fit():
-    """7B on 24 GB takes all shards and recomputation, on 16 cards; 175B nothing makes fit."""
+    """7B fits 24 GB only with full sharding and recomputation on 16 cards; 175B does not fit at
+    all.
+    """
     plan = plan_recipe("gpt3-6.7b 16xRTX-4090", tokens=1e9)
     assert (plan.fits, plan.layout.sharding) == (True, "zero3")
     assert not plan_recipe("gpt3-175b 8xA100-40GB", tokens=1e9).fits
@@ -69,7 +71,8 @@ def test_what_makes_it_fit():
 
 
 def test_nothing_is_recomputed_that_fits():
-    """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
+    """The full batch fits at once, so recomputation gains nothing, although its time would hide
+    communication."""
     for arguments in ("gpt2-124m 128xH100", "gpt3-125m 256xH100", "gpt2-355m 256xH100"):
         layout = plan_recipe(arguments).layout
         assert (layout.micro_steps, layout.checkpointing) == (1, "none"), arguments
@@ -94,7 +97,7 @@ def test_what_does_not_fit_has_no_price(ask: Ask):
     assert fitting == [48, 1024]  # 32 is the next divisor of 1,536 sequences
     pinned = ask("plan gpt2-124m --gpus 1xT4 machine.micro_batch=512")
     assert (pinned["fewest_gpus"], pinned["dollars"]) == (None, None)
-    assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None  # a price that nobody knows
+    assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None  # unknown price
 
 
 def test_strong_scaling():
@@ -144,15 +147,17 @@ def test_products_in_a_precision_that_the_card_lacks_are_fp32(row: str):
     )
 
 
-def test_the_form_of_adamw_counts():
-    """As the published runs without and with the fused kernel, 55,271 and 78,750 tokens/s."""
+def test_the_implementation_of_adamw_counts():
+    """The published runs without and with the fused kernel reach 55,271 and 78,750 tokens/s."""
     for given, counted in {"auto": "fused", "loop": "foreach", "foreach": "foreach"}.items():
         plan = plan_recipe(f"shakespeare 1xH100 machine.adamw={given}")
         assert plan.step == estimate_step(plan.model, H100, Layout(program="fused", adamw=counted))
 
 
 def test_compute_optimal_split():
-    """Chinchilla: 5.76e23 FLOP are 67B parameters and 1.5T tokens by the first approach; 40B by the third."""
+    """Chinchilla: 5.76e23 FLOP are 67B parameters and 1.5T tokens by the first approach; 40B by the
+    third.
+    """
     parameters, tokens = split_compute(5.76e23, "chinchilla")
     assert (tokens, parameters) == pytest.approx((20 * parameters, 69.3e9), rel=0.01)
     fitted, fitted_tokens = split_compute(5.76e23, "fitted")
@@ -179,7 +184,9 @@ def test_evaluations_before_the_first_step_and_at_the_end_are_counted():
 
 
 def test_a_batch_that_grows_takes_longer(ask: Ask):
-    """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs; a first batch is made to divide."""
+    """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs. A first batch is
+    rounded up so that it divides.
+    """
     common = "gpt2-124m 16xH100 budget.tokens=1e9 evaluate.every=0 machine.sharding=zero1"
     whole = plan_recipe(f"{common} budget.batch_tokens=262144")
     half = plan_recipe(f"{common} budget.batch_tokens=131072")
@@ -271,7 +278,7 @@ def test_pictures(tmp_path: Path, ask: Ask):
 
 
 def test_explicit_attention_holds_the_scores():
-    """Six bytes each, by which the published bf16 rung exceeds FlashAttention's, 859 MiB."""
+    """Six bytes per score: the published bf16 rung takes 859 MiB more than FlashAttention's."""
     arguments = "shakespeare 1xH100 machine.precision=bf16 machine.fused=off machine.compile=off"
     explicit, flash = (
         plan_recipe(f"{arguments} machine.attention={name}").memory.total_bytes
@@ -304,7 +311,7 @@ def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
 
 
 def test_an_output_has_one_speedup_and_one_time(call: Call):
-    """The family's rows are relative to one GPU, as the run's. The head adds the ramp's time."""
+    """The rows of the family and of the run are relative to one GPU. The head adds the ramp's time."""
     _, printed, _ = call("plan gpt3-1.3b --gpus 128xA100-40GB --tokens 1e9")
     rate = f"{plan_recipe('gpt3-1.3b 128xA100-40GB').tokens_per_second:,.0f}"
     first, second = re.findall(rf" 128 +([\d.]+) +{rate} +[\d.]+% +(\w+) ", printed)
@@ -337,14 +344,14 @@ def test_refused_commands(arguments: str, call: Call):
 
 
 def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
-    """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
+    """A record of that GPU at 1.2 times the planned speed counts; records of other GPUs do not."""
     layout = Layout(micro_batch=16, micro_steps=2)
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
     row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
     result = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
 
     def plan(gpus: str) -> tuple[float, float]:
-        """Return a speed, and how it relates to that without records."""
+        """Return a speed, and its ratio to the speed without records."""
         record = {"hardware": {"device": H100.driver}, "answer": result}
         (tmp_path / "batch.json").write_text(json.dumps(record))
         planned = ask(f"plan gpt2-355m --records {tmp_path} --gpus {gpus}")

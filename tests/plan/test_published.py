@@ -1,4 +1,4 @@
-"""The planner's speeds against published ones, and the table of docs/numbers.md against both."""
+"""Compare the planner's speeds with published ones, and the table of docs/numbers.md with both."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ JOB = Job(name="a-run", train_args=ARGUMENTS, nodes=2, nproc=4, gpus="A100", tim
 
 
 def run(folder: Path, text: str, *arguments: str, **programs: str) -> "CompletedProcess[str]":
-    """Run a script with arguments, where programs have these texts."""
+    """Run a script with arguments; `programs` are the texts of programs on its PATH."""
     (folder / "script.sh").write_text(text)
     for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -40,7 +40,7 @@ def run(folder: Path, text: str, *arguments: str, **programs: str) -> "Completed
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_shellcheck_finds_nothing(engine: str, tmp_path: Path):
-    """With the scripts, and with the commands inside the YAML files."""
+    """Check the scripts, and the commands inside the YAML files."""
     text = write_script(engine, JOB)
     if engine == "k8s":
         text = pod_of()[2]["command"][2]
@@ -131,7 +131,7 @@ STORED = "data.path=s3://b/data save.mirror=s3://b/run"
     "arguments", [f"{STORED} --spot", "save.mirror=s3://b/run", f"{STORED} --nodes 2"]
 )
 def test_runs_of_skypilot_survive_their_machines(arguments: str, ask: Ask):
-    """On a volume, unless one machine keeps data and copies in object storage; spot on request."""
+    """They use a volume unless one machine has data and copies in object storage; spot on request."""
     task = yaml.safe_load(ask(f"launch skypilot gpt2-124m {arguments}")["script"])
     is_spot = arguments.endswith("--spot")
     assert task.get("volumes") == (None if is_spot else {"/work": "megatoken"})
@@ -148,7 +148,9 @@ OF_A_SITE = {
 
 
 def test_slurm_options_of_a_site(tmp_path: Path):
-    """Values in quotes that sbatch reads as a shell does; setup lines run before srun, one that fails ends the job."""
+    """Values are quoted for sbatch as for a shell. Setup lines run before srun; a failing one ends
+    the job.
+    """
     setup = ["unset_is_fine=$NOT_SET", "export PATH=$PWD/env:$PATH", "type megatoken"]
     script = write_script("slurm", replace(JOB, **OF_A_SITE, setup=setup))  # type: ignore[arg-type]
     lines = re.findall("^#SBATCH (.*)$", script, re.M)
@@ -210,7 +212,7 @@ def test_options_of_slurm(time: str, ask: Ask):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path):
-    """kubectl reads the Job into its own types, which drop unknown fields; it needs no cluster."""
+    """kubectl reads the Job into its types, which drop unknown fields. It needs no cluster."""
     _, job = yaml.safe_load_all(write_script("k8s", JOB))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     line = f"kubectl set image --local -f {tmp_path}/job.yaml train=other -o json"
@@ -219,7 +221,7 @@ def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path):
 
 
 def list_fields(node: object, path: str = "") -> dict[str, str]:
-    """Return every value in JSON by its path; a list of plain values is one."""
+    """Return every value in JSON by its path; a list of plain values counts as one value."""
     if isinstance(node, list) and node and isinstance(node[0], dict):
         node = dict(enumerate(node))
     if not isinstance(node, dict):

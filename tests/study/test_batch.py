@@ -18,7 +18,7 @@ from megatoken.study.bench.workload import Workload, build_workload
 from tests.study.test_parts import TORCH
 from tests.tiny_model import CPU, TINY_GPT
 
-# With fixed kernels: each size is measured by itself, and may be fastest with others.
+# Kernels are fixed, because each size is measured by itself and may choose others.
 MACHINE = MachineConfig(device="cpu", precision="fp32", **TORCH)
 QUIET = Console(quiet=True)
 
@@ -33,7 +33,7 @@ def test_resized_workload_takes_the_same_step():
 
 @pytest.mark.parametrize("runs_out", [False, True])
 def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: pytest.MonkeyPatch):
-    """By the estimate, so that nothing swaps, or by an error, which leaves no gradients."""
+    """The estimate ends it, so that nothing swaps, or an error, which leaves no gradients."""
     workload = build()
     forward, parameters = workload.state.compute.forward, [*workload.state.model.parameters()]
 

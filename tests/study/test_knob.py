@@ -112,7 +112,9 @@ def test_undisturbed_rounds_are_those_with_fast_probes(monkeypatch: pytest.Monke
 
 
 def test_training_starts_at_the_uniform_loss_and_learns():
-    """Also with an unpadded vocabulary: a micro-batch that is measured may differ in the last bits."""
+    """An unpadded vocabulary gives the same, up to the last bits: the measured micro-batch may
+    differ.
+    """
     unpadded = replace(TINY_GPT, vocab_multiple=1, tie_embeddings=False)
     for model in (TINY_GPT, unpadded):
         spec = replace(SPEC, model_config=model, micro_batch=4)

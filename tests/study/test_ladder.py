@@ -82,7 +82,7 @@ def test_a_failing_rung_is_skipped_unless_it_is_the_reference():
 
 
 def bench(arguments: str, tmp_path: Path, ask: Ask) -> list[Row]:
-    """Return the rungs of a benchmark on a tiny preset, which has drawn them."""
+    """Run a benchmark on a tiny preset, which draws a picture; return the rungs."""
     arguments = (
         f"bench {arguments} --preset tiny --repeats 1 --device cpu --out {tmp_path} --name new"
     )

@@ -40,7 +40,7 @@ def build(model_config: ModelConfig = TINY_GPT, **machine: Any) -> Workload:
 
 
 def groups_by_name(workload: Workload) -> dict[str, set[str]]:
-    """The groups of every operation of a step, by its name."""
+    """Return the groups of every operation of a step, by its name."""
     groups = defaultdict(set)
     for event in profile_step(workload):
         groups[event.name].add(find_group(event))
@@ -48,7 +48,9 @@ def groups_by_name(workload: Workload) -> dict[str, set[str]]:
 
 
 def assert_groups(groups: dict[str, set[str]], expected: dict[str, str]) -> None:
-    """Compare the groups of some operations. expected: groups, and their operations in arguments."""
+    """Compare the groups of some operations. expected: groups, and their operations, separated by
+    spaces.
+    """
     wanted = {name: {group} for group, names in expected.items() for name in names.split()}
     assert {name: groups[name] for name in wanted} == wanted
 
@@ -89,7 +91,7 @@ def test_operations_of_other_kernels():
 
 
 def make_event(name: str, parent: object = None) -> Any:
-    """What `sum_groups` reads of torch's FunctionEvent."""
+    """Return the attributes of torch's FunctionEvent that `sum_groups` reads."""
     return SimpleNamespace(
         name=name, cpu_parent=parent, self_cpu_time_total=1e6, self_device_time_total=2e6
     )
@@ -173,7 +175,7 @@ def test_sums_are_sums():
     }
     for name, part in parts.items():
         flops = known.get(name)
-        seconds = part["seconds"]["median"]  # 0 where the profiler's clock saw nothing
+        seconds = part["seconds"]["median"]  # 0 if the profiler's clock did not advance
         share = (flops and seconds and flops / seconds / 1e15) or None
         assert (part["flops"], part["share_of_peak"]) == (flops, share)
     unknown = measure(build(), CPU, 1, Console())["parts"]

@@ -1,4 +1,4 @@
-"""Pictures: rows that lack values, and models that are no run of ours."""
+"""Pictures of rows that lack values, and of models without a run."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
 
 
 def test_pictures_of_a_run_are_in_one_folder_and_full(tmp_path: Path):
-    """A matrix that is higher than wide leaves no empty half."""
+    """A matrix that is taller than wide leaves no empty half."""
     run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
     write_hf(run, draw_model(FAMILIES["llama-tied"]), byte_tokenizer(), "fp32")
     out = tmp_path / "pictures"

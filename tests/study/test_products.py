@@ -1,4 +1,4 @@
-"""The products of `products` are those of a training step, in number, size and value."""
+"""`products` times the products of a training step: number, sizes and values are equal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Laws are found again from losses that follow them; runs that fix no law are refused."""
+"""Laws are recovered from losses that follow them; runs that determine no law are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that():
 
 
 def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
-    """A run folder as training leaves it, with a loss that follows Chinchilla's law."""
+    """Write a run folder as training leaves it, with a loss that follows Chinchilla's law."""
     model = replace(TINY_GPT, d_model=d_model, d_ff=4 * d_model)
     loss = 1.0 + 20 / count_matmul_parameters(model) ** ALPHA + 30 / tokens**BETA
     checkpoint = folder / "checkpoints" / "step-00000007"
@@ -74,7 +74,7 @@ def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> str:
-    """Runs of three widths and lengths, as arguments of a command."""
+    """Write runs of three widths and lengths; return them as arguments of a command."""
     sizes = [(d, tokens) for d in (32, 64, 128) for tokens in (100_000, 400_000, 1_600_000)]
     return " ".join(str(write_run(tmp_path / f"w{d}-{tokens}", d, tokens)) for d, tokens in sizes)
 

@@ -147,7 +147,7 @@ def build(
     if machine.device != "cpu":
         if holds_low_precision(machine, dims, precision):
             use_low_precision(state, device.dtype)
-        # As CUDA's kernel, save the input alone.
+        # Like CUDA's kernel, save only the input.
         fused_norm = partial(checkpoint, torch_norm, use_reentrant=False)
         for part in state.compute.model.modules():
             if isinstance(part, Norm) and part.rms:
@@ -164,7 +164,7 @@ def build(
 
 
 class InPlaceLayer(OutputLayer):
-    """An output layer whose softmax allocates only the losses, as a GPU's kernel."""
+    """An output layer whose softmax allocates only the losses, like a GPU's kernel."""
 
     softmax = staticmethod(lambda logits_NV, *_, **__: logits_NV[:, 0].float())
 

@@ -49,8 +49,9 @@ class Plan:
     """A training run of one model on a number of GPUs.
 
     tokens: training tokens; 0 if unknown. evaluated_tokens: tokens of all evaluations together.
-    prices: dollars per GPU-hour; none if unknown. speed_factor: measured divided by predicted tokens/s, 1 if not
-    measured. spread: expected range of tokens/s, relative to `tokens_per_second`.
+    prices: dollars per GPU-hour; none if unknown. speed_factor: measured divided by predicted
+    tokens/s, 1 if not measured. spread: expected range of tokens/s, relative to
+    `tokens_per_second`.
     """
 
     model: ModelConfig
@@ -129,9 +130,9 @@ def plan_run(
     """Plan a run in the fastest layout that fits, or with the least memory if none fits.
 
     tokens: 0 for the config's budget. prices: dollars per GPU-hour; the GPU table's if empty.
-    measured: measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation checkpointing
-    to choose from if the config sets none. Raises ConfigError if the batch does not divide among
-    the GPUs.
+    measured: measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation
+    checkpointing to choose from if the config sets none. Raises ConfigError if the batch does not
+    divide among the GPUs.
     """
     tokens = tokens or budget_tokens(config)
     dist_env = DistEnv(world_size=gpus, local_world_size=min(gpus, gpu.per_machine))
@@ -170,8 +171,8 @@ def open_modes(resolved: ResolvedConfig) -> Sequence[str]:
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     """Return the median ratio of measured to predicted tokens/s, and the number of measurements.
 
-    Reads the records of `python -m benchmarks batch` for this GPU in a folder; without any, returns (0,
-    0).
+    Reads the records of `python -m benchmarks batch` for this GPU in a folder; without any, returns
+    (0, 0).
     """
     ratios = []
     for path in sorted(folder.glob("*.json")):

@@ -28,7 +28,7 @@ from megatoken.base.system.torch_compat import (
 RING_ROUNDS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1, "broadcast": 1}
 # Operators that bring constants into a fake computation.
 LIFT_OPS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-RECOUNT = 1.001  # growth of the peak after which gradients are counted again
+RECOUNT = 1.001  # count gradients again when the peak has grown by this factor
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazily: of type Any

@@ -22,9 +22,9 @@ from megatoken.distributed.env import PORT
 TABLE = read_table(__file__)
 ENGINES = TABLE["engines"]
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
-IMAGES = {False: "megatoken", True: "megatoken:cuda"}  # by whether there are GPUs
-CORES = 3  # of a process: for training, its backward, and data or saves
-MEMORY_GIB = 4  # of a process: CUDA's context, prefetched batches, its part of a save
+IMAGES = {False: "megatoken", True: "megatoken:cuda"}  # without and with GPUs
+CORES = 3  # per process: training, its backward, and data or saves
+MEMORY_GIB = 4  # per process: CUDA's context, prefetched batches, its share of a save
 WORK = "/work"  # where the volume `megatoken` is mounted, with dataset and runs
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save

@@ -60,7 +60,7 @@ class Run:
         return False
 
     def end(self, code: int, *, is_stopping: bool) -> None:
-        """Take note of the exit code. Raises the error of a run that failed by itself.
+        """Handle the exit code. Raises the error of a run that failed by itself.
 
         is_stopping: whether the run was told to stop with the command.
         """
@@ -92,8 +92,8 @@ class Run:
 def train_all(runs: Iterator[Run], jobs: int = 1) -> bool:
     """Train the runs that an iterator yields, `jobs` at once.
 
-    It is asked for a run when the one before has ended. Returns whether SIGTERM or SIGINT has
-    stopped the command.
+    The next run is requested when one has ended. Returns whether SIGTERM or SIGINT has stopped the
+    command.
     """
     stopping = threading.Event()
     asking = threading.Lock()

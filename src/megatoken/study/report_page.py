@@ -66,7 +66,7 @@ class RunData:
 class Table:
     """A table on the page. A float in a row is drawn as a bar, with full length for 1.0.
 
-    pale: number of rows at the end that are pale, because other people published them.
+    pale: number of rows at the end that are drawn pale, because they are published figures.
     """
 
     name: str

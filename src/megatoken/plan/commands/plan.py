@@ -254,8 +254,8 @@ def plan_here(
 def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_recipe: bool) -> float:
     """Return the number of training tokens from --tokens or else from the recipe; 0 if unknown.
 
-    For `--tokens chinchilla`, it is the compute-optimal number. So it is for a preset without
-    --tokens, because a preset has no length. Raises ConfigError if it is unknown but needed.
+    `--tokens chinchilla` means the compute-optimal number, which is also the default of a preset,
+    because a preset has no length. Raises ConfigError if it is unknown but needed.
     """
     text = options.tokens
     if text == "chinchilla" or (text is None and not is_recipe):

@@ -75,8 +75,8 @@ class Rung:
     """One switch of the ladder.
 
     machine: the machine settings that it changes. fields: other fields of the WorkerSpec that it
-    changes. missing: why it cannot run here, or "" if it can. linear: speedup of linear scaling;
-    None for a rung of the ladder.
+    changes. missing: why it cannot run here, or "" if it can. linear: ideal speedup of
+    a scaling measurement; None for an optimization.
     """
 
     name: str
@@ -147,8 +147,8 @@ def run(options: argparse.Namespace, console: Console) -> Iterator[Row]:
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Return all rungs in order, with `missing` set for those that cannot run here.
 
-    The last ones train on `batch_seqs` sequences per step instead of one, then on that many for each
-    of 2, 4, 8, ... processes, up to the number of GPUs or cores.
+    The last ones train on `batch_seqs` sequences per step instead of one, then on that many for
+    each of 2, 4, 8, ... processes, up to the number of GPUs or cores.
     """
     on_cpu = device.type == "cpu"
     is_low = device.precision != "fp32"

@@ -32,7 +32,7 @@ def run(options: Namespace, console: Console) -> Data:
 
         import_extra("megatoken.study.live_page", "serve").serve(build, options, console)
         return {"served": True}
-    # A path without runs is kept, as an error names it.
+    # A path without runs is kept, because the error names it.
     runs = [run for path in options.runs for run in [*find_runs(path)] or [path]]
     page = build_page(runs, options.price, options.ladder, console.warn).encode()
     with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
