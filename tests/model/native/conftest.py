@@ -20,9 +20,18 @@ from megatoken.model.native.build import (
 from megatoken.model.native.library import Library
 from megatoken.model.native.selection import find_library
 
-# The same source, tiles in plain C++.
-EMULATED_AMX = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX", "-O1"
+AMX_TILES = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX"  # the same source, tiles in plain C++
+BF16 = "-march=skylake-avx512", "-include", str(Path(__file__).with_name("emulated_bf16.h"))
 FOLDER = Path(__file__).parents[3] / "build" / "native"
+
+
+def find_emulation(instruction_set: str) -> tuple[str, ...]:
+    """Return compiler options by which this processor computes what it lacks; () if it cannot."""
+    runnable = runnable_instruction_sets()
+    if "avx512" not in runnable or instruction_set not in ("amx", "avx512_bf16"):
+        return ()
+    tiles = AMX_TILES if instruction_set == "amx" else ()
+    return tiles if "avx512_bf16" in runnable else (*tiles, *BF16)
 
 
 def compile_once(
@@ -53,8 +62,9 @@ def native_library() -> Callable[[str], Library]:
         if instruction_set in runnable:
             library = find_library(instruction_set)
             library = library or Library(instruction_set, compile_once(instruction_set))
-        elif instruction_set == "amx" and "avx512_bf16" in runnable:
-            library = Library("amx", compile_once("amx", "emulated", EMULATED_AMX))
+        elif emulation := find_emulation(instruction_set):
+            path = compile_once(instruction_set, "emulated", (*emulation, "-O1"))
+            library = Library(instruction_set, path)
         else:
             pytest.skip(f"this processor has no {instruction_set}")
         if instruction_set == "amx" and not library.call("request_tiles"):

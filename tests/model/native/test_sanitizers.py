@@ -10,7 +10,7 @@ import pytest
 from megatoken.base.system.machine import find_compiler
 from megatoken.model.native import build
 from megatoken.model.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
-from tests.model.native.conftest import EMULATED_AMX, FOLDER
+from tests.model.native.conftest import FOLDER, find_emulation
 from tests.processes import HANG_SECONDS
 
 MEMORY = "address,undefined"
@@ -29,9 +29,7 @@ def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str,
     if not compiler:
         pytest.skip("no C++ compiler")
     options = INSTRUCTION_SETS[instruction_set][1]
-    if instruction_set == "amx" and "amx" not in runnable and "avx512_bf16" in runnable:
-        options = EMULATED_AMX
-    elif instruction_set not in runnable:
+    if instruction_set not in runnable and not (options := find_emulation(instruction_set)):
         pytest.skip(f"this processor has no {instruction_set}")
     source = Path(__file__).with_name(f"{driver}_driver.cc")
     name = f"{driver}-{zlib.crc32(source.read_bytes())}-{library_name(instruction_set)}"

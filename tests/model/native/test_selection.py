@@ -12,7 +12,7 @@ from megatoken.base.system.machine import find_compiler
 from megatoken.model.native import build
 from megatoken.model.native.build import INSTRUCTION_SETS, library_name, runnable_instruction_sets
 from megatoken.model.native.selection import find_amx_fault, find_library
-from tests.model.native.conftest import EMULATED_AMX, compile_once
+from tests.model.native.conftest import compile_once, find_emulation
 
 needs_avx512_bf16 = pytest.mark.skipif(
     not find_compiler() or "avx512_bf16" not in runnable_instruction_sets(),
@@ -36,7 +36,7 @@ def choose(folder: Path, amx: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 @pytest.mark.long
 @needs_avx512_bf16
 def test_kernels_that_agree_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    amx = compile_once("amx", "emulated", EMULATED_AMX)
+    amx = compile_once("amx", "emulated", (*find_emulation("amx"), "-O1"))
     assert choose(tmp_path, amx, monkeypatch) == ("amx", "")
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_tile_is_found(
     (sources / file).write_text(text.replace(right, wrong))
     with monkeypatch.context() as patch:
         patch.setattr(build, "SOURCES", sources)
-        planted = compile_once("amx", f"wrong-{file}", (*EMULATED_AMX, "-O0"))
+        planted = compile_once("amx", f"wrong-{file}", (*find_emulation("amx"), "-O0"))
     instruction_set, fault = choose(tmp_path, planted, monkeypatch)
     assert (instruction_set, case in fault) == ("avx512_bf16", True), fault
 
