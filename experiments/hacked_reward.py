@@ -17,10 +17,11 @@ from typing import Any
 from experiments.rl_answers import GRPO, start
 from experiments.sft_answers import train_for
 from megatoken.base.system.metrics_log import read_metrics
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
 from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
 from megatoken.inference.choose import Sampling
 from megatoken.inference.rewards import load_reward
-from megatoken.text.chat_template import find_template
 from megatoken.text.load_pretrained import load_pretrained
 
 LIMIT_SECONDS = 120  # of each training
@@ -37,12 +38,8 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
     errors.
     """
     loaded = load_pretrained(run)
-    ask = partial(
-        evaluate_answers,
-        loaded.model.eval(),
-        find_template(loaded.tokenizer),
-        read_questions("exercises-test", prompts),
-    )
+    questions = read_questions("exercises-test", prompts)
+    ask = partial(evaluate_answers, loaded, None, Comm(DistEnv()), questions)
     settings = AnswerSettings(samples=1, sampling=Sampling(48))
     exact = ask(replace(settings, per_example=True))
     answers = [

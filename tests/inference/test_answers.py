@@ -19,11 +19,14 @@ from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
 from megatoken.text.chat_template import Message
 from megatoken.text.exercises import list_exercises
+from megatoken.text.load_pretrained import LoadedModel
 from tests.conftest import Ask, Call
 from tests.convert.models import TEMPLATE, draw_chat_model, save_run
+from tests.inference.reference_scorer import SINGLE
 from tests.tiny_run import write_jsonl
 
 MODEL = draw_chat_model()
+LOADED = LoadedModel(MODEL, TEMPLATE.tokenizer, "a model")
 PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
 
 
@@ -42,7 +45,7 @@ def answer_all(right: str, samples: int = 0, **values: object) -> dict[str, obje
     questions = [Question([Message("user", prompt)], right, "here") for prompt in PROMPTS]
     sampling = Sampling(6, **values)
     settings = AnswerSettings(reward_length, samples=samples, sampling=sampling, per_example=True)
-    return evaluate_answers(MODEL, TEMPLATE, questions, settings)
+    return evaluate_answers(LOADED, None, SINGLE, questions, settings)
 
 
 def test_greedy_answers():

@@ -16,6 +16,7 @@ from megatoken.convert.hf.export import write_hf
 from megatoken.inference.dclm_core import encode_core_task, read_bundle
 from megatoken.inference.evaluate import evaluate, evaluate_tasks
 from megatoken.model.gpt import GPT
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import Call
 from tests.inference.reference_scorer import CPU, SINGLE, log_probabilities, make_model
@@ -141,7 +142,8 @@ def test_every_example_is_answered_as_by_plain_forwards(bundle: Path, name: str,
     tokenizer = make_tokenizer(name)
     model = make_letter_model(tokenizer)
     tasks = read_bundle(bundle, limit)
-    result = evaluate_tasks(model, tokenizer, tasks, CPU, SINGLE, per_example=True)
+    loaded = LoadedModel(model, tokenizer, "a model")
+    result = evaluate_tasks(loaded, CPU, SINGLE, tasks=tasks, per_example=True)
     assert list(result["tasks"]) == [task[0] for task in TASKS]
     centered = []
     for task in TASKS:

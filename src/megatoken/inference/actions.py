@@ -75,7 +75,7 @@ def _require_mask(config: Config) -> None:
 
 
 def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
-    """Score the model on each multiple-choice task that has no logged score for this step.
+    """Score the model on each multiple-choice task whose score for this step is not logged yet.
 
     A tensor-parallel model is gathered on rank 0, which scores it while the other ranks wait.
 
@@ -106,8 +106,8 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
 def sample(run: Run, poll: Poll) -> None:
     """Generate text on rank 0, print it, and save it in RUN/samples.
 
-    `sample.prompt` is continued or, if the objective is to chat, answered as a message. A sharded
-    model is first gathered on rank 0.
+    The model continues `sample.prompt` or, if the objective is to chat, answers it as a message. A
+    sharded model is first gathered on rank 0.
     """
     step = run.state.step
     if ("sample", step) in run.progress.logged:

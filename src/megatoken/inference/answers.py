@@ -16,10 +16,10 @@ from megatoken.inference.batch import Request, generate_batch
 from megatoken.inference.choose import Sampling
 from megatoken.inference.multiple_choice import format_share, standard_error
 from megatoken.inference.rewards import Reward, reward_exact, score_completions
-from megatoken.model.gpt import GPT
 from megatoken.text.chat_dataset import answers_name, read_answers
 from megatoken.text.chat_formats import read_examples
-from megatoken.text.chat_template import ChatTemplate, Message
+from megatoken.text.chat_template import ChatTemplate, Message, find_template
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.sources import find_source
 
 DEFAULT_TOKENS = 256
@@ -84,23 +84,22 @@ class AnswerSettings:
 
 
 def evaluate_answers(
-    model: GPT,
-    template: ChatTemplate,
+    loaded: LoadedModel,
+    device: Device | None,
+    comm: Comm,
     questions: Sequence[Question],
     settings: AnswerSettings,
-    *,
-    device: Device | None = None,
-    comm: Comm | None = None,
 ) -> dict[str, Any]:
     """Answer the questions; return means over them, with their standard errors under `stderr`.
 
     The means are `score`, the reward of the greedy answer; `stops`, whether it ends with a stop
     token; `tokens`, its length; and, if `settings.samples` is not 0, `pass_at`: for k = 1, 2, 4,
-    ..., the probability that at least one of k sampled answers has a reward of 1. comm: ranks that
-    share the questions; all of them return the same result. Raises DataError for a prompt longer
-    than the context, and ConfigError if the reward function fails.
+    ..., the probability that at least one of k sampled answers has a reward of 1. The ranks share
+    the questions and return the same result. Raises DataError for a prompt longer than the context,
+    and ConfigError if the model has no chat template or the reward function fails.
     """
-    rank, size = (comm.dist_env.rank, comm.dist_env.world_size) if comm else (0, 1)
+    template, context = find_template(loaded.tokenizer), loaded.model.config.seq_len
+    rank, size = comm.dist_env.rank, comm.dist_env.world_size
     local = list(enumerate(questions))[rank::size]
 
     def answer(n: int, sampling: Sampling) -> list[dict[str, Any]]:
@@ -109,11 +108,11 @@ def evaluate_answers(
             (question, number * n + sample) for number, question in local for sample in range(n)
         ]
         requests = [
-            _make_request(model, template, question, replace(sampling, seed=sampling.seed + offset))
-            for question, offset in asked
+            _make_request(context, template, question, replace(sampling, seed=sampling.seed + i))
+            for question, i in asked
         ]
         rows: list[dict[str, Any]] = []
-        completions = generate_batch(model, requests, device=device)
+        completions = generate_batch(loaded.model, requests, device=device)
         for (question, _), completion in zip(asked, completions, strict=True):
             stops = completion.stop_id is not None
             rows.append(
@@ -136,9 +135,8 @@ def evaluate_answers(
         sampled = answer(n, settings.sampling)
         for i, row in enumerate(rows):
             row["n_right"] = sum(one["score"] >= RIGHT for one in sampled[i * n : (i + 1) * n])
-    if comm:
-        parts = comm.gather(rows)
-        rows = [parts[number % size][number // size] for number in range(len(questions))]
+    parts = comm.gather(rows)
+    rows = [parts[number % size][number // size] for number in range(len(questions))]
     return _summarize(rows, settings)
 
 
@@ -169,15 +167,14 @@ def _summarize(rows: Sequence[Mapping[str, Any]], settings: AnswerSettings) -> d
 
 
 def _make_request(
-    model: GPT, template: ChatTemplate, question: Question, sampling: Sampling
+    context: int, template: ChatTemplate, question: Question, sampling: Sampling
 ) -> Request:
-    context = model.config.seq_len
     ids, _ = template.encode(question.messages, reply=True, **question.options)
     if len(ids) > context:
         what = f"the prompt has {len(ids):,} tokens, the context {context:,}"
         raise DataError(what, question.where, "use a model with a longer context")
-    room = min(sampling.max_new_tokens, context - len(ids) + 1)
-    return Request(ids, replace(sampling, max_new_tokens=room, stop_ids=template.stop_ids))
+    new_tokens = min(sampling.max_new_tokens, context - len(ids) + 1)
+    return Request(ids, replace(sampling, max_new_tokens=new_tokens, stop_ids=template.stop_ids))
 
 
 def estimate_pass_at_k(n: int, c: int, k: int) -> float:

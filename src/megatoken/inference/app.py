@@ -1,9 +1,8 @@
 """The web application of `megatoken serve`: OpenAI's endpoints, /health, and a chat page.
 
-Any web page can make a visitor's browser send requests to this server. Two checks
-refuse requests from other sites. The Host header must name this server (http_server.py). A body
-must be application/json, because browsers send that to another site only if the site allows it
-(CORS).
+Any web page can make a visitor's browser send requests to this server. Two checks refuse requests
+from other sites. The Host header must name this server (http_server.py). A body must be
+application/json, which browsers send to another site only if that site allows it (CORS).
 
 Requests and answers are not logged.
 """

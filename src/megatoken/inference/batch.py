@@ -68,9 +68,8 @@ class Token(NamedTuple):
 
     key: the sequence's key. finish_reason: for the sequence's last id, "stop" if it is in stop_ids,
     else "length"; None for the other ids. logprob: natural log of the id's probability, before
-    top_k and top_p apply. top: (id, logprob) of the new id and of `top_logprobs` most likely ids,
-    from the model's logits alone. cached: for the first id, number of prompt tokens found in the
-    cache.
+    top_k and top_p apply. top: (id, logprob) of the new id, then of the `top_logprobs` most likely
+    ids, at temperature 1. cached: for the first id, number of prompt tokens found in the cache.
     """
 
     key: int
@@ -96,8 +95,8 @@ class _Sequence:
     key: int
     request: Request
     draws: list[float]  # uniform numbers from [0, 1), one per new token
-    input_ids: list[int]  # prompt or window, computed when the row joins the batch
-    prefix: Prefix = NO_PREFIX  # of input_ids, until the row joins
+    input_ids: list[int]  # the prompt or window to compute when the sequence joins the batch
+    prefix: Prefix = NO_PREFIX  # cached start of input_ids, until the sequence joins
     ids: list[int] = field(default_factory=list)
 
     @property
@@ -111,9 +110,9 @@ class BatchDecoder:
     Use it in a `with` block, in which the model is in evaluation mode and computes in the device's
     precision or, if the device is None, in that of the weights.
 
-    The cache grows with the sequences. cache_tokens: bound of the cache; finished sequences stay in
-    it for prompts that begin with them, until running ones need the space. None: no bound, and
-    finished sequences are dropped.
+    The cache grows with the sequences. cache_tokens: its largest size. Finished sequences then stay
+    in the cache, for prompts that begin with them, until running ones need the space. If None, the
+    size has no bound, and finished sequences are dropped.
     """
 
     def __init__(
@@ -256,8 +255,8 @@ class BatchDecoder:
     def _prefill(self, prompts: list[list[_Sequence]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
 
-        prompts: groups of rows with equal `input_ids`; each group is computed only once. The
-        `input_ids` of all groups must have the same length, and as many tokens in the cache.
+        prompts: groups of rows with equal `input_ids`, which are computed only once. All groups must
+        have equally many `input_ids`, and cached prefixes of the same length.
         """
         firsts = [rows[0] for rows in prompts]
         n_cached = firsts[0].prefix[0]

@@ -1,4 +1,4 @@
-"""A conversation with a model, which forgets the oldest turns when the context is full."""
+"""A conversation with a model. The oldest turns are dropped when the context is full."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ class Answer:
 class Conversation:
     """A conversation. Answer number n is sampled with seed `sampling.seed` + n.
 
-    dropped: number of old messages that were dropped to fit the context. variables: of the template.
+    dropped: number of messages that were dropped to fit the context. variables: of the template.
     """
 
     model: GPT
@@ -91,19 +91,20 @@ def fit_context(
 ) -> tuple[list[Message], list[int]]:
     """Drop the oldest turns until the others fit the context; return (messages, their ids).
 
-    encode: `ChatTemplate.encode` with the assistant's header. The system message is never dropped.
-    Room for `new_tokens`, but at most a quarter of the context, is kept for the answer. Raises
-    ConfigError if the last turn does not fit. A turn is a user's message and those up to the next.
+    A turn is a user's message and all messages before the next user's. The system message is never
+    dropped. Space for `new_tokens`, but at most a quarter of the context, is reserved for the
+    answer. encode: `ChatTemplate.encode` with the assistant's header. Raises ConfigError if the last
+    turn does not fit.
     """
     messages = list(messages)
-    room = min(new_tokens, context // ANSWER_SHARE)
+    reserved = min(new_tokens, context // ANSWER_SHARE)
     first = int(messages[0].role in ("system", "developer"))
     while True:
         ids, _ = encode(messages)
-        if len(ids) + room <= context + 1:  # the last new token is not fed to the model
+        if len(ids) + reserved <= context + 1:  # the last new token is not fed to the model
             return messages, ids
         turns = [i for i, message in enumerate(messages) if message.role == "user" and i > first]
         if not turns:
-            what = f"the message has {len(ids):,} tokens and the answer {room:,}"
+            what = f"the message has {len(ids):,} tokens and the answer {reserved:,}"
             raise ConfigError(what, "chat", f"shorten it to fit the context of {context:,}")
         del messages[first : turns[0]]

@@ -109,7 +109,7 @@ def encode_core_task(task: CoreTask, tokenizer: Tokenizer, seq_len: int) -> list
             for ids, count in zip(sequences, counts, strict=True)
         ]
         tree = build_tree(scored)
-        # In nanochat, the mean over no tokens is NaN: it never wins, but always as first choice.
+        # nanochat's mean over no tokens is NaN, which argmin takes only if it comes first.
         means = tree if counts[0] else build_tree(scored[:1])
         encoded.append(EncodedExample(tree, means, (), example.gold, max(counts) >= seq_len))
     return encoded

@@ -26,6 +26,7 @@ from megatoken.inference.scorer import BATCH_NODES
 from megatoken.inference.tasks import CORE, SCORES, Example, find_tasks, read_examples
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
+from megatoken.text.load_pretrained import LoadedModel
 from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import Tokenizer
@@ -61,17 +62,17 @@ def evaluate(
     Returns what `evaluate_tasks` or `evaluate_loss` returns. Raises the errors of those functions,
     ConfigError for an unknown task, and DataError for missing or malformed examples.
     """
-    comm = Comm(DistEnv())
+    loaded, comm = LoadedModel(model, tokenizer, "the model"), Comm(DistEnv())
     if device is None:
         weight_device = str(model.lm_head_weight.device)
         device = choose_device(MachineConfig(device=weight_device, precision="fp32"))
     if not tasks:
         if data is None:
             raise ConfigError("nothing to evaluate on", fix="pass tasks or data")
-        return evaluate_loss(model, tokenizer, data, device, comm, limit=limit, split=split)
+        return evaluate_loss(loaded, device, comm, data=data, limit=limit, split=split)
     if not isinstance(tasks, Mapping):
         tasks = read_tasks(tasks, Path(data) if data else None, limit)
-    return evaluate_tasks(model, tokenizer, tasks, device, comm)
+    return evaluate_tasks(loaded, device, comm, tasks=tasks)
 
 
 def read_tasks(names: str | Sequence[str], folder: Path | None, limit: int) -> Tasks:
@@ -85,12 +86,11 @@ def read_tasks(names: str | Sequence[str], folder: Path | None, limit: int) -> T
 
 
 def evaluate_tasks(
-    model: GPT,
-    tokenizer: Tokenizer,
-    tasks: Tasks,
+    loaded: LoadedModel,
     device: Device,
     comm: Comm,
     *,
+    tasks: Tasks,
     token_mean: bool = True,
     per_example: bool = False,
 ) -> dict[str, Any]:
@@ -103,14 +103,14 @@ def evaluate_tasks(
     result. Raises NumericsError for scores that are not finite.
     """
     metrics = {}
-    seq_len = model.config.seq_len
+    tokenizer, seq_len = loaded.tokenizer, loaded.model.config.seq_len
     for name, examples in tasks.items():
         start = time.perf_counter()
         if isinstance(examples, CoreTask):
             encoded = encode_core_task(examples, tokenizer, seq_len)
         else:
             encoded = encode_examples(examples, tokenizer, seq_len, token_mean=token_mean)
-        results = score_examples(model, encoded, device, comm)
+        results = score_examples(loaded.model, encoded, device, comm)
         metrics[name] = compute_metrics(results) | {"seconds": time.perf_counter() - start}
         if per_example:
             fields = (*SCORES.values(), "gold")
@@ -124,23 +124,23 @@ def evaluate_tasks(
 
 
 def evaluate_loss(
-    model: GPT,
-    tokenizer: Tokenizer,
-    data: str | Path,
+    loaded: LoadedModel,
     device: Device,
     comm: Comm,
     *,
+    data: str | Path,
     limit: int,
     split: str | None,
 ) -> dict[str, Any]:
     """Return `loss_metrics` over windows of shards or text, plus `split` and `data`.
 
     Windows have the length of the model's context. If `limit` is 0, every token but the first is a
-    target. Otherwise at most `limit` tokens are targets, in full windows spread evenly over the data.
-    bits_per_byte is None if the targets hold no text. All ranks share the work and return the same
+    target. Otherwise, at most `limit` tokens are targets, in full windows spread evenly over the
+    data. bits_per_byte is None if the targets hold no text. All ranks share the work and return the same
     result. Raises the errors of `open_text`, DataError for too few tokens, and NumericsError for
     a loss that is not finite.
     """
+    model, tokenizer = loaded.model, loaded.tokenizer
     folder = local_dataset(data)
     rank = comm.dist_env.rank
     with open_text(folder, tokenizer, split, comm) as dataset:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatoken.base.errors import ConfigError
 
-GRACE_SECONDS = 10  # to finish running answers after the first signal
+GRACE_SECONDS = 10  # to finish responses in progress after the first signal
 LOCAL_HOSTS = ("127.0.0.1", "[::1]", "localhost")  # Host headers of this machine, without ports
 HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
@@ -44,7 +44,7 @@ def format_address(host: str, listener: socket.socket) -> str:
 
 
 def build_server(app: Starlette, connections: int) -> uvicorn.Server:
-    """Build a server that logs only errors, and on shutdown finishes the answers in progress.
+    """Build a server that logs only errors, and on shutdown finishes the responses in progress.
 
     connections: how many may be open at once.
     """

@@ -18,10 +18,10 @@ CachedSequence = list[Tensor]  # its keys and values: (2, K, S, D) per layer
 class KeyValueCache:
     """Keys and values of every layer; a row holds one sequence.
 
-    A layer's tensor is (2, rows, K, capacity, D), keys before values. With `model.smear`, one more
-    holds the halves of each embedding. In each forward, the model calls `next_positions` to get the new
-    tokens' positions, each layer calls `append`, and the model calls `advance` at the end. If rows
-    differ in length, they can grow only by one token per forward.
+    A layer's tensor is (2, rows, K, capacity, D), keys before values. With `model.smear`, another
+    tensor holds the halves of each embedding. In each forward, the model calls `next_positions` to
+    get the new tokens' positions, each layer calls `append`, and the model calls `advance` at the
+    end. If rows differ in length, they can grow only by one token per forward.
 
     lengths: number of tokens in each row in use. Rows in use come before unused ones.
     """
@@ -42,7 +42,7 @@ class KeyValueCache:
             torch.zeros(2, rows, K, capacity, D, dtype=dtype, device=device) for K, D in sizes
         ]
         self.lengths = [0] * rows
-        self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
+        self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, if lengths differ
 
     @property
     def length(self) -> int:
@@ -126,8 +126,8 @@ class KeyValueCache:
     def load_rows(self, sequences: Sequence[CachedSequence], length: int) -> None:
         """Start each row with the first `length` tokens of a sequence from `copy_row`."""
         for row, sequence in enumerate(sequences):
-            for layer, pairs in zip(self._layers, sequence, strict=True):
-                layer[:, row, :, :length] = pairs[:, :, :length]
+            for layer, tensor in zip(self._layers, sequence, strict=True):
+                layer[:, row, :, :length] = tensor[:, :, :length]
         self.lengths = [length] * len(sequences)
 
 
@@ -148,12 +148,12 @@ class PrefixStore:
         """Number of tokens stored."""
         return sum(map(len, self._sequences))
 
-    def add(self, ids: Sequence[int], pairs: CachedSequence) -> None:
+    def add(self, ids: Sequence[int], tensors: CachedSequence) -> None:
         """Store a sequence in place of its stored prefixes."""
         new = tuple(ids)
         for prefix in [old for old in self._sequences if old == new[: len(old)]]:
             del self._sequences[prefix]
-        self._sequences[new] = pairs
+        self._sequences[new] = tensors
 
     def find(self, ids: Sequence[int]) -> Prefix:
         """Return the longest stored beginning of `ids`.
@@ -165,8 +165,8 @@ class PrefixStore:
         best = max(lengths, key=lengths.__getitem__, default=())
         if not lengths.get(best):
             return NO_PREFIX
-        pairs = self._sequences[best] = self._sequences.pop(best)
-        return lengths[best], pairs
+        tensors = self._sequences[best] = self._sequences.pop(best)
+        return lengths[best], tensors
 
     def shrink(self, tokens: float) -> None:
         """Drop the least recently used sequences until at most `tokens` tokens are stored."""
@@ -181,5 +181,5 @@ def _count_equal(a: Sequence[int], b: Sequence[int]) -> int:
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the size of one token's keys and values."""
-    pairs = 2 * config.n_layer * config.kv_heads * config.d_head
-    return (pairs + config.smear * config.d_model) * dtype.itemsize
+    keys_and_values = 2 * config.n_layer * config.kv_heads * config.d_head
+    return (keys_and_values + config.smear * config.d_model) * dtype.itemsize

@@ -188,7 +188,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
 
 
 def run_harness(
-    options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
+    loaded: LoadedModel, device: Device, comm: Comm, *, options: Namespace, console: Console
 ) -> dict[str, Any]:
     """Run the tasks of `--tasks` in the harness and return its results.
 

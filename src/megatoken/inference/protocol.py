@@ -1,6 +1,6 @@
-"""OpenAI's chat and completion requests, validated by pydantic, and the JSON of the answers.
+"""OpenAI's chat and completion requests, validated by pydantic, and the JSON of the responses.
 
-An unsupported parameter is an error if it would change the answer.
+An unsupported parameter is an error if it would change the completion.
 """
 
 import json
@@ -28,13 +28,13 @@ from megatoken.text.tokenizer import Tokenizer
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 NEUTRAL = TABLE["neutral"]
-# The tags in which models mark parts of an answer: per field, tags and the field of the text after.
+# The tags around parts of an answer: for each field, its tags and the field of the text that follows.
 TAGS = {
     "content": {"<think>": "reasoning_content"},
     "reasoning_content": {"</think>": "content"},
     "tool_calls": {"</tool_call>": "content"},
 }
-THINK_IDS = 16  # last prompt ids in which a template may have opened <think>
+THINK_IDS = 16  # of the prompt's last ids, in which a template may have opened <think>
 JsonObject = dict[str, Any]
 TokenLogprobs = list[tuple[bytes, float]]  # of a token, then of the most likely ones
 
@@ -226,7 +226,7 @@ class CompletionRequest(CommonRequest):
 
 
 class Choice:
-    """An answer as it grows: turns tokens into text, and the text into the message's fields.
+    """A completion as it grows: turns tokens into text, and the text into the message's fields.
 
     Text in <think> becomes reasoning_content. If the request has tools, JSON in <tool_call> becomes
     tool_calls. Other control tokens are left out.
@@ -238,31 +238,31 @@ class Choice:
         self.index = index
         self.n_tokens = self.cached = 0
         self.finish_reason: str | None = None
-        # Fields of the message and the log-probabilities, and how much of each has been taken.
+        # The message's fields and the log-probabilities, and how much of each has been taken.
         self.fields: JsonObject = {"content": ""}
         if request.top_logprobs is not None:
             self.fields["logprobs"] = list[TokenLogprobs]()
         self._taken: dict[str, int] = {}
         self._tokenizer = model.tokenizer
         self._stream = TextStream(model.tokenizer, request.prompt_ids)
-        self._text = ""  # not yet in a field, because it may begin a mark
+        self._text = ""  # not yet in a field, because it may begin a delimiter
         self._field = "content"  # of the text
-        # Marks of each field: those that end the answer, and tags with the field that follows.
+        # Of each field: the stop texts, and the tags with the field that follows.
         stops = dict.fromkeys(body.stop, "")
-        self._marks: dict[str, dict[str, str]] = {"content": stops}
+        self._delimiters: dict[str, dict[str, str]] = {"content": stops}
         if isinstance(body, ChatRequest):
             self.fields["role"] = "assistant"
-            self._marks = {name: tags | stops for name, tags in TAGS.items()}
+            self._delimiters = {name: tags | stops for name, tags in TAGS.items()}
             if body.tools and body.tool_choice == "auto":
-                self._marks["content"].setdefault("<tool_call>", "tool_calls")
+                self._delimiters["content"].setdefault("<tool_call>", "tool_calls")
             if model.tokenizer.decode(request.prompt_ids[-THINK_IDS:]).rstrip().endswith("<think>"):
                 self._field = "reasoning_content"
-        marks = chain(*self._marks.values())
+        delimiters = chain(*self._delimiters.values())
         special = model.tokenizer.special_ids
-        self._hidden = {special[token] for token in special.keys() - marks}
+        self._hidden = {special[token] for token in special.keys() - delimiters}
 
     def push(self, token: Token) -> None:
-        """Add a token to the answer; a stop text may end it."""
+        """Add a token; a stop text may end the completion."""
         self.n_tokens += 1
         self.cached += token.cached
         self.finish_reason = token.finish_reason
@@ -288,13 +288,13 @@ class Choice:
     def _split(self) -> None:
         """Move text to the fields that it belongs to, up to the first stop text.
 
-        If it ends with the beginning of a mark, that part is left for the next call.
+        If it ends with the beginning of a delimiter, that beginning is left for the next call.
         """
-        while found := [mark for mark in self._marks[self._field] if mark in self._text]:
-            mark = min(found, key=self._text.index)
-            before, _, self._text = self._text.partition(mark)
-            following = self._marks[self._field][mark]
-            self._add(before, mark if following else "")
+        while found := [each for each in self._delimiters[self._field] if each in self._text]:
+            delimiter = min(found, key=self._text.index)
+            before, _, self._text = self._text.partition(delimiter)
+            following = self._delimiters[self._field][delimiter]
+            self._add(before, delimiter if following else "")
             if not following:
                 self.finish_reason = "stop"
                 return
@@ -302,7 +302,8 @@ class Choice:
         if self.finish_reason:
             self._add(self._text)
         elif self._field != "tool_calls":
-            prefixes = (mark[:n] for mark in self._marks[self._field] for n in range(1, len(mark)))
+            delimiters = self._delimiters[self._field]
+            prefixes = (each[:n] for each in delimiters for n in range(1, len(each)))
             n_held = max((len(each) for each in prefixes if self._text.endswith(each)), default=0)
             end = len(self._text) - n_held
             self._add(self._text[:end])
@@ -349,7 +350,7 @@ class ResponseBuilder:
         }
 
     def build_full(self) -> JsonObject:
-        """Build the JSON object of an answer that is not streamed."""
+        """Build the JSON object of a response that is not streamed."""
         choices = [self._build(choice, "message", choice.fields) for choice in self.choices]
         return self._head | {"choices": choices, "usage": self.count_tokens()}
 
@@ -372,7 +373,7 @@ class ResponseBuilder:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def count_tokens(self) -> JsonObject:
-        """Return token counts, which include the tokens that ended the answers."""
+        """Return token counts, which include the tokens that ended the completions."""
         step = self.body.n  # choices of a prompt
         prompt = sum(len(request.prompt_ids) for request in self._requests[::step])
         completion = sum(choice.n_tokens for choice in self.choices)

@@ -20,7 +20,7 @@ from megatoken.base.system.metrics_log import Row
 
 Prompt = tuple[str, str]  # context, continuation
 
-# Each score is the share of examples for which this attribute of the result is right.
+# Each score is the share of examples whose result has the right choice in this attribute.
 SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
 CORE = "core"  # as in --tasks core: the tasks of a bundle (inference/dclm_core.py)
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
@@ -31,8 +31,8 @@ class Example:
     """One prompt per choice, and the index of the correct choice. A single choice is a cloze.
 
     lengths: characters per choice, for acc_norm; empty if lm-evaluation-harness has no acc_norm for
-    the task. raw_prompts: prompts for acc_token_mean, made from the text as it was published; empty
-    if equal to `prompts`. where: file and line, for error messages.
+    the task. raw_prompts: prompts for acc_token_mean, made from the text as published; empty if
+    equal to `prompts`. where: file and line, for error messages.
     """
 
     prompts: tuple[Prompt, ...]

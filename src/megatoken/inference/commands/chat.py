@@ -21,10 +21,7 @@ except ImportError:  # input() then has no history
     readline = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from megatoken.base.system.device import Device
-    from megatoken.inference.choose import Sampling
     from megatoken.inference.conversation import Answer, Conversation
-    from megatoken.text.load_pretrained import LoadedModel
 
 HELP = "talk to a chat model in the terminal, or ask it once"
 EXAMPLE = "megatoken chat runs/sft"
@@ -57,7 +54,9 @@ def run(options: Namespace, console: Console) -> Data:
 def chat(options: Namespace, console: Console) -> Data:
     """Talk until the user leaves, or answer one message."""
     from megatoken.inference.choose import Sampling
+    from megatoken.inference.conversation import Conversation
     from megatoken.inference.open_model import open_model
+    from megatoken.text.chat_template import Message, find_template
 
     sampling = Sampling(
         options.tokens, options.temperature, options.top_k, options.top_p, options.seed
@@ -71,7 +70,14 @@ def chat(options: Namespace, console: Console) -> Data:
         if message is not None and not message.strip():
             raise ConfigError("empty text", name, "give some, or leave it out")
     loaded, device = open_model(options, Console(to_stderr=True).warn)
-    conversation = open_conversation(options, loaded, device, sampling)
+    conversation = Conversation(
+        loaded.model,
+        find_template(loaded.tokenizer),
+        sampling,
+        device,
+        [Message("system", options.system)] if options.system else [],
+        variables=options.chat_template_kwargs,
+    )
     if text is not None:
         answer = ask(conversation, text, options, console)
         if answer.finish_reason == "interrupted":
@@ -86,20 +92,6 @@ def chat(options: Namespace, console: Console) -> Data:
         {"role": message.role, "content": message.content} for message in conversation.messages
     ]
     return {"messages": messages, "model": loaded.source}
-
-
-def open_conversation(
-    options: Namespace, loaded: "LoadedModel", device: "Device", sampling: "Sampling"
-) -> "Conversation":
-    """Return a conversation with the model. Raises ConfigError without a chat template."""
-    from megatoken.inference.conversation import Conversation
-    from megatoken.text.chat_template import Message, find_template
-
-    template = find_template(loaded.tokenizer)
-    system = [Message("system", options.system)] if options.system else []
-    conversation = Conversation(loaded.model, template, sampling, device, system)
-    conversation.variables = options.chat_template_kwargs
-    return conversation
 
 
 def talk(conversation: "Conversation", options: Namespace, console: Console) -> None:

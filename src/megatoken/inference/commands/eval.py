@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from megatoken.distributed.comm import Comm
     from megatoken.text.load_pretrained import LoadedModel
 
+    Evaluation = Callable[[LoadedModel, Device, Comm], dict[str, Any]]
+
 HELP = "score models on tasks, or compute their loss"
 EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
 HELLASWAG = "hellaswag"
-Model = tuple[str, Mapping[str, Any]]  # a name, and the data that the evaluation returned
+Model = tuple[str, Mapping[str, Any]]  # a name, and the result of the evaluation
 PUBLISHED: list[Model] = [  # on all 10,042 examples
     (
         row.title.replace(", published", ",\npublished"),
@@ -67,50 +70,31 @@ def run(options: Namespace, console: Console) -> Result | Data | None:
         return evaluate_models(options)
 
 
-def choose_evaluation(
-    options: Namespace, console: Console
-) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
+def choose_evaluation(options: Namespace, console: Console) -> "Evaluation":
     """Read and check the examples, and return the function that evaluates a model on them."""
     if options.chat:
         return prepare_questions(options)
     if options.harness:
         from megatoken.inference.lm_eval_adapter import run_harness
 
-        return lambda loaded, device, comm: run_harness(options, loaded, device, comm, console)
+        return partial(run_harness, options=options, console=console)
     from megatoken.inference.evaluate import evaluate_loss, evaluate_tasks, read_tasks
 
     if not options.tasks:
-        return lambda loaded, device, comm: evaluate_loss(
-            loaded.model,
-            loaded.tokenizer,
-            options.data,
-            device,
-            comm,
-            limit=options.limit,
-            split=options.split,
-        )
-    tasks = read_tasks(options.tasks, options.data, options.limit)
-    return lambda loaded, device, comm: evaluate_tasks(
-        loaded.model,
-        loaded.tokenizer,
-        tasks,
-        device,
-        comm,
+        data = {name: getattr(options, name) for name in ("data", "limit", "split")}
+        return partial(evaluate_loss, **data)
+    return partial(
+        evaluate_tasks,
+        tasks=read_tasks(options.tasks, options.data, options.limit),
         token_mean=not options.no_token_mean,
         per_example=options.examples,
     )
 
 
-def prepare_questions(
-    options: Namespace,
-) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
-    """Read the questions of --chat, and return a function that lets a model answer them.
-
-    The function returns the scores of the answers.
-    """
+def prepare_questions(options: Namespace) -> "Evaluation":
+    """Read the questions of --chat, and return a function that scores a model's answers to them."""
     from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
     from megatoken.inference.choose import Sampling
-    from megatoken.text.chat_template import find_template
 
     reward = REWARDS.get(options.reward) or load_reward(options.reward)
     sampling = Sampling(options.tokens, options.temperature)
@@ -118,19 +102,12 @@ def prepare_questions(
         reward, options.reward, options.samples, sampling, per_example=options.examples
     )
     questions = read_questions(options.chat, options.limit)
-    return lambda loaded, device, comm: {
-        "chat": {
-            **evaluate_answers(
-                loaded.model,
-                find_template(loaded.tokenizer),
-                questions,
-                settings,
-                device=device,
-                comm=comm,
-            ),
-            "data": options.chat,
-        }
-    }
+
+    def evaluate(loaded: "LoadedModel", device: "Device", comm: "Comm") -> dict[str, Any]:
+        result = evaluate_answers(loaded, device, comm, questions, settings)
+        return {"chat": result | {"data": options.chat}}
+
+    return evaluate
 
 
 def evaluate_models(options: Namespace) -> Data | None:
@@ -203,7 +180,7 @@ def print_results(models: Sequence[Model], console: Console) -> None:
 def list_task_cells(result: Mapping[str, Any]) -> list[list[str]]:
     """Return a row of table cells per task: scores in percent with standard errors, and remarks.
 
-    result: the data that the evaluation of a model returned.
+    result: of the evaluation of a model.
     """
     from megatoken.inference.multiple_choice import describe_cut, format_score
 
