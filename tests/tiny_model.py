@@ -9,7 +9,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config, OptimConfig, build_config
 from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.model.masks import TreeMask
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
@@ -59,7 +59,7 @@ def tiny_state(
     optim: OptimConfig | None = None,
     implementation: str = "auto",
     model_config: ModelConfig = TINY_GPT,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims = UNSHARDED,
 ) -> TrainState:
     model = GPT(replace(model_config, dropout=dropout), seed=seed)
     return build_state(

@@ -1,6 +1,5 @@
 """Counts by arithmetic against published figures, real modules and torch's own FLOP counter."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -17,7 +16,6 @@ from megatoken.model.flops import (
     count_padded_parameters,
     count_parameters,
     count_trained_parameters,
-    expected_initial_loss,
     flops_per_token,
 )
 from megatoken.model.gpt import GPT
@@ -166,8 +164,3 @@ def test_flops_are_those_that_torch_counts(model_config: ModelConfig, others: in
 def test_a_causal_product_counts_half():
     both = (flops_per_token(PRESETS["gpt2-124m"], causal=causal) for causal in (True, False))
     assert [*both] == [6 * 123_532_032 + n * 12 * 768 * 1024 for n in (6, 12)]
-
-
-def test_expected_initial_loss():
-    assert expected_initial_loss(PRESETS["gpt2-124m"]) == pytest.approx(10.825, abs=5e-4)
-    assert expected_initial_loss(ODD) == math.log(131)

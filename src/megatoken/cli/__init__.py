@@ -24,11 +24,6 @@ class Result(NamedTuple):
     data: Data | None
 
 
-def done(data: Data | None) -> Result:
-    """Return the result of a command that did what it was asked to."""
-    return Result(ExitCode.DONE, data)
-
-
 def load_command(name: str) -> ModuleType:
     """Import the module of a command in COMMANDS."""
     module = load_entry("command", name)

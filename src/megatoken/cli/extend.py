@@ -18,8 +18,8 @@ from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import choose_device
 from megatoken.base.system.metrics_log import METRICS, MetricsLogger
-from megatoken.distributed.comm import Comm, join_process_group
-from megatoken.distributed.env import DistEnv, read_dist_env
+from megatoken.distributed.comm import SINGLE_PROCESS, join_process_group
+from megatoken.distributed.env import read_dist_env
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 from megatoken.store.mirror import allow_rewind
@@ -57,7 +57,7 @@ def extend_run(
     """
     machine = resolved.config.machine
     device = choose_device(machine)
-    context = RunContext(out=out, console=console, device=device, comm=Comm(DistEnv()))
+    context = RunContext(out=out, console=console, device=device, comm=SINGLE_PROCESS)
     setup.check_folder(context, resolved, allow_changes=allow_changes)
     saved_steps = list_steps(out / CHECKPOINTS)
     if not saved_steps:

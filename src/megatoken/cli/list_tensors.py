@@ -1,10 +1,9 @@
 """List the names, shapes and dtypes of a model file's tensors without reading their values."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import Warn
@@ -31,21 +30,16 @@ def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
     if reader is None:
         folder, manifest = find_checkpoint(path, warn)
         file = TensorReader(folder, manifest, MODEL)
-        return [
-            TensorInfo(name, shape, str(file.dtype(name)).removeprefix("torch."))
-            for name, shape in file.shapes.items()
-        ]
-    return _describe(reader.read_content(path)[0])
+        return [_describe(name, shape, file.dtype(name)) for name, shape in file.shapes.items()]
+    return [_describe(name, each.shape, each.dtype) for name, each in reader.read_content(path)[0]]
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
     """Return an architecture's parameters; embeddings include the rows that pad the vocabulary."""
     with torch.device("meta"):
-        return _describe(GPT(config, seed=None).named_parameters())
+        params = GPT(config, seed=None).named_parameters()
+    return [_describe(name, param.shape, param.dtype) for name, param in params]
 
 
-def _describe(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorInfo]:
-    return [
-        TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in tensors
-    ]
+def _describe(name: str, shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
+    return TensorInfo(name, tuple(shape), str(dtype).removeprefix("torch."))

@@ -263,7 +263,7 @@ class Prefetcher:
     """Makes the next step's batch in a thread while this step's batch is in use."""
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
-        self._loader = loader
+        self.loader = loader
         self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch]] | None = None
@@ -293,5 +293,5 @@ class Prefetcher:
 
     def _make(self, number: int) -> Batch:
         """Return a batch; for a GPU in pinned memory."""
-        batch = self._loader.batch(number)
+        batch = self.loader.batch(number)
         return batch.pin() if self._device.type == "cuda" else batch

@@ -109,6 +109,9 @@ class Comm:
         self.any(False)
 
 
+SINGLE_PROCESS = Comm(DistEnv())
+
+
 @contextmanager
 def peer_errors(dist_env: DistEnv | ParallelDims) -> Iterator[None]:
     """Convert torch's errors about a lost process to PeerError; let other errors through.

@@ -15,7 +15,7 @@ read different data. Along the replica axis, ranks hold copies and read differen
 from dataclasses import dataclass, replace
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.base.config.schema import Config, MachineConfig, nearest_multiples
+from megatoken.base.config.schema import Config, MachineConfig
 from megatoken.base.errors import ConfigError
 from megatoken.distributed.env import DistEnv
 
@@ -68,6 +68,9 @@ class ParallelDims:
         return ", ".join(axes) or "one process"
 
 
+UNSHARDED = ParallelDims()
+
+
 def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
     """Return the mesh of all processes. Raises ConfigError if they do not divide among the axes.
 
@@ -104,7 +107,8 @@ def fit_batch(config: Config, dist_env: DistEnv, where: str) -> Config:
     unit = dp_size * config.model.seq_len
     if budget.batch_tokens % unit:
         what = f"{config.batch_seqs:,} sequences do not divide among {dp_size:,} processes"
-        near = " or ".join(map(str, nearest_multiples(budget.batch_tokens, unit)))
+        below = budget.batch_tokens // unit * unit
+        near = " or ".join(str(tokens) for tokens in (below, below + unit) if tokens)
         raise ConfigError(what, where, f"use another number, or set budget.batch_tokens={near}")
     start = -(-budget.batch_start // unit) * unit
     return replace(config, budget=replace(budget, batch_start=start))

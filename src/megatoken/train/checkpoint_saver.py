@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megatoken.base.errors import CheckpointError, MegatokenError, StorageError
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
+from megatoken.distributed.comm import SINGLE_PROCESS
 from megatoken.store.commit import list_steps, prune, step_folder
 from megatoken.store.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
 from megatoken.store.save import AsyncSave
@@ -91,13 +90,11 @@ class CheckpointSaver:
         self._prune()
 
     def _prune(self) -> None:
-        self._prune_here()
-        self._comm.barrier()  # rank 0 may read old checkpoints for longer than collectives wait
+        # Others wait: rank 0 may read old checkpoints for longer than collectives of tensors wait.
+        self._comm.run_on_rank0(self._prune_here)
 
     def _prune_here(self) -> None:
         run = self._run
-        if not run.is_main:
-            return
         try:
             prune(
                 self._root,
@@ -166,7 +163,7 @@ class CheckpointSaver:
         """
         run = self._run
         if self._pending is not None and run.is_main and run.state.dims.is_unsharded:
-            self._comm = self._pending.comm = Comm(DistEnv())
+            self._comm = self._pending.comm = SINGLE_PROCESS
             self.try_commit()
 
     def commit_if_written(self) -> None:

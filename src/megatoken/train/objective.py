@@ -147,7 +147,6 @@ class TextBatches(Prefetcher):
         assert run.data.loader is not None
         super().__init__(run.data.loader, run.device.torch_device)
         self.run = run
-        self.loader = run.data.loader
 
     def validate(self, poll: Poll) -> tuple[dict[str, Any], str]:
         """Return loss (nats), bits_per_byte and target_tokens of the held-out data, and their text.

@@ -17,10 +17,9 @@ from megatoken.base.rooms import load_entry
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.data.dataloader import Batch, batch_of_step
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
+from megatoken.distributed.comm import SINGLE_PROCESS, Comm
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
-from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
@@ -106,7 +105,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     found_bad: Tensor
-    comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
+    comm: Comm = SINGLE_PROCESS
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default
     position: Position = Position()
 
@@ -278,21 +277,18 @@ def build_state(
     model: GPT,
     config: Config,
     device: Device,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims = UNSHARDED,
     optimizer: torch.optim.Optimizer | None = None,
-    comm: Comm | None = None,
+    comm: Comm = SINGLE_PROCESS,
 ) -> TrainState:
     """Move a model to the device, shard it, and build the optimizer.
 
-    dims: how to shard the model; None for a single process. comm: None for a single process.
+    dims: how to shard the model.
     optimizer: a user's optimizer over the model's parameters, in place of the config's.
     """
     model.train()
     sharded = parallelize(
-        model,
-        dims or ParallelDims(),
-        device,
-        activation_checkpointing=config.machine.activation_checkpointing,
+        model, dims, device, activation_checkpointing=config.machine.activation_checkpointing
     )
     if optimizer is None:
         uses_matrices = find_optimizer(config.optim.name).hidden_group
@@ -318,7 +314,7 @@ def build_state(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
         found_bad=torch.zeros((), dtype=torch.bool, device=device.torch_device),
-        comm=comm or Comm(DistEnv()),
+        comm=comm,
     )
 
 

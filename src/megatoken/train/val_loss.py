@@ -15,7 +15,7 @@ from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch, to_batch
 from megatoken.data.vocabulary import CountBytes
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.cross_entropy import OutputLayer
@@ -32,7 +32,7 @@ def validation_loss(
     chunk: int,
     comm: Comm,
     count_bytes: CountBytes,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims = UNSHARDED,
     output_layer: type[OutputLayer] = OutputLayer,
 ) -> dict[str, Any]:
     """Return `loss_metrics` over the windows of all ranks.
@@ -41,7 +41,6 @@ def validation_loss(
     (`dims`) must pass the same number of them, so some may have no rows. count_bytes:
     `Dataset.byte_counter`. chunk, output_layer: as in `cross_entropy`.
     """
-    dims = dims or ParallelDims()
     was_training = model.training
     model.eval()
     total = text_bytes = 0.0

@@ -137,12 +137,11 @@ class ModelConfig:
     @property
     def switched_on(self) -> list[str]:
         """Enabled features that neither GPT-2 nor LLaMA has: names, with the values of texts."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in SWITCHES}
-        defaults = {f.name: f.default for f in fields(self)}
+        values = [(name, getattr(self, name)) for name in SWITCHES]
         return [
-            f"{name}={values[name]}" if isinstance(values[name], str) else name
-            for name in SWITCHES
-            if values[name] != defaults[name]
+            f"{name}={value}" if isinstance(value, str) else name
+            for name, value in values
+            if value != getattr(ModelConfig, name)  # the default
         ]
 
     @property

@@ -268,9 +268,3 @@ def flatten(config: Config) -> dict[str, Any]:
     return {
         key: getattr(sections[spec.section], key.rpartition(".")[2]) for key, spec in FIELDS.items()
     }
-
-
-def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """Return the positive multiples of `divisor` just below and above `value`."""
-    below = value // divisor * divisor
-    return [multiple for multiple in (below, below + divisor) if multiple > 0]

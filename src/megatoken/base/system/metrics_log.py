@@ -43,11 +43,11 @@ class MetricsLogger:
     Not thread-safe.
     """
 
-    def __init__(self, folder: Path, lock: contextlib.ExitStack | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         """Make a logger that writes nothing, for ranks other than 0. For rank 0, use `open`."""
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that could not be written
-        self._lock = lock
+        self._lock = contextlib.ExitStack()
         self._status: Row = {
             "state": "running",
             "phase": "setup",
@@ -71,17 +71,14 @@ class MetricsLogger:
         An incomplete last line is cut off. Raises StorageError if another process holds the lock or
         the folder is not writable. The kernel releases the lock of a process that dies.
         """
-        lock = contextlib.ExitStack()
-        log = cls(folder, lock)
-        lock.enter_context(lock_folder(folder, "run"))
-        try:
+        log = cls(folder)
+        with contextlib.ExitStack() as lock:
+            lock.enter_context(lock_folder(folder, "run"))
             with storage_errors(folder, what=UNUSABLE, fix=OTHER_FOLDER):
                 path = folder / METRICS
                 log._file = FileIO(path, "ab")
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a half-written row
-        except BaseException:
-            lock.close()
-            raise
+            log._lock = lock.pop_all()  # keep it locked
         return log
 
     def __enter__(self) -> Self:
@@ -200,7 +197,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Close the log and release the folder's lock. Safe to call twice."""
-        if self._file is None or self._lock is None:
+        if self._file is None:
             return
         self._file.close()
         self._file = None

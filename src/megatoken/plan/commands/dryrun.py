@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.gpus import GPUS, Gpu, find_gpu
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import PRESET_HELP, add_recipe_arguments, apply_options, find_model
 from megatoken.plan.estimate import open_modes, plan_run
@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_options(parser, __file__)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     apply_options(
         options,
         {
@@ -51,7 +51,7 @@ def run(options: Namespace, console: Console) -> Result:
     console.table(rows)
     console.print(advice)
     data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
-    return done(data)
+    return data
 
 
 def find_card(text: str) -> Gpu:

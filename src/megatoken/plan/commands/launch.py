@@ -10,7 +10,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import storage_errors
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
 from megatoken.distributed.env import DistEnv
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_options(parser, __file__, remove_dashes=remove_dashes)
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     resolved, named_out = find_recipe(options)
     out = options.out or named_out or Path("runs") / resolved.name
     check_init(options.recipe, resolved.config, out)
@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console) -> Result:
         console.print(f"written: {options.write}")
     elif not options.json:
         print(script, end="")
-    return done({"script": script, "processes": dist_env.world_size})
+    return {"script": script, "processes": dist_env.world_size}
 
 
 def write_file(path: Path, script: str) -> None:

@@ -14,7 +14,7 @@ from megatoken.base.console import Console, format_count, format_duration, forma
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import GPUS, parse_gpus
-from megatoken.cli import Result, done
+from megatoken.cli import Data
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import PRESET_HELP, TRANSLATED, add_recipe_arguments, find_model
 from megatoken.distributed.memory import ERROR, USABLE
@@ -92,7 +92,7 @@ def _hours(text: str) -> float:
     return hours
 
 
-def run(options: Namespace, console: Console) -> Result:
+def run(options: Namespace, console: Console) -> Data:
     if options.gpus == "list":
         return list_gpus(console)
     if options.gpus:
@@ -117,7 +117,7 @@ def run(options: Namespace, console: Console) -> Result:
     return plan_gpus(options, config, model, tokens, open_modes(resolved), console)
 
 
-def list_gpus(console: Console) -> Result:
+def list_gpus(console: Console) -> Data:
     """Print the known GPUs."""
     rows = [["GPU", "architecture", "TFLOP/s", "memory", "bandwidth", "power", "$/hour"]]
     for gpu in GPUS.values():
@@ -126,10 +126,10 @@ def list_gpus(console: Console) -> Result:
         memory = format_quantity(gpu.memory_bytes, "B")
         rows.append([gpu.name, gpu.architecture, peaks, memory, *rates])
     console.table(rows, left=3)
-    return done({"gpus": [asdict(gpu) for gpu in GPUS.values()]})
+    return {"gpus": [asdict(gpu) for gpu in GPUS.values()]}
 
 
-def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Result:
+def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Data:
     """Predict and print the software ladder on one kind of GPU."""
     from megatoken.base.markdown_table import show_rows
     from megatoken.plan.plot import draw_ladder
@@ -140,7 +140,7 @@ def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console:
     if options.plot:
         title = f"{options.recipe} on {gpu.name}"
         console.print(f"picture: {draw_ladder(title, rungs, options.plot)}")
-    return done({"ladder": rungs})
+    return {"ladder": rungs}
 
 
 def plan_gpus(
@@ -150,7 +150,7 @@ def plan_gpus(
     tokens: float,
     modes: Sequence[str],
     console: Console,
-) -> Result:
+) -> Data:
     """Plan for --gpus, for other GPU counts and other models, and if given a deadline or budget."""
     counts, gpu = parse_gpus(options.gpus)
     factor, n_measured = measured_factor(options.records, gpu)
@@ -200,12 +200,12 @@ def plan_gpus(
     title = f"by number of GPUs, at a constant batch of {config.batch_seqs:,} sequences{ramp}"
     print_plans(console, title, {options.recipe: scaled}, others)
     print_plans(console, f"the family on {gpu.name}, for {length}", family, counts)
-    return done(data)
+    return data
 
 
 def plan_here(
     options: Namespace, config: Config, model: ModelConfig, tokens: float, console: Console
-) -> Result:
+) -> Data:
     """Measure this machine, plan for it, and print the plan. --price is its price per hour."""
     from megatoken.plan.calibrate import calibrate
     from megatoken.plan.calibration import count_run_bytes
@@ -248,7 +248,7 @@ def plan_here(
         cost = f", ${format_dollars(dollars)}" if dollars else ""
         rows.append(("time", describe_time(hours, MEASURED_SPREAD) + cost))
     console.table(rows)
-    return done(data)
+    return data
 
 
 def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_recipe: bool) -> float:

@@ -16,8 +16,8 @@ from megatoken.base.console import format_duration
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.device import Device
 from megatoken.base.system.threads import set_thread_count, thread_count
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.comm import SINGLE_PROCESS, Comm
+from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
@@ -116,8 +116,8 @@ def build_step(
     model: GPT,
     config: Config,
     device: Device,
-    dims: ParallelDims | None = None,
-    comm: Comm | None = None,
+    dims: ParallelDims = UNSHARDED,
+    comm: Comm = SINGLE_PROCESS,
     saved: Tuning | None = None,
     *,
     measures_sizes: bool = True,
