@@ -7,6 +7,7 @@ from typing import Any
 
 from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
+from megatoken.base.rooms import list_entries
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.model.flops import describe_mfu
 from megatoken.train.actions import is_due
@@ -163,4 +164,6 @@ def report_end(
     if best is not None and best != step:
         loss = run.progress.val_losses[best]
         console.print(f"best: {run.out / BEST}, step {best:,}, validation loss {loss:.4f}")
-    console.print(f"done: {run.out}; next: megatoken {next_command}")
+    is_here = next_command.split()[0] in list_entries("command")
+    following = f"; next: megatoken {next_command}" if is_here else ""
+    console.print(f"done: {run.out}{following}")
