@@ -216,10 +216,6 @@ def _to_messages(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _read_messages(row: Row) -> Conversations:
-    return None, row["messages"]
-
-
 def _read_sharegpt(row: Row) -> Conversations:
     return None, list(map(_parse_turn, row["conversations"]))
 
@@ -304,7 +300,7 @@ FORMATS = (
     RowFormat("prompt/completion", "chat", _read_completion),
     RowFormat("prompt/answer", "prompt", _read_prompt),
     RowFormat("question/answer (GSM8K)", "prompt", _read_question),
-    RowFormat("messages", "chat", _read_messages),
+    RowFormat("messages", "chat", lambda row: (None, row["messages"])),
     RowFormat("conversations (ShareGPT)", "chat", _read_sharegpt),
     RowFormat("instruction/output (alpaca)", "chat", _read_alpaca, ("input", "history")),
     RowFormat("instruction/response (Dolly)", "chat", _read_alpaca, ("context",)),

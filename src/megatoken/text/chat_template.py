@@ -1,9 +1,9 @@
-"""Turn conversations into token ids with a chat template, and mark the tokens to train on.
+"""Turn conversations into token ids with a chat template, with a mask of the tokens to train on.
 
 A template is jinja text: the model's own, or else ChatML, Llama-3 or nanochat's. Only the template
-can produce control tokens: in its text, and nowhere else, they are replaced by names that no message
-contains (`Tokenizer.control_names`). Ids and masks equal those of transformers'
-`apply_chat_template`, except that a control token spelled in a message is plain text.
+can produce control tokens: in its text alone, they are replaced by names that no message contains
+(`Tokenizer.control_names`). Ids and masks equal those of transformers' `apply_chat_template`, except
+that a control token spelled in a message is plain text.
 """
 
 import json
@@ -62,13 +62,13 @@ BUILT_IN = {  # control tokens, template
     "nanochat": (NANOCHAT, _NANOCHAT),
 }
 _LEAVE_OUT = "leave the conversation out"
-# Random markers that no message contains: around what {% generation %} encloses, and around a
-# message's number, which then stands for each text of that message.
+# Random markers that no message contains. _START and _END surround the text that {% generation %}
+# tags enclose. _DIGITS surround a message's number in the label that replaces its texts.
 _START, _END = (f"{first}{secrets.token_hex(8)}" for first in "\ue002\ue003")
 _DIGITS = str(secrets.randbelow(9 * 10**17) + 10**17)
 _LABEL = re.compile(f"{_DIGITS}([0-9]+?){_DIGITS}")
 _COMPARED = {"role", "id", "name", "tool_call_id", "type"}  # values that templates compare
-_MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
+_GENERATION_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 
 
 Render = Callable[[Sequence["Message"], bool, bool], tuple[str, list[int]]]
@@ -144,19 +144,21 @@ class ChatTemplate:
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and for each id whether it is trained on.
 
-        Answers and the control tokens that end them are trained on: what the template's {%
-        generation %} tags enclose or, without such tags, what the template adds to the prompt of an
-        answer, up to where the next message begins. If the end of an answer comes with the next
-        message, it is appended to the last one. A token that is partly in an answer is trained on
-        too. reply: also append the assistant's header, for the model to continue; then no token is
-        trained on. where: location of the conversation, for error messages. tools: JSON
-        schemas of the functions that the model can call. variables: further variables of the
-        template, such as enable_thinking. Raises DataError if the template rejects the conversation,
-        has no place for tools, or does not show where an answer begins and ends.
+        Answers and the control tokens that end them are trained on. An answer is the text that the
+        template's {% generation %} tags enclose or, without such tags, the text that the template
+        adds to the answer's prompt, up to the next message. If the template writes the end of an
+        answer only before the next message, that end is appended to the last answer. A token that
+        is partly in an answer is trained on, too.
+
+        reply: also append the assistant's header, for the model to continue; then no token is
+        trained on. where: location of the conversation, for error messages. tools: JSON schemas of
+        the functions that the model can call. variables: further variables of the template, such as
+        enable_thinking. Raises DataError if the template rejects the conversation, does not support
+        tools, or does not show where an answer begins and ends.
         """
         render = partial(self._render, tools=tools, where=where, variables=variables)
-        text, marks = render(messages, reply, False)
-        spans = list(zip(marks[::2], marks[1::2], strict=True))
+        text, bounds = render(messages, reply, False)
+        spans = list(zip(bounds[::2], bounds[1::2], strict=True))
         if not (reply or (spans and all(message.weight for message in messages))):
             late_end = self._last_ends["tool_calls" in messages[-1].fields]
             try:
@@ -183,36 +185,37 @@ class ChatTemplate:
         """Return the (start, end) of each answer to train on in `text`, which holds all messages.
 
         Rendering the conversation with labels instead of texts shows what the template writes
-        around them. An answer starts after the header that the template also adds to a prompt, and
-        ends with a control token before the first text of the next message. tail: what ends the
-        last answer if `text` does not, and a marker. Raises ValueError if an answer is not found.
+        around them. An answer starts after the header that the template also adds to a prompt. It
+        ends with a control token before the first text of the next message. tail: the end of the
+        last answer, which `text` may lack, and a marker. Raises ValueError if an answer is not
+        found.
         """
         text += tail
         head, *rest = _LABEL.split(render(messages, False, True)[0] + tail)
-        places, at = [(-1, 0, 0)], len(head)  # of the texts: message number, start, end
-        for number, part in zip(map(int, rest[::2]), rest[1::2], strict=True):
-            earlier = {messages[i].role for i, *_ in places[1:]}
-            if number < places[-1][0] and earlier <= {"system", "developer"}:
-                del places[1:]  # the template puts these messages before all others
-            places.append((number, at, text.index(part, at)))
-            at = places[-1][2] + len(part)
-        places.append((len(text), at, at))
-        if places != sorted(places) or not text.startswith(head):
+        texts, at = [(-1, 0, 0)], len(head)  # message number, start, end
+        for number, gap in zip(map(int, rest[::2]), rest[1::2], strict=True):
+            earlier = {messages[i].role for i, *_ in texts[1:]}
+            if number < texts[-1][0] and earlier <= {"system", "developer"}:
+                del texts[1:]  # the template puts these messages before all others
+            texts.append((number, at, text.index(gap, at)))
+            at = texts[-1][2] + len(gap)
+        texts.append((len(text), at, at))
+        if texts != sorted(texts) or not text.startswith(head):
             raise ValueError
         spans = []
         for i, message in enumerate(messages):
             if message.role != "assistant" or not message.weight:
                 continue
             calls, header = "tool_calls" in message.fields, ""
-            first, following = (bisect_left(places, (number,)) for number in (i, i + 1))
-            before, start = places[first - 1][2], places[first][1]
+            first, following = (bisect_left(texts, (number,)) for number in (i, i + 1))
+            before, start = texts[first - 1][2], texts[first][1]
             if i:
                 with suppress(DataError):  # the template can reject the messages before the answer
                     header = _LABEL.split(render(messages[:i], True, True)[0])[-1]
             n = next(n for n in range(len(header), -1, -1) if text.startswith(header[:n], before))
             if header and (calls or n == len(header)):
                 start = min(before + n, start)
-            end = self._end.search(text, max(places[following - 1][2], start), places[following][1])
+            end = self._end.search(text, max(texts[following - 1][2], start), texts[following][1])
             if not end or (first == following and calls and not text[start : end.start()].strip()):
                 raise ValueError
             spans.append((start, end.end()))
@@ -230,7 +233,7 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Return the text of a conversation, and where {% generation %} tags start and end in it.
 
-        labels: put a label, which has the message's number, in the place of each text.
+        labels: replace each text by a label with the message's number.
         """
         jinja, template = self._templates[bool(tools)]
         has_calls = any("tool_calls" in message.fields for message in messages)
@@ -254,7 +257,7 @@ class ChatTemplate:
             if not (row["content"].strip() or "tool_calls" in row):
                 rows[i]["content"] = label
         try:
-            marked = template.render(
+            rendered = template.render(
                 messages=rows,
                 tools=tools or None,
                 documents=None,
@@ -264,7 +267,7 @@ class ChatTemplate:
         except Exception as error:  # a template can fail in any way
             what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
             raise DataError(what, where, _LEAVE_OUT) from error
-        parts = re.split(f"{_START}|{_END}", marked)
+        parts = re.split(f"{_START}|{_END}", rendered)
         return "".join(parts), list(accumulate(map(len, parts)))[:-1]
 
     def _compile(self, jinja: str) -> jinja2.Template:
@@ -276,11 +279,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = time.strftime
         environment.filters["tojson"] = _to_json
         environment.filters["answer"] = lambda text: f"{_START}{text}{_END}"
-        marked = _MASK_TAG.sub(
+        filtered = _GENERATION_TAG.sub(
             lambda tag: f"{tag[1]} {'endfilter' if tag[2] else 'filter answer'} {tag[3]}", jinja
         )
         try:
-            tree = environment.parse(marked)
+            tree = environment.parse(filtered)
             for text in tree.find_all(jinja2.nodes.TemplateData):
                 text.data = self._rename(text.data)
             for constant in tree.find_all(jinja2.nodes.Const):
@@ -323,7 +326,7 @@ class ChatTemplate:
 
 
 def _label_texts(value: Any, label: str, key: str = "") -> Any:
-    """Replace the texts in a message by a label, except what templates compare."""
+    """Replace the texts in a message by a label, except those that templates compare."""
     if isinstance(value, dict):
         return {name: _label_texts(item, label, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -350,9 +353,8 @@ def drop_generation_tags(template: ChatTemplate) -> str:
 
     The model's own is returned unchanged.
     """
-    if template.name not in BUILT_IN:
-        return template.jinja
-    return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    is_own = template.name not in BUILT_IN
+    return template.jinja if is_own else _GENERATION_TAG.sub("", template.jinja)
 
 
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
@@ -413,12 +415,12 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
 def parse_messages(
     rows: Any, where: str, *, reply: bool = False, n_context: int = 0
 ) -> list[Message]:
-    """Convert OpenAI's rows {"role", "content", "weight" (optional), ...} to messages.
+    """Convert OpenAI's objects {"role", "content", "weight" (optional), ...} to messages.
 
     Roles can come in any order; the template decides which orders it renders. reply: whether a
-    model will answer. If not, there must be an answer to train on. where: location of the rows, for
-    error messages. n_context: answers in this many first messages get weight 0. Raises DataError if
-    the rows are not such a conversation.
+    model will answer. If not, there must be an answer to train on. where: location of the
+    conversation, for error messages. n_context: answers in this many first messages get weight 0.
+    Raises DataError if `rows` is not such a conversation.
     """
     if not isinstance(rows, list) or not rows:
         raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')

@@ -59,9 +59,9 @@ class Segment:
 class Encoded:
     """Token ids of a chunk, with <|endoftext|> before each document that begins in it.
 
-    counts: how many documents are in "train" and "val", how many were "empty" or "skipped", and how
-    many had invalid bytes "replaced". "seams" is the number of cuts inside documents that may have
-    changed ids. "train_text", "val_lost", ...: `Tokenizer.measure_text` of each split.
+    counts: how many documents are in "train" and "val", were "empty" or "skipped", and had invalid
+    bytes "replaced"; "seams", how many cuts inside documents may have changed ids; "train_text",
+    "val_lost", ..., what `Tokenizer.measure_text` returns for each split.
     """
 
     train: Ids
@@ -117,9 +117,9 @@ def read_documents(
     """Yield the texts of a segment's documents in order, without blank ones.
 
     Blank documents are counted as empty. If `options.invalid` is "skip", rows without text and
-    documents with invalid UTF-8 are dropped and counted; in a document that continues in another
-    segment, invalid bytes are replaced instead. Otherwise, raises DataError, naming file and line,
-    for a row without text, and for invalid UTF-8 if `options.invalid` is "fail".
+    documents with invalid UTF-8 are dropped and counted, but a document that continues in another
+    segment gets its invalid bytes replaced. Otherwise, raises DataError, naming file and line, for a
+    row without text, and for invalid UTF-8 if `options.invalid` is "fail".
     """
     is_lines = segment.format in ("lines", "rows")
     delimiter = DELIMITERS.get(segment.format)
@@ -143,8 +143,8 @@ def read_documents(
                 counts["skipped"] += 1
                 continue
             bad_line = line + data.count(b"\n", 0, getattr(error, "start", 0))
-            place = f", row {line}" if segment.format == "rows" else f":{bad_line}"
-            raise DataError(f"bad text: {error}", segment.file + place, FIX_ROW) from error
+            where = f", row {line}" if segment.format == "rows" else f":{bad_line}"
+            raise DataError(f"bad text: {error}", segment.file + where, FIX_ROW) from error
         if is_complete and (not text or text.isspace()):
             counts["empty"] += 1
             continue

@@ -46,7 +46,7 @@ def find_compression(name: str) -> str:
 def find_format(path: Path) -> FileFormat | None:
     """Return a file's format, or None if neither its suffix nor its content is known.
 
-    Content in JSON lines is recognized under any name but that of another format of rows.
+    JSON lines are recognized by their content, unless the name tells another format of rows.
     """
     name = path.stem if find_compression(path.name) else path.name
     file_format = FORMATS.get(Path(name.lower()).suffix)
@@ -69,7 +69,7 @@ def decompress(raw: BinaryIO, name: str) -> io.BufferedReader:
 
 
 def _starts_with_rows(path: Path) -> bool:
-    """Return whether the first two lines, but for blank ones, are JSON objects with a common key.
+    """Return whether the first two lines that are not blank are JSON objects with a common key.
 
     A single line is enough if it has the key "text".
     """
@@ -88,8 +88,8 @@ def _starts_with_rows(path: Path) -> bool:
 def find_foreign(path: Path) -> DataError | None:
     """Return an error that names the format of `path`, if that is one of FOREIGN.
 
-    path: a file, or a folder that holds several files of a dataset or a split's folder with them;
-    for Megatron-LM, also their name without a suffix.
+    path: a file, a dataset's folder, or the folder above its splits; for Megatron-LM, also the
+    common name of its files without a suffix.
     """
     index = Path(f"{path}.idx")
     path = index if index.is_file() else path

@@ -65,12 +65,12 @@ def prepare(
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
 
     source: a file, folder, glob pattern or named corpus (sources.py). root: folder with a local
-    copy of a named corpus. val: the validation files, as `source`; by default those named so, such
-    as val.txt. tokenizer: gpt2, bytes, bpe:N or a path. workers: number of processes, or 0 for one
-    per core. With any number but 1, processes are spawned, so a script must call this function
-    under `if __name__ == "__main__"`. val_fraction: share of documents held out if there are no
-    validation files. invalid: what to do with documents that are not UTF-8; "skip" also skips bad
-    rows.
+    copy of a named corpus. val: names the validation files like `source`; by default, these are the
+    files named as such, for example val.txt. tokenizer: gpt2, bytes, bpe:N or a path. workers:
+    number of processes, or 0 for one per core. With any number but 1, processes are spawned, so a
+    script must call this function under `if __name__ == "__main__"`. val_fraction: share of
+    documents held out if there are no validation files. invalid: what to do with documents that are
+    not UTF-8; "skip" also skips bad rows.
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, and PeerError if a worker dies.

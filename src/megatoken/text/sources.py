@@ -159,9 +159,9 @@ def find_corpus(
 ) -> Source:
     """Return the files to prepare: those of `find_source`, each with its split.
 
-    val: the validation files, as `spec`. By default, they are the files whose names say so. Other
-    files that are named as held out are skipped and counted, unless no file would be left to train
-    on; then names are ignored. Raises ConfigError if all files are in `val`.
+    val: names the validation files like `spec`. By default, files are split by their names. Test
+    files, and with `val` files named as validation, are skipped and counted. If that leaves no file
+    to train on, names are ignored. Raises ConfigError if all files are in `val`.
     """
     source = find_source(spec, root, exclude)
     named = find_source(val).files if val else ()
@@ -216,7 +216,7 @@ def _is_table(path: Path) -> bool:
 def _find_on_hub(name: str, root: Path | None) -> Source:
     """List the files of a corpus on the Hugging Face hub, or in `root`.
 
-    The former are read over the network during preparation.
+    Files on the hub are read over the network during preparation.
     """
     repository, pattern = HUB[name]
     if root:

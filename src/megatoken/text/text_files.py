@@ -106,8 +106,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, bytes, str]]:
         with open_text(file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
                 if line.removeprefix(codecs.BOM_UTF8).strip():
-                    place = f", row {number}" if format == "rows" else f":{number}"
-                    yield file.path + place, line, file.split
+                    where = f", row {number}" if format == "rows" else f":{number}"
+                    yield file.path + where, line, file.split
 
 
 def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
@@ -129,8 +129,8 @@ def _find_delimiter(head: bytes) -> str:
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
     """Yield rows as dicts.
 
-    A row with too many fields is yielded as a list, and a line where no row can begin as a row
-    without text, so that parsing rejects them. Reading continues after that line.
+    A row with too many fields is yielded as a list, and a line that no row can begin with as a row
+    without text. Parsing rejects both. Reading continues with the next line.
     """
     csv.field_size_limit(LARGEST_ROW)
     lines = codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")

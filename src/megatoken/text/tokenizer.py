@@ -43,7 +43,7 @@ TIKTOKEN_NAME = "tokenizer.pkl"
 # A model's files with its chat templates and special tokens; later ones win.
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKEN_IDS = "generation_config.json"  # of `Tokenizer.files`: eos_token_id and bos_token_id alone
+TOKEN_IDS = "generation_config.json"  # in `Tokenizer.files`, only with eos_token_id, bos_token_id
 CHAT_FILES = ("chat_template.json", "special_tokens_map.json", TOKENIZER_CONFIG, CHAT_TEMPLATE_NAME)
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 LARGEST_VOCABULARY = 1 << 24  # ids; some tables have a row for each id
@@ -138,11 +138,11 @@ class Tokenizer:
 
     @property
     def bos(self) -> int:
-        """The begin-of-text id that texts get or `files` name, or else end-of-text."""
+        """The begin-of-text id: that of `bos_ids`, or that which `files` name, or else end-of-text."""
         return [*self.bos_ids, *self._list_ids("bos")[::-1], self.eot][0]
 
     def _list_ids(self, kind: str) -> tuple[int, ...]:
-        """Return the ids of a special token in `files`: those given as such, then the token's."""
+        """Return the ids of a special token that `files` name, those given as ids first."""
         ids = self.settings.get(f"{kind}_token_id")
         token = self._inner.token_to_id(self.named_tokens.get(f"{kind}_token", ""))
         ids = [*(ids if isinstance(ids, list) else [ids]), token]
@@ -184,7 +184,7 @@ class Tokenizer:
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
     def measure_text(self, text: str, ids: Ints) -> dict[str, int]:
-        """Return the bytes of `text`, of its ids `decoded`, and of characters `lost` by decoding."""
+        """Return the sizes in bytes of `text`, its ids `decoded`, and the characters `lost` by that."""
         size = len(text.encode())
         decoded = text
         lengths = self.vocabulary.byte_lengths
@@ -201,7 +201,7 @@ class Tokenizer:
         return {token["content"]: token["id"] for token in added if token["special"]}
 
     def add_special_tokens(self, tokens: Sequence[str], name: str) -> "Tokenizer":
-        """Return a copy called `name` in which `tokens` are special. New tokens get the next ids.
+        """Return a copy called `name` in which `tokens` are special; new ones get the next ids.
 
         Raises DataError if one of them is an ordinary token or the vocabulary has gaps.
         """
@@ -215,7 +215,7 @@ class Tokenizer:
         return Tokenizer(inner, name, self.eot, self.files)
 
     def with_files(self, files: Mapping[str, str]) -> "Tokenizer":
-        """Return a tokenizer that differs in `files`."""
+        """Return the tokenizer with other `files`."""
         return Tokenizer(self._inner, self.name, self.eot, files)
 
     def encode(self, text: str) -> Ints:
@@ -373,7 +373,7 @@ def _load_file(path: Path, name: str) -> Tokenizer:
 def _read_vocabulary(path: Path, files: Mapping[str, str]) -> tokenizers.Tokenizer:
     """Read a BPE in GPT-2's older format: vocab.json (token to id) and merges.txt (best first).
 
-    Its special tokens are those that `files` name, or else <|endoftext|>.
+    Its special tokens are those that `files` name and the EOT_NAMES, or else <|endoftext|>.
     """
     paths = str(path), str(path.with_name("merges.txt"))
     vocabulary, merges = tokenizers.models.BPE.read_file(*paths)

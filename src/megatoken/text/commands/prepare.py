@@ -6,7 +6,7 @@ from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatoken.base.console import (
     SEPARATOR,
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 HELP = "tokenize text into shards"
 EXAMPLE = "megatoken prepare texts/ --out data/mine"
-RECIPES = {
-    "chat": "sft",
-    "preference": "dpo",
-    "kto": "kto",
-    "prompt": "grpo",
-}  # by the kind of rows
+COMMON = ("val_fraction", "shard_tokens", "invalid")  # options of text and of conversations
+# By the kind of examples.
+RECIPES = {"chat": "sft", "preference": "dpo", "kto": "kto", "prompt": "grpo"}
 
 
 def run(options: Namespace, console: Console) -> Data:
@@ -54,12 +51,7 @@ def run(options: Namespace, console: Console) -> Data:
         prepared = prepare(
             source,
             folder,
-            tokenizer=options.tokenizer,
-            workers=options.workers,
-            val_fraction=options.val_fraction,
-            shard_tokens=options.shard_tokens,
-            invalid=options.invalid,
-            text_key=options.text_key,
+            **select(options, "tokenizer", "workers", "text_key", *COMMON),
             on_progress=PrepareBar(console).update,
         )
     if folder != options.out:
@@ -70,6 +62,11 @@ def run(options: Namespace, console: Console) -> Data:
     return asdict(prepared)
 
 
+def select(options: Namespace, *names: str) -> dict[str, Any]:
+    """Return the options with these names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Console) -> Data:
     """Prepare conversations, preferences or prompts. recipe: name of a recipe that uses them."""
     from megatoken.text.prepare_chats import prepare_chats
@@ -78,14 +75,7 @@ def prepare_rows(options: Namespace, source: "Source", recipe: str, console: Con
         raise ConfigError("conversations need a local folder", str(options.out), "copy it later")
     tokenizer, seq_len, init = load_tokenizer_and_context(options, console)
     prepared = prepare_chats(
-        source,
-        options.out,
-        tokenizer,
-        seq_len=seq_len,
-        val_fraction=options.val_fraction,
-        shard_tokens=options.shard_tokens,
-        invalid=options.invalid,
-        long=options.long,
+        source, options.out, tokenizer, seq_len=seq_len, **select(options, "long", *COMMON)
     )
     print_summary(console, options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
     return asdict(prepared)
