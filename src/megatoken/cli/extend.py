@@ -7,6 +7,7 @@ had always had its new length.
 """
 
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from megatoken.store.mirror import allow_rewind
 from megatoken.store.run_folder import CHECKPOINTS, EXTEND, find_changes
 from megatoken.train import setup
 from megatoken.train.changes import previous_steps
-from megatoken.train.initial_state import take_architecture
+from megatoken.train.initial_state import copy_architecture
 from megatoken.train.objective import load_objective
 from megatoken.train.run import RunContext
 from megatoken.train.state import StepConfig, build_step_config
@@ -63,7 +64,7 @@ def extend_run(
     if not saved_steps:
         fix = "leave out --extend for a new run"
         raise ConfigError("no run to extend: it has no checkpoint", out, fix)
-    config = take_architecture(resolved, out).config
+    config = copy_architecture(resolved, out).config
     objective = load_objective(config.objective.name)
     data = setup.open_data(config, objective, replace(context, console=Console(quiet=True)))
     steps = build_step_config(config, epoch_tokens=data.epoch_tokens)
@@ -142,8 +143,7 @@ def _name_unused(folder: Path) -> Path:
 
 
 def _is_intact(checkpoint: Path) -> bool:
-    try:
+    with suppress(CheckpointError):
         verify(checkpoint)
-    except CheckpointError:
-        return False
-    return True
+        return True
+    return False

@@ -142,9 +142,9 @@ def find_model(options: Namespace) -> tuple[ResolvedConfig, ModelConfig, bool]:
     else:
         resolved = resolve_preset(name, options.overrides)
     if name and resolved.config.model.init:
-        from megatoken.train.initial_state import take_architecture
+        from megatoken.train.initial_state import copy_architecture
 
-        resolved = take_architecture(resolved, Path(name))
+        resolved = copy_architecture(resolved, Path(name))
     return resolved, resolved.config.model.resolve(find_vocabulary(resolved.config)[0]), is_recipe
 
 

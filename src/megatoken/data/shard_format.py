@@ -67,7 +67,7 @@ class Manifest:
     documents: dict[str, int]  # per split
     shards: tuple[Shard, ...]  # in reading order
     source: dict[str, Any]  # settings and counts, without times, workers and paths
-    bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # see `Tokenizer.measure_text`
+    bytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in `split`."""

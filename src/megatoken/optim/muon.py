@@ -82,23 +82,19 @@ def orthogonalize(matrices: list[Tensor], *, equal_rows: bool = False) -> list[T
 
     equal_rows: whether to then scale all rows to their root mean square norm.
     """
-    batches: dict[tuple[int, int], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        rows, columns = sorted(matrix.shape)
-        batches.setdefault((rows, columns), []).append(index)
+    wide = [each if each.shape[0] <= each.shape[1] else each.mT for each in matrices]
+    batches: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(wide):
+        batches.setdefault(matrix.shape, []).append(index)
     results = list(matrices)
-    for (rows, columns), indices in batches.items():
-        size = max(
-            1, BATCH_NUMBERS.get(matrices[indices[0]].device.type, 1 << 26) // (rows * columns)
-        )
+    for shape, indices in batches.items():
+        numbers = BATCH_NUMBERS.get(wide[indices[0]].device.type, 1 << 26)
+        size = max(1, numbers // shape.numel())
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
-            wide = [
-                matrices[index] if matrices[index].shape[0] == rows else matrices[index].mT
-                for index in batch
-            ]
-            for index, result_RC in zip(batch, _newton_schulz(torch.stack(wide)), strict=True):
-                result = result_RC if matrices[index].shape[0] == rows else result_RC.mT
+            stacked = torch.stack([wide[index] for index in batch])
+            for index, result_RC in zip(batch, _newton_schulz(stacked), strict=True):
+                result = result_RC if wide[index] is matrices[index] else result_RC.mT
                 scale = max(1.0, result.shape[0] / result.shape[1]) ** 0.5
                 results[index] = result if scale == 1 else result * scale
     return [_equalize_rows(result) for result in results] if equal_rows else results

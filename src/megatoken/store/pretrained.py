@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.base.config.load import RUN_CONFIG, load_config
+from megatoken.base.config.load import RUN_CONFIG, is_resumable, load_config
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import CheckpointError, Warn
 from megatoken.base.rooms import list_entries, load_entry
@@ -71,8 +71,7 @@ def find_weights(name: str | Path, warn: Warn) -> tuple[Path, Any]:
     path = Path(name)
     if is_address(name):
         path = load_entry("address", "model")(str(name), warn)
-    is_run = (path / "checkpoints").is_dir() or (path / RUN_CONFIG).is_file()
-    if is_run or (path.is_dir() and list_steps(path)):
+    if is_resumable(path) or (path.is_dir() and list_steps(path)):
         return path, None
     for entry in list_entries("weights"):
         reader = load_entry("weights", entry)

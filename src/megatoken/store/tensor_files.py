@@ -149,8 +149,10 @@ class TensorReader:
                     mapped = opened.get_tensor(name)  # mapped, not read
                     target = targets.get(name)
                     values = torch.empty_like(mapped)
-                    if target is not None and wanted[name] == stored:
-                        values = target if _has_layout_of(target, mapped) else values
+                    if target is not None and wanted[name] == stored and target.is_cpu:
+                        # Read without a copy if the values are stored as the target holds them.
+                        is_alike = target.is_contiguous() and target.dtype == mapped.dtype
+                        values = target if is_alike else values
                     stream.read_into(values.detach().reshape(-1).view(torch.uint8).numpy().data)
                     if target is not None:
                         n_missing[name] -= _copy_part(values, stored, target, wanted[name])
@@ -167,11 +169,6 @@ class TensorReader:
         if n_missing > 0:
             what = f"{n_missing:,} values of {name} are in no file"
             raise CheckpointError(what, str(self._folder), FIX)
-
-
-def _has_layout_of(target: Tensor, stored: Tensor) -> bool:
-    """Return whether a tensor has the shape, dtype and strides of the stored one."""
-    return target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype
 
 
 def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorSlice) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatoken.base.config.load import ResolvedConfig
-from megatoken.base.config.model_config import ADDED, ModelConfig
+from megatoken.base.config.model_config import EXTENSION_FIELDS, ModelConfig
 from megatoken.base.config.validate import validate
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.rooms import call_entries
@@ -52,10 +52,10 @@ def build_train_state(
     return state
 
 
-def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
+def copy_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     """Copy the architecture of `model.init` into the config, unless the config sets its own.
 
-    A config may still set model.seq_len, and the fields in ADDED, which are not copied. Once the
+    A config may still set model.seq_len, and the fields in EXTENSION_FIELDS, which are not copied. Once the
     run in `out` has a checkpoint, the architecture is read from there, because `model.init` may no
     longer exist. Raises what `load_weights` raises.
     """
@@ -65,13 +65,13 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
         for name in model.architecture()
         if resolved.origins.get(f"model.{name}", "default") != "default"
     }
-    if not model.init or own_fields - {"seq_len", *ADDED}:
+    if not model.init or own_fields - {"seq_len", *EXTENSION_FIELDS}:
         return resolved
     source = read_architecture(out if list_steps(out / CHECKPOINTS) else model.init)
     sizes = {
         name: value
         for name, value in source.architecture().items()
-        if name not in {*own_fields, *ADDED}
+        if name not in {*own_fields, *EXTENSION_FIELDS}
     }
     data = resolved.config.data
     objective = load_objective(resolved.config.objective.name)
@@ -137,7 +137,7 @@ def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
         fix = f"prepare the dataset with the model's tokenizer: --tokenizer {name}"
         raise DataError(what, name, fix)
     source = loaded.model.config
-    added = {name: getattr(model_config, name) for name in ADDED}
+    added = {name: getattr(model_config, name) for name in EXTENSION_FIELDS}
     differences = _list_differences(
         replace(source, seq_len=model_config.seq_len, **added), model_config
     )

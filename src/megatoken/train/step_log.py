@@ -61,8 +61,7 @@ class StepLog:
         if not self._pending:
             return []
         run = self._run
-        steps = [step for step, _ in self._pending]
-        values = [batch_values for _, batch_values in self._pending]
+        steps, values = zip(*self._pending, strict=True)
         self._pending.clear()
         metrics = wait_for_steps(run.state, steps)
         before = run.step_config.tokens_before
@@ -73,8 +72,10 @@ class StepLog:
             run.event("slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
             run.console.warn(str(slow))
         start = run.log_file.elapsed_seconds - len(steps) * seconds
-        times = [{"elapsed_seconds": start + n * seconds} for n in range(1, len(steps) + 1)]
-        rows = [{**value, **speed, **at} for value, at in zip(values, times, strict=True)]
+        rows = [
+            {**batch_values, **speed, "elapsed_seconds": start + n * seconds}
+            for n, batch_values in enumerate(values, start=1)
+        ]
         return list(zip(metrics, rows, strict=False))
 
     def _measure(self, tokens: int, steps: int) -> dict[str, float | None]:

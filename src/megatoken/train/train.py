@@ -38,7 +38,7 @@ from megatoken.train import setup
 from megatoken.train.actions import Action, call_actions, is_due, list_actions
 from megatoken.train.changes import record_changes
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.initial_state import build_train_state, take_architecture
+from megatoken.train.initial_state import build_train_state, copy_architecture
 from megatoken.train.objective import BatchSource, Objective, load_objective
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
@@ -163,7 +163,7 @@ class Trainer:
         """
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
-        resolved = take_architecture(self.resolved, self.out)
+        resolved = copy_architecture(self.resolved, self.out)
         changes = comm.run_on_rank0(
             lambda: setup.check_folder(context, resolved, allow_changes=self.allow_changes)
         )
@@ -199,7 +199,7 @@ class Trainer:
     def _fit_in_processes(self) -> tuple[ExitCode, int, int, str]:
         """Train in `nproc` processes of the `megatoken` command; return as `_fit` does."""
         options = self.options | {"explain": self.explain, "allow-changes": self.allow_changes}
-        resolved = take_architecture(self.resolved, self.out)
+        resolved = copy_architecture(self.resolved, self.out)
         codes = call_entries("launcher", resolved, self.out, self.nproc, options)
         if not codes:
             raise ConfigError("no room starts processes", "nproc", "start them with torchrun")

@@ -49,24 +49,21 @@ def validation_loss(
         if dims.is_unsharded and not len(window):
             continue
         batch = window if isinstance(window, Batch) else to_batch(window)
-        inputs = batch.inputs_BT
-        targets = batch.targets_BT
-        starts = batch.starts_BT
-        padded = targets
+        inputs, targets, starts = batch.inputs_BT, batch.targets_BT, batch.starts_BT
+        if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows
+            text_bytes += count_bytes(inputs.numpy(), targets.numpy())
         if not dims.is_unsharded:
             # A sharded model needs at least one row, whose length its ranks can divide.
             pad = (0, -inputs.shape[1] % dims.tp_size, 0, max(0, 1 - len(inputs)))
             inputs = F.pad(inputs, pad)
-            padded = F.pad(targets, pad, value=-1)  # no target
+            targets = F.pad(targets, pad, value=-1)  # no target
             starts = None if starts is None else F.pad(starts, pad)
-        mask = None
-        if starts is not None:
-            mask = separate_conversations(starts, device.torch_device)
+        mask = None if starts is None else separate_conversations(starts, device.torch_device)
         with device.autocast():
             loss_sum, n = cross_entropy(
                 model(inputs.to(device.torch_device), tree_mask=mask),
                 gather_lm_head(model.lm_head_weight),
-                slice_sequence(dims, padded).to(device.torch_device),
+                slice_sequence(dims, targets).to(device.torch_device),
                 vocab_size=model.config.vocab_size,
                 softcap=model.config.logit_softcap,
                 chunk=chunk,
@@ -74,8 +71,6 @@ def validation_loss(
             )
         total += float(loss_sum)
         count += int(n)
-        if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows
-            text_bytes += count_bytes(batch.inputs_BT.numpy(), targets.numpy())
     model.train(was_training)
     # The widest dtype, so that the sum does not depend on the number of ranks.
     sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.torch_device)

@@ -236,17 +236,18 @@ def find_run(recipe: str) -> Path | None:
     """
     folder = Path(recipe)
     is_path = bool(recipe) and recipe not in list_recipes()
-    return folder if is_path and _is_run(folder) else None
+    return folder if is_path and is_resumable(folder) else None
 
 
 def list_runs(folder: Path) -> list[str]:
     """Return the paths of the runs in a folder; an empty list if it cannot be read."""
     with suppress(OSError, ValueError):
-        return [str(path) for path in sorted(folder.iterdir()) if _is_run(path)]
+        return [str(path) for path in sorted(folder.iterdir()) if is_resumable(path)]
     return []
 
 
-def _is_run(folder: Path) -> bool:
+def is_resumable(folder: Path) -> bool:
+    """Return whether a folder has the settings or checkpoints of a run."""
     with suppress(OSError):  # such as a name that is too long
         return (folder / RUN_CONFIG).is_file() or (folder / "checkpoints").is_dir()
     return False

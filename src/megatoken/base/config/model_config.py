@@ -26,7 +26,7 @@ SWITCHES = (
 )
 GATED = ("swiglu", "geglu")  # MLPs with a gate
 EXTENSIONS = ("lora_rank", "value_head")  # fields that select a part of another room
-ADDED = ("value_head", "lora_rank", "lora_alpha")  # fields that model.init does not set
+EXTENSION_FIELDS = (*EXTENSIONS, "lora_alpha")  # which model.init does not set
 # The parts of a model that have biases, by the value of bias_in.
 BIASED = {
     "all": ("qkv", "out", "mlp", "norm"),
@@ -102,7 +102,7 @@ class ModelConfig:
     @property
     def is_unread(self) -> bool:
         """Whether the sizes are still to be read from `init`."""
-        default = ModelConfig(**{name: getattr(self, name) for name in ADDED})
+        default = ModelConfig(**{name: getattr(self, name) for name in EXTENSION_FIELDS})
         return bool(self.init) and self.architecture() == default.architecture()
 
     @property
