@@ -1,6 +1,5 @@
 """What a file is, by its name and first bytes: its split, its format, and how all doors agree."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,7 @@ import pytest
 from megatoken.base.errors import ConfigError
 from megatoken.data.dataset import load_dataset
 from megatoken.text.file_kinds import find_split
-from megatoken.text.prepare_chats import prepare_chats
 from megatoken.text.sources import Source, find_corpus, find_source
-from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
 from tests.data.small_dataset import write_external
 from tests.text.test_documents import write
 from tests.text.test_prepare import EOT, prepare, read_split
@@ -49,22 +46,6 @@ def write_all(folder: Path, names: str) -> Path:
     return folder
 
 
-def test_validation_files_are_the_val_split_and_test_files_are_left_out(tmp_path: Path):
-    source = write_all(tmp_path / "set", "train.txt more.txt dev/a.txt test.txt x/test_1.md")
-    result = prepare(source, tmp_path / "out", val_fraction=0.9)
-    texts = {split: read_text(tmp_path / "out", split) for split in ("train", "val")}
-    assert texts == {"train": b"text of more.txt\0text of train.txt", "val": b"text of dev/a.txt"}
-    assert result.skipped_files == {"named test": 2}
-    assert result.counts["val_from_tail_tokens"] == 0
-
-
-@pytest.mark.parametrize("names", ["test/a.txt test/b.txt", "val.txt", "test.txt dev.txt"])
-def test_names_are_ignored_if_nothing_is_left_to_train_on(tmp_path: Path, names: str):
-    folder, paths = write_all(tmp_path / "test", names), sorted(names.split())
-    assert list_splits(find_corpus(str(folder))) == dict.fromkeys(paths, "")
-    assert {*list_splits(find_corpus(f"{folder}/{paths[0]}")).values()} == {""}
-
-
 def test_names_above_the_source_and_names_of_code_are_ignored(tmp_path: Path):
     folder = write_all(tmp_path / "test", "a.py test/b.py test_c.py val/d.log e.txt")
     splits = list_splits(find_corpus(f"{folder}/**/*"))
@@ -88,19 +69,6 @@ def test_validation_files_are_named_by_hand(tmp_path: Path):
         find_corpus(str(other), val=str(other))
 
 
-def test_chats_have_the_splits_of_their_files(tmp_path: Path):
-    out = tmp_path / "out"
-    for split, count in {"train": 3, "validation": 2, "test": 4}.items():
-        contents = {"user": split, "assistant": "x"}.items()
-        row = {"messages": [{"role": role, "content": content} for role, content in contents]}
-        write(tmp_path / "set" / f"{split}.jsonl", f"{json.dumps(row)}\n" * count)
-    source = find_corpus(str(tmp_path / "set"))
-    prepare_chats(source, out, load_tokenizer("bytes"), seq_len=64, val_fraction=0.5)
-    dataset = load_dataset(out)
-    assert dataset.manifest.documents == {"train": 3, "val": 2}
-    assert "validation" in open_tokenizer(dataset.vocabulary).decode(read_split(out, "val"))
-
-
 @pytest.mark.parametrize("pattern", ["", "*", "[a-f]*.bin"])
 def test_external_shards_have_the_splits_of_their_names(tmp_path: Path, pattern: str):
     splits = {"a_VAL_0": "val", "b-dev": "val", "c_eval_1": "val", "d_heldout": "val", "e": "train"}
@@ -109,25 +77,6 @@ def test_external_shards_have_the_splits_of_their_names(tmp_path: Path, pattern:
     shards = load_dataset(tmp_path / "test" / pattern).manifest.shards
     assert {shard.file.removesuffix(".bin"): shard.split for shard in shards} == splits
     assert len(load_dataset(tmp_path / "test" / "f_test_0.bin").train) == 9
-
-
-ROWS = '{"id": 1, "text": "one"}\n\n{"id": 2, "text": "two"}\n'
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *((name, ROWS) for name in ("wiki_00", "a.jl", "a.jsonlines", "a.txt", "a.log")),
-        ("a.json", '{\n "text": "one\\u0000two"\n}'),
-        ("wiki_00", f"\ufeff{ROWS}"),
-        ("a.csv", 'id;text\n1;"one"\n2;two\n'),
-    ],
-)
-def test_rows_are_recognized_by_their_content(tmp_path: Path, name: str, content: str):
-    path = write(tmp_path / "in" / name, content)
-    for number, source in enumerate((path, path.parent)):
-        prepare(source, tmp_path / f"{number}", val_fraction=0)
-        assert read_text(tmp_path / f"{number}", "train") == b"one\0two"
 
 
 def test_text_that_looks_like_rows_is_text(tmp_path: Path):

@@ -220,7 +220,7 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
         assert counts == {"skipped": 0, "rows with unused mask": 1}
 
 
-def test_damaged_marks_are_noticed(tmp_path: Path):
+def test_damaged_labels_are_noticed(tmp_path: Path):
     dataset = prepare(tmp_path, chats(9))
     (tmp_path / "data" / "train_000000.marks").write_bytes(bytes(65))
     with pytest.raises(DataError, match=r"train_000000\.marks"):

@@ -17,7 +17,7 @@ from megatoken.store.tensor_files import (
 
 
 def consolidate(source: Path, out: Path, warn: Warn) -> Path:
-    """Merge the slices of a checkpoint, or of a run's newest valid one, into full tensors.
+    """Merge the slices of a checkpoint, or of a run's newest valid checkpoint, into full tensors.
 
     The result is a checkpoint `out/step-N`, whose folder is returned. Raises CheckpointError if
     there is no valid checkpoint, and StorageError if the target exists or is not writable.

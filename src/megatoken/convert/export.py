@@ -41,12 +41,13 @@ def export(
     """Write a model and its tokenizer to the new folder `out`.
 
     model: a loaded model, or a name for load_pretrained. to: `hf`, `peft`, `gguf` or `llmc`. out:
-    for `gguf`, also a new file whose name ends with .gguf. dtype: of the written weights, fp32 or
-    bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. Returns a dict with source,
-    format, out, verified, max_relative_difference (of the logits) and ids_left_out. Raises
-    StorageError if `out` exists or cannot be written, ConfigError if the format cannot hold the
-    model, and CheckpointError if the model cannot be read or the exported model computes other
-    logits.
+    for `gguf`, it can also be a new file whose name ends with .gguf. dtype: of the written weights,
+    fp32 or bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0.
+
+    Returns a dict with source, format, out, verified, max_relative_difference (of the logits) and
+    ids_left_out. Raises StorageError if `out` exists or cannot be written, ConfigError if the
+    format cannot hold the model, and CheckpointError if the model cannot be read or the exported
+    model computes other logits.
     """
     out = local_path(out)
     warn = console.warn if console else warnings.warn
@@ -110,7 +111,7 @@ def _prepare(loaded: LoadedModel, warn: Warn) -> int:
 
 
 def _round(model: GPT, dtype: str) -> None:
-    """Round the weights that train to `dtype`, to compare the export with what is written."""
+    """Round the trained weights to `dtype`, so that the export is compared with what is written."""
     if dtype == "bf16":
         for param in model.parameters():
             if param.requires_grad:  # not the frozen base of adapters

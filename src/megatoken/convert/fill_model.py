@@ -21,8 +21,8 @@ def fill_model(
 ) -> GPT:
     """Build a model on the CPU in fp32 from the tensors of a file.
 
-    view: a function that returns megatoken's parameters as views with the file's names and shapes.
-    The tensors may include a tied output layer as lm_head.weight. Rows that only pad the vocabulary
+    view: a function that returns views of megatoken's parameters with the file's names and shapes.
+    The tensors may include a tied output layer as lm_head.weight. Rows that pad the vocabulary
     become 0. Raises CheckpointError for tensors that do not fit or are not finite.
     """
     if config.n_layer > len(tensors):

@@ -1,8 +1,8 @@
 """Read checkpoints of nanochat: model_NNNNNN.pt and meta_NNNNNN.json.
 
-Its norms have no weights, so all norm weights are 1, except those of queries and keys, which hold a
-constant factor. It rotates queries and keys in the opposite direction, so the two halves of each
-head are swapped. Its gates read only the first channels, so their weights are padded with zeros.
+Its norms have no weights: here, the weights of norms are 1, and those of queries and keys hold a
+constant factor. It rotates queries and keys in the opposite direction: here, the two halves of each
+head are swapped. Its gates read only the first channels: here, their weights are padded with zeros.
 
 The files do not name nanochat's version; it is inferred from the tensors. Models of March 2 to 9,
 2026 have a softcap of 20 instead of 15, which cannot be inferred.

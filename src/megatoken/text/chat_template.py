@@ -2,8 +2,8 @@
 
 A template is jinja text: the model's own, or else ChatML, Llama-3 or nanochat's. Only the template
 can produce control tokens: in its text alone, they are replaced by names that no message contains
-(`Tokenizer.control_names`). Ids and masks equal those of transformers' `apply_chat_template`, except
-that a control token spelled in a message is plain text.
+(`Tokenizer.control_names`). Ids and masks equal those of transformers' `apply_chat_template`, but a
+control token spelled in a message is plain text.
 """
 
 import json

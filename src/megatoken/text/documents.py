@@ -118,8 +118,8 @@ def read_documents(
 
     Blank documents are counted as empty. If `options.invalid` is "skip", rows without text and
     documents with invalid UTF-8 are dropped and counted, but a document that continues in another
-    segment gets its invalid bytes replaced. Otherwise, raises DataError, naming file and line, for a
-    row without text, and for invalid UTF-8 if `options.invalid` is "fail".
+    segment gets its invalid bytes replaced. Otherwise, raises DataError, naming file and line, for
+    a row without text, and for invalid UTF-8 if `options.invalid` is "fail".
     """
     is_lines = segment.format in ("lines", "rows")
     delimiter = DELIMITERS.get(segment.format)

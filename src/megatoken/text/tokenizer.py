@@ -138,7 +138,7 @@ class Tokenizer:
 
     @property
     def bos(self) -> int:
-        """The begin-of-text id: that of `bos_ids`, or that which `files` name, or else end-of-text."""
+        """The begin-of-text id that texts get or `files` name; end-of-text if there is none."""
         return [*self.bos_ids, *self._list_ids("bos")[::-1], self.eot][0]
 
     def _list_ids(self, kind: str) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Tokenizer:
         return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
     def measure_text(self, text: str, ids: Ints) -> dict[str, int]:
-        """Return the sizes in bytes of `text`, its ids `decoded`, and the characters `lost` by that."""
+        """Return the sizes in bytes of `text`, its ids `decoded`, and characters `lost` by that."""
         size = len(text.encode())
         decoded = text
         lengths = self.vocabulary.byte_lengths

@@ -12,7 +12,7 @@ _GO_TEMPLATES = {
 GGUF = "model.gguf"
 TRAINING_TEMPLATE = "chat_template_training.jinja"
 _TRAINING = f"""
-{TRAINING_TEMPLATE} is the template with the marks that `apply_chat_template(..., return_assistant_tokens_mask=True)`
+{TRAINING_TEMPLATE} is the template with the tags that `apply_chat_template(..., return_assistant_tokens_mask=True)`
 and trl's `assistant_only_loss` need; plain jinja2 rejects them.
 """
 

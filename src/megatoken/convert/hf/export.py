@@ -33,8 +33,8 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
 
     A chat model also gets its chat template and a README. If the template is the model's own, the
     files that hold it and its special tokens are written unchanged. The weights are written in
-    `dtype` (fp32 or bf16) without the rows that pad the vocabulary, and the model's are rounded as
-    in the file. Raises ConfigError for an architecture that transformers lacks.
+    `dtype` (fp32 or bf16) without the rows that pad the vocabulary. The model's weights are rounded
+    like those in the file. Raises ConfigError for an architecture that transformers lacks.
     """
     family = choose_family(model.config)
     torch_dtype = DTYPES[dtype]
@@ -104,7 +104,7 @@ def named_views(model: GPT, family: Family) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def compute_check_logits(model: GPT) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids (CHECK_SEQS, CHECK_TOKENS) and their logits, to compare an export's with.
+    """Return token ids (CHECK_SEQS, CHECK_TOKENS), and the logits that an export should give.
 
     The sequences are shorter if the model's context is.
     """

@@ -26,33 +26,25 @@ FIX = "use GPT-2, LLaMA, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 or Gemma 3 (text
 class Family:
     """A model type of transformers, and how its names map to megatoken's.
 
-    modules: transformers' module name -> megatoken's, with {} for the layer number; /q, /k or /v
-    selects rows of the fused query/key/value matrix. prefix: how all tensor names begin except the
-    output layer's; files without the output layer have no prefix. buffers: pattern of tensors that
-    old versions saved although they are not weights. conv1d: ends of the names of modules that
-    store weights as (in, out). norm_offset: what the model adds to the saved weights of norms.
-    switches: megatoken's fields that are the same for all models of this type. fields: megatoken's
-    field -> config.json key. defaults: values of keys that a config.json leaves out. activation:
-    the config.json key of the MLP's activation. activations: its values -> megatoken's `mlp`.
-    choices: config.json key that changes the network -> supported values, transformers' default
-    first. keys: keys of `list_keys` to write. constants: other keys to write.
+    In `modules`, {} stands for the layer's number, and /q, /k or /v selects rows of the fused
+    query/key/value matrix.
     """
 
     model_type: str
     architecture: str
-    modules: Mapping[str, str]
-    prefix: str
-    buffers: str
-    conv1d: Sequence[str] = ()
-    norm_offset: float = 0.0
-    switches: Mapping[str, Any]
-    fields: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    activation: str
-    activations: Mapping[str, str]
-    choices: Mapping[str, Sequence[Any]]
-    keys: Sequence[str]
-    constants: Mapping[str, Any]
+    modules: Mapping[str, str]  # transformers' name of a module -> megatoken's
+    prefix: str  # of all tensors but the output layer; files without that layer leave it out
+    buffers: str  # pattern of tensors in old files that are not weights
+    conv1d: Sequence[str] = ()  # ends of the names of modules with weights (in, out)
+    norm_offset: float = 0.0  # what the model adds to the saved weights of norms
+    switches: Mapping[str, Any]  # megatoken's fields with one value in all models of this type
+    fields: Mapping[str, str]  # megatoken's field -> config.json key
+    defaults: Mapping[str, Any]  # values of keys that a config.json leaves out
+    activation: str  # config.json key of the MLP's activation
+    activations: Mapping[str, str]  # its values -> megatoken's `mlp`
+    choices: Mapping[str, Sequence[Any]]  # other keys -> supported values, the default first
+    keys: Sequence[str]  # of `list_keys`, to write
+    constants: Mapping[str, Any]  # other keys to write, with their values
 
     def view_params(self, params: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Return megatoken's parameters (or gradients) as views named and shaped as in a file."""

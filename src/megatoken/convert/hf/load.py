@@ -104,7 +104,7 @@ def refuse_missing_path(name: str) -> None:
 def open_tensors(folder: Path, weights: str = WEIGHTS) -> Iterator[tuple[str, Any]]:
     """Yield each tensor's name and the open file that holds it.
 
-    Reads the files and tensors that the index lists or, without an index, all of the file `weights`.
+    Reads the tensors that the index lists or, without an index, all tensors of the file `weights`.
     Raises CheckpointError for missing or damaged files.
     """
     names: dict[Path, set[str]] = {}

@@ -3,7 +3,7 @@
 Source: the GPT files of composer/yamls/models (2022) and llm-foundry's scripts/train/yamls.
 
 At each step, Composer's DecoupledAdamW multiplies a weight by 1 - wd lr(t)/lr, but megatoken's
-AdamW by 1 - wd lr(t). A weight decay of wd is therefore translated to wd/lr.
+AdamW multiplies it by 1 - wd lr(t). A weight decay of wd is therefore translated to wd/lr.
 """
 
 import re
@@ -30,9 +30,9 @@ LONGEST_VALUE = 1000  # characters
 
 
 def duration(text: str, default_unit: str = "", units: str = "ba|ep|tok|dur") -> str:
-    """Convert a training length such as 100ba to megatoken's form, such as 100.0steps.
+    """Convert a training length such as 100ba to one of megatoken, such as 100.0steps.
 
-    Raises ValueError for another form or a unit that is not in `units`.
+    Raises ValueError for other text or a unit that is not in `units`.
     """
     if text.isdecimal():
         text += default_unit
@@ -172,7 +172,7 @@ def _read(path: Path) -> dict[str, Assignment]:
             key = re.sub(pattern, name, key)
         if key in settings:
             raise ConfigError(f"duplicate key {key}", leaf.where)
-        for _ in range(4):  # a value that is referred to may contain references itself
+        for _ in range(4):  # references may be nested
             text = re.sub(r"\$\{([\w.]+)\}", look_up, text)[:LONGEST_VALUE]
         if "${" in text:
             raise ConfigError(f"{text} is not defined in the file", leaf.where)

@@ -1,11 +1,10 @@
 """Translate recipes of other programs with a table per program.
 
-A table, NAME.yaml, has these parts. `settings` maps a setting's names to a `Rule`: megatoken's
-fields and how to convert the value. `effects` holds, by setting and value, further fields and a
-`note`. `products` holds fields whose value is a product of settings. `fixed` holds the fields whose
-value the program hard-codes. `out` names the setting of the run folder. `ignored` lists patterns of
-settings that do not affect training. Any other setting is an error. `notes` say what always
-differs. Recipes are never executed.
+A table, NAME.yaml, has these keys. `settings` maps a setting's names to a `Rule`. `effects` holds,
+by setting and value, further fields and a `note`. `products` holds fields whose value is a product
+of settings. `fixed` holds fields whose value the program hard-codes. `out` names the setting of the
+run folder. `ignored` lists patterns of settings that do not affect training. `notes` say what always
+differs. Any other setting of a recipe is an error. Recipes are never executed.
 """
 
 import math
@@ -31,7 +30,7 @@ class Rule:
 
     default: the program's default; if None, the rule applies only to recipes that have the setting.
     type: name of the value's type; by default, the type of `default`. fields: megatoken's fields to
-    set, separated by spaces. It is empty if the value is only checked, or if code for that program
+    set, separated by spaces; empty if the value is only checked, or if the program's module
     translates it. convert: a mapping of the program's values to megatoken's, a list of accepted
     values, or the name of a function that converts the value.
     """
