@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import add_step
+from benchmarks.arguments import add_preset, add_step
 from megatoken.base.console import Console
 from megatoken.base.errors import MegatokenError
 from megatoken.study.bench.main import run_bench
-from megatoken.study.commands.bench import add_common, add_preset, count
+from megatoken.study.commands.bench import add_common, count
 
 ROOT = Path(__file__).parents[1]
 MODULES = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.arguments import SPEED
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
@@ -27,7 +28,6 @@ from megatoken.model.flops import count_parameters, describe_mfu, flops_per_toke
 from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.plan.tuning.peak import with_peak
 from megatoken.study.bench.workload import (
-    SPEED,
     Workload,
     build_workload,
     describe_peak,

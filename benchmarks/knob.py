@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.arguments import SIZES
+from benchmarks.arguments import SIZES, SPEED
 from benchmarks.rounds import measure_workers
 from megatoken.base.config.fields import parse_value
 from megatoken.base.config.model_config import default_d_ff, validate_model
@@ -22,7 +22,7 @@ from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.metrics_log import Row
 from megatoken.plan.tuning.peak import with_peak
 from megatoken.study.bench.worker import WorkerSpec
-from megatoken.study.bench.workload import SPEED, describe_peak, format_peak
+from megatoken.study.bench.workload import describe_peak, format_peak
 
 TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}
 # Settings that belong to the device or the process, or that shard a model over devices.

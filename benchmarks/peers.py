@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import SPEED
 from benchmarks.knob import TRAILING_COLUMNS, describe_step, open_step
 from benchmarks.rounds import ProbedWorker, measure_workers
 from megatoken.base.console import Console
@@ -19,7 +20,7 @@ from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device
 from megatoken.base.system.timing import Timing
 from megatoken.study.bench.worker import WorkerSpec
-from megatoken.study.bench.workload import SPEED, describe_seconds
+from megatoken.study.bench.workload import describe_seconds
 
 # The file of each program's checkout.
 FILES = {

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,12 @@ class Beside:
 def train_beside(config: Config, out: Path) -> float:
     """Return planned over measured seconds of a run that also times the plan's steps."""
     model = config.model.resolve(load_dataset(config.data.path).vocab_size)
-    timer = StepTimer(config, model, open_device(config.machine))
+    config = replace(config, model=model)
+    timer = StepTimer(config, open_device(config.machine))
     beside = Beside(timer)
     Trainer(config, out, callbacks=[beside], console=Console(quiet=True)).fit()
     seconds = max(row["elapsed_seconds"] for row in read_metrics(out)) - beside.seconds
-    return timer.result(0).run_seconds(config, model, budget_tokens(config)) / seconds
+    return timer.result(0).run_seconds(config, budget_tokens(config)) / seconds
 
 
 def race(folder: Path, name: str) -> dict[str, Any]:

@@ -147,9 +147,9 @@ def read_row(line: str) -> Published:
 def read_ladder(device: str) -> list[Published]:
     """Return the published rungs of a device, with predictions of the same settings and batches."""
     rungs = [rung for rung in LADDER if rung.device == device]
-    config = resolve_preset("gpt2-124m", ()).config
+    config = replace(resolve_preset("gpt2-124m", ()).config, model=PRESETS["gpt2-124m"])
     sets = dict(line.split(": ") for line in LADDER_SETS.strip().splitlines())
-    rows = plan_rungs(config, PRESETS["gpt2-124m"], GPUS[device], rungs)
+    rows = plan_rungs(config, GPUS[device], rungs)
     return [
         Published(
             rung.source.capitalize(),

@@ -58,7 +58,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 
 
 def load(*arguments: str) -> Config:
-    return load_config("quickstart", "data.path=*.npy", *WORDS, *arguments)
+    config = load_config("quickstart", "data.path=*.npy", *WORDS, *arguments)
+    return replace(config, model=config.model.resolve(257))
 
 
 def planned_rate(run: str) -> float:
@@ -87,7 +88,7 @@ def test_layers_and_micro_batches_add_up():
     assert known.memory_bytes(12) == 50 + 1200
     config = load("evaluate.every=3", "evaluate.tokens=96")
     # 6 steps of 2 micro-batches; 3 evaluations of 1.5 micro-batches, at a third of the seconds.
-    seconds = known.run_seconds(config, config.model, 6 * 128)
+    seconds = known.run_seconds(config, 6 * 128)
     assert seconds == pytest.approx(6 * (2 * 7 + 3.5) + 3 * 1.5 * 7 / 3)
     one = replace(known, layers=[2], backward_seconds=[2.0], update_seconds=[1.0], step_bytes=[100])
     assert (one.step_seconds(2, 8), one.memory_bytes(2)) == (5.0, 150)
@@ -97,7 +98,7 @@ def test_the_micro_batch_is_the_one_that_a_run_takes(monkeypatch: pytest.MonkeyP
     rates = iter([{1: 50.0, 2: 90.0, 4: 101.0, 8: 100.0}])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
     config = load("machine.micro_batch=auto")
-    here, known = calibrate(config, config.model.resolve(257), 0.0)
+    here, known = calibrate(config, 0.0)
     assert (known.micro_batch, known.timed_seqs) == (8, 8)  # of 16 tokens
     Trainer(config, Path("run")).fit()  # measures nothing again
     assert json.loads(Path("run/machine.json").read_text())["micro_batch"] == 8
@@ -113,13 +114,13 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
 ):
     sizes = f"budget.batch_tokens={batch_seqs * 32}", f"machine.micro_batch={micro_batch}"
     config = load("model.seq_len=32", "model.n_layer=2", *sizes)
-    model, here = config.model.resolve(257), device.open_device(config.machine)
-    timer = StepTimer(config, model, here)
+    here = device.open_device(config.machine)
+    timer = StepTimer(config, here)
     timer.run_interleaved()
     assert (timer.micro_batch, timer.timed_seqs) == (micro_batch, timed)
     ids = torch.zeros(batch_seqs, 32, dtype=torch.int64)
     with MemoryTracker() as tracker:
-        state, step_config, _ = build_run(config, model, here, micro_batch)
+        state, step_config, _ = build_run(config, config.model, here, micro_batch)
         for _ in range(2):
             train_step(state, step_config, here, Batch(ids, ids))
     assert timer.result(0).step_bytes == [pytest.approx(tracker.peak_bytes, rel=0.03)]
@@ -130,28 +131,28 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
 ):
     monkeypatch.setattr(plan, "CALIBRATE_SECONDS", 0.0)
     config = load()
-    model = config.model.resolve(257)
     assert train(config, "before", capsys) == []  # nothing measured, nothing guessed
     result = ask(f"plan quickstart --calibrate {WORD_LIST}")
     assert result["tokens"] == 6 * 128
     assert result["hours"] * 3600 * result["tokens_per_second"] >= result["tokens"]
     # Weights, gradients and moments of the blocks.
     assert result["memory_bytes"] > 12 * 6 * 12 * 32**2
-    here, _ = calibrate(config, model, 0.0)
-    known = find_calibration(config, model, here, 4)
+    here, _ = calibrate(config, 0.0)
+    known = find_calibration(config, here, 4)
     assert known is not None
     assert known.layers == [1, 4]
     muon = replace(config, optim=replace(config.optim, name="muon"))
-    for other in ((config, model, 8), (config, replace(model, d_model=64), 4), (muon, model, 4)):
-        assert find_calibration(*other[:2], here, other[2]) is None
+    wide = replace(config, model=replace(config.model, d_model=64))
+    for other, size in (config, 8), (wide, 4), (muon, 4):
+        assert find_calibration(other, here, size) is None
     first, last = train(config, "after", capsys)
     assert "(this machine, measured before)" in first
     assert re.search("than planned|as planned", last)
     assert planned_rate("after") == 128 / known.step_seconds(6, 8)
     saving = replace(config, save=replace(config.save, every=Duration(2)))
-    copied = 12 * count_padded_parameters(model)  # weights and two moments
+    copied = 12 * count_padded_parameters(config.model)  # weights and two moments
     for run, copy in ((config, 0), (saving, copied)):
-        assert count_run_bytes(known, run, model, here) == known.memory_bytes(6) + copy
+        assert count_run_bytes(known, run, here) == known.memory_bytes(6) + copy
 
 
 def plan_six_layers(
@@ -163,9 +164,7 @@ def plan_six_layers(
     patch.setattr("megatoken.plan.calibrate.calibrate", lambda *_: (here, SIX_LAYERS))
     patch.setattr(type(here), "memory_bytes", lambda *_: memory)
     options = Namespace(recipe="quickstart", price=[3.0, 6.0])
-    result = plan.plan_here(options, config, config.model, tokens, Console()).data
-    assert result is not None
-    return result
+    return plan.plan_here(options, config, tokens, Console())
 
 
 def test_what_does_not_fit_here_has_no_price(monkeypatch: pytest.MonkeyPatch):
@@ -199,6 +198,6 @@ def test_a_gpu_that_is_known_is_planned_by_arithmetic(
     config = load()
     first, last = train(config, "run", capsys)
     layout = Layout(micro_batch=4, micro_steps=2, precision="tf32", program="eager")
-    rate = estimate_step(config.model.resolve(257), GPUS["H100"], layout).tokens_per_second
+    rate = estimate_step(config.model, GPUS["H100"], layout).tokens_per_second
     assert re.match(rf"plan     0s of steps, {rate:,.0f} tokens/s, [\d.]+ MB \(arithmetic\)", first)
     assert last.startswith("plan     steps took ")  # how far off depends on this machine

@@ -31,13 +31,14 @@ SMALL = ModelConfig(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, s
 def small_run(**machine: object) -> Config:
     values = {"budget.steps": 1, "budget.batch_tokens": 16 * 32, "model.seq_len": 32}
     machine = {"device": "cpu", "precision": "fp32"} | machine
-    return build_config(values | {f"machine.{key}": value for key, value in machine.items()})
+    config = build_config(values | {f"machine.{key}": value for key, value in machine.items()})
+    return replace(config, model=SMALL)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 8, 16])
 def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
     config = small_run(micro_batch=micro_batch)
-    estimate = dry_run(config, SMALL, 1)
+    estimate = dry_run(config, 1)
     parameters = count_parameters(SMALL)
     assert estimate.parameter_bytes == estimate.gradient_bytes == 4 * parameters
     tensors = len(list(GPT(SMALL).parameters()))
@@ -60,7 +61,7 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int):
 def test_steps_that_the_host_checks_are_estimated(arguments: str):
     precision, adamw, sharding = arguments.split()
     config = small_run(precision=precision, adamw=adamw, sharding=sharding, micro_batch=8)
-    estimate = dry_run(config, replace(SMALL, n_layer=1), 2)
+    estimate = dry_run(config, 2)
     assert 2 <= estimate.optimizer_bytes / estimate.parameter_bytes < 2.01
     assert estimate.activation_bytes > 0
 
@@ -73,8 +74,8 @@ def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(
     sharding: str, parts: int, collective: str, rounds: float
 ):
     config = small_run(precision="bf16", sharding=sharding, micro_batch=4)
-    adamw = dry_run(config, SMALL, 4)
-    muon = dry_run(replace(config, optim=replace(config.optim, name="muon")), SMALL, 4)
+    adamw = dry_run(config, 4)
+    muon = dry_run(replace(config, optim=replace(config.optim, name="muon")), 4)
     whole, matrices = count_optimizer_bytes("muon", SMALL), 3 * 12 * 64 * 64
     assert whole == 8 * count_parameters(SMALL) - 4 * matrices  # one number less in these
     assert 0 <= muon.optimizer_bytes - whole / parts < 0.02 * whole
@@ -131,7 +132,7 @@ def test_communication_of_each_sharding():
         ("zero1", whole / 4, {"allgather": once, "reducescatter": once}, 0.01),
         ("zero3", whole / 4, zero3, 0.01),
     ):
-        estimate = dry_run(small_run(micro_batch=1, sharding=sharding), SMALL, 4)
+        estimate = dry_run(small_run(micro_batch=1, sharding=sharding), 4)
         assert estimate.micro_steps == 4
         assert estimate.parameter_bytes == pytest.approx(kept, rel=tolerance)
         found = {name: estimate.communication[name] for name in sent}

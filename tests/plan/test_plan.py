@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatoken.base.config.load import load_config
-from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config
 from megatoken.base.errors import ExitCode
@@ -29,16 +28,16 @@ from tests.tiny_run import write_jsonl
 A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
 
-def read_model(name: str, *overrides: str) -> tuple[Config, ModelConfig]:
+def read_config(name: str, *overrides: str) -> Config:
     resolved, model, _ = find_model(parse(["describe", name, *overrides]))
-    return resolved.config, model
+    return replace(resolved.config, model=model)
 
 
 def plan_recipe(arguments: str, **options: float) -> Plan:
     """Plan from a recipe, GPUs such as 8xH100, and overrides."""
     name, gpus, *overrides = arguments.split()
     count, gpu = gpus.split("x", 1)
-    return plan_run(*read_model(name, *overrides), GPUS[gpu], int(count), **options)
+    return plan_run(read_config(name, *overrides), GPUS[gpu], int(count), **options)
 
 
 def test_published_run_of_llm_c():
@@ -101,9 +100,9 @@ def test_what_does_not_fit_has_no_price(ask: Ask):
 
 
 def test_strong_scaling():
-    config, model = read_model("gpt2-124m")
+    config = read_config("gpt2-124m")
     # 512 sequences divide neither by 3 nor by 1,024.
-    plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
+    plans = scale_gpus(config, A100, (1, 8, 64, 3, 1024))
     assert [plan.layout.gpus for plan in plans] == [1, 8, 64]
     rates = [plan.tokens_per_second for plan in plans]
     assert rates[0] < rates[1] < rates[2] < 64 * rates[0]
@@ -209,7 +208,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)  # where the data of the shipped recipe are not
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
     sizes = {"seed=1": 4096, f"data.path={tmp_path}": 300, "model.vocab_size=512": 512}
-    assert {word: read_model("quickstart", word)[1].vocab_size for word in sizes} == sizes
+    assert {word: read_config("quickstart", word).model.vocab_size for word in sizes} == sizes
 
 
 def test_json_of_the_command(ask: Ask):

@@ -36,7 +36,7 @@ FEWEST_ROUNDS = 3
 
 
 @restored_settings()
-def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
+def calibrate(config: Config, seconds: float) -> tuple[Device, Calibration]:
     """Measure for about `seconds`; cache the result and return (device, calibration).
 
     Raises ConfigError if not even one sequence fits in memory.
@@ -44,11 +44,11 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     device = with_peak(open_device(config.machine))
     base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
     start = time.perf_counter()
-    timer = StepTimer(config, model, device)
+    timer = StepTimer(config, device)
     while time.perf_counter() - start < seconds or len(timer.rounds) < FEWEST_ROUNDS:
         timer.run_interleaved()
     calibration = timer.result(base_bytes)
-    save_measurement(CALIBRATIONS, step_key(config, model, device), asdict(calibration))
+    save_measurement(CALIBRATIONS, step_key(config, config.model, device), asdict(calibration))
     return device, calibration
 
 
@@ -59,9 +59,10 @@ class StepTimer:
     update.
     """
 
-    def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
+    def __init__(self, config: Config, device: Device) -> None:
         config = replace(config, machine=replace(config.machine, compile="off"))
         self.device = device
+        model = config.model
         self.layers = [model.n_layer] if model.n_layer <= MOST_LAYERS else [1, MOST_LAYERS]
         models = [replace(model, n_layer=n_layer) for n_layer in self.layers]
         *_, tuning = build_run(config, models[-1], device)

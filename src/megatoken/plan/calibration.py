@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.system.device import Device
 from megatoken.optim.costs import count_saved_bytes
@@ -31,8 +30,9 @@ class Calibration:
         backward = self._extrapolate(self.backward_seconds, n_layer)
         return seqs / self.timed_seqs * backward + self._extrapolate(self.update_seconds, n_layer)
 
-    def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
+    def run_seconds(self, config: Config, tokens: float) -> float:
         """Predict the seconds to train on `tokens`, including the batch ramp and evaluations."""
+        model = config.model
         parts = list(config.budget.ramp.smaller(tokens)) if config.budget.ramp else []
         rest = tokens - sum(size_tokens for _, size_tokens in parts)
         seconds = 0.0
@@ -54,14 +54,12 @@ class Calibration:
         return values[0] + slope * (n_layer - self.layers[0])
 
 
-def count_run_bytes(
-    calibration: Calibration, config: Config, model: ModelConfig, device: Device
-) -> int:
+def count_run_bytes(calibration: Calibration, config: Config, device: Device) -> int:
     """Predict the peak memory of a run's process.
 
     On a CPU, it includes the copy of the state that a background save writes.
     """
-    n_bytes = calibration.memory_bytes(model.n_layer)
+    n_bytes = calibration.memory_bytes(config.model.n_layer)
     if device.type == "cpu" and config.save.every.value:
-        n_bytes += count_saved_bytes(config.optim.name, model)
+        n_bytes += count_saved_bytes(config.optim.name, config.model)
     return n_bytes

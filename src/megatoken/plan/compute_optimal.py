@@ -96,4 +96,4 @@ def plan_preset(
     seqs = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus
     budget = replace(config.budget, batch_tokens=seqs * model.seq_len)
     sized = replace(config, model=model, budget=budget)
-    return plan_run(sized, model, gpu, gpus, tokens=optimal_tokens(model), modes=modes)
+    return plan_run(sized, gpu, gpus, tokens=optimal_tokens(model), modes=modes)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_count, format_quantity
 from megatoken.base.errors import ConfigError
@@ -68,14 +67,14 @@ class Estimate:
     seconds: float  # of this dry run
 
 
-def dry_run(config: Config, model_config: ModelConfig, processes: int) -> Estimate:
+def dry_run(config: Config, processes: int) -> Estimate:
     """Estimate one step on `processes` processes. Only the first is simulated.
 
     Raises ConfigError if the batch, the heads or the processes do not divide evenly.
     """
     start = time.perf_counter()
     with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
-        state, step_config, device = build(config, model_config, processes)
+        state, step_config, device = build(config, processes)
         params = list(state.sharded.local_params.values())
         moments = [
             moment for moments in state.optimizer.state.values() for moment in moments.values()
@@ -120,9 +119,7 @@ def fake_process_group(processes: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def build(
-    config: Config, model_config: ModelConfig, processes: int
-) -> tuple[TrainState, StepConfig, Device]:
+def build(config: Config, processes: int) -> tuple[TrainState, StepConfig, Device]:
     """Return the state, step settings and device of the first process, with fake tensors."""
     machine = config.machine
     precision = "bf16" if machine.precision == "auto" else machine.precision
@@ -136,14 +133,14 @@ def build(
     dist_env = DistEnv(world_size=processes, local_world_size=min(processes, PROCESSES_PER_MACHINE))
     sharding = "none" if machine.sharding == "auto" else machine.sharding
     dims = build_dims(sharding, machine.tensor_parallel, dist_env)
-    check_dims(dims, model_config)
+    check_dims(dims, config.model)
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
     seqs = config.batch_seqs // dims.dp_size
     if seqs % micro_batch:
         what = f"{seqs:,} sequences per rank do not divide into micro-batches of {micro_batch}"
         raise ConfigError(what, "machine.micro_batch", "use auto")
     comm = Comm(dist_env)
-    state = build_state(GPT(model_config, seed=None), config, device, dims, comm=comm)
+    state = build_state(GPT(config.model, seed=None), config, device, dims, comm=comm)
     if machine.device != "cpu":
         if holds_low_precision(machine, dims, precision):
             use_low_precision(state, device.dtype)

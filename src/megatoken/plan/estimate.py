@@ -48,23 +48,29 @@ VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 class Plan:
     """A training run of one model on a number of GPUs.
 
-    tokens: training tokens; 0 if unknown. evaluated_tokens: tokens of all evaluations together.
+    config: with a batch that divides among the GPUs. tokens: training tokens; 0 if unknown.
     prices: dollars per GPU-hour; none if unknown. speed_factor: measured divided by predicted
     tokens/s, 1 if not measured. spread: expected range of tokens/s, relative to
     `tokens_per_second`.
     """
 
-    model: ModelConfig
+    config: Config
     gpu: Gpu
     layout: Layout
     memory: Memory
     step: StepTime
     tokens: float
-    evaluated_tokens: float
-    ramp: BatchRamp | None
     prices: Sequence[float]
     speed_factor: float
     spread: tuple[float, float]
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def ramp(self) -> BatchRamp | None:
+        return self.config.budget.ramp
 
     @property
     def fits(self) -> bool:
@@ -82,7 +88,8 @@ class Plan:
 
     @cached_property
     def hours(self) -> float:
-        seconds = (self.tokens + self.evaluated_tokens * VAL_COST) / self.tokens_per_second
+        evaluated = VAL_COST * count_evaluated_tokens(self.config, self.tokens)
+        seconds = (self.tokens + evaluated) / self.tokens_per_second
         return (seconds + self._ramp_seconds() / self.speed_factor) / 3600
 
     def _ramp_seconds(self) -> float:
@@ -118,7 +125,6 @@ def shrink_batch(layout: Layout, batch_seqs: int) -> Layout:
 
 def plan_run(
     config: Config,
-    model: ModelConfig,
     gpu: Gpu,
     gpus: int,
     *,
@@ -129,29 +135,27 @@ def plan_run(
 ) -> Plan:
     """Plan a run in the fastest layout that fits, or with the least memory if none fits.
 
-    tokens: 0 for the config's budget. prices: dollars per GPU-hour; the GPU table's if empty.
-    measured: measured divided by predicted tokens/s, 0 if unknown. modes: kinds of activation
-    checkpointing to choose from if the config sets none. Raises ConfigError if the batch does not
-    divide among the GPUs.
+    config: its model must have a vocabulary size. tokens: 0 for the config's budget. prices:
+    dollars per GPU-hour; the GPU table's if empty. measured: measured divided by predicted
+    tokens/s, 0 if unknown. modes: kinds of activation checkpointing to choose from if the config
+    sets none. Raises ConfigError if the batch does not divide among the GPUs.
     """
     tokens = tokens or budget_tokens(config)
     dist_env = DistEnv(world_size=gpus, local_world_size=min(gpus, gpu.per_machine))
     config = fit_batch(config, dist_env, "--gpus")
     plans = [
         Plan(
-            model=model,
+            config=config,
             gpu=gpu,
             layout=layout,
             memory=memory,
-            step=estimate_step(model, gpu, layout),
+            step=estimate_step(config.model, gpu, layout),
             tokens=tokens,
-            evaluated_tokens=count_evaluated_tokens(config, tokens),
-            ramp=config.budget.ramp,
             prices=prices or [gpu.price] * bool(gpu.price),
             speed_factor=measured or 1.0,
             spread=MEASURED_SPREAD if measured else (SLOWEST, FASTEST),
         )
-        for layout, memory in list_layouts(config, model, gpu, dist_env, modes)
+        for layout, memory in list_layouts(config, gpu, dist_env, modes)
     ]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -194,7 +198,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
 
 
 def list_layouts(
-    config: Config, model: ModelConfig, gpu: Gpu, dist_env: DistEnv, modes: Sequence[str]
+    config: Config, gpu: Gpu, dist_env: DistEnv, modes: Sequence[str]
 ) -> Iterator[tuple[Layout, Memory]]:
     """Yield the layouts that the config allows, each with the largest micro-batch that fits.
 
@@ -209,13 +213,13 @@ def list_layouts(
     layouts_seen = set()
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, tp, dist_env)
-        check_dims(dims, model)
+        check_dims(dims, config.model)
         if dims in layouts_seen:  # one GPU: nothing to shard
             continue
         layouts_seen.add(dims)
         largest = 0  # micro-batch that fits with less recomputation
         for mode in modes:
-            layout, memory = _fit_micro_batch(config, model, gpu, dims, mode)
+            layout, memory = _fit_micro_batch(config, gpu, dims, mode)
             fits = memory.usable_share(gpu.memory_bytes) <= 1
             if largest and not (fits and layout.micro_batch > largest):
                 continue
@@ -224,7 +228,7 @@ def list_layouts(
 
 
 def _fit_micro_batch(
-    config: Config, model: ModelConfig, gpu: Gpu, dims: ParallelDims, checkpointing: str
+    config: Config, gpu: Gpu, dims: ParallelDims, checkpointing: str
 ) -> tuple[Layout, Memory]:
     """Return the layout with the largest micro-batch that fits, or with the smallest if none does.
 
@@ -241,7 +245,6 @@ def _fit_micro_batch(
     for size in sizes:
         layout, memory = build_layout(
             config,
-            model,
             gpu,
             dims,
             precision=precision,
@@ -257,7 +260,6 @@ def _fit_micro_batch(
 
 def build_layout(
     config: Config,
-    model: ModelConfig,
     gpu: Gpu,
     dims: ParallelDims,
     *,
@@ -268,7 +270,7 @@ def build_layout(
     checkpointing: str,
 ) -> tuple[Layout, Memory]:
     """Return the layout of a run, and its memory on each GPU."""
-    machine = config.machine
+    machine, model = config.machine, config.model
     micro_steps = max(1, config.batch_seqs // dims.dp_size // micro_batch)
     uses_master_weights = holds_low_precision(machine, dims, gpu.compute_precision(precision))
     memory = estimate_memory(
@@ -347,9 +349,7 @@ def optimal_tokens(model: ModelConfig) -> float:
     return TOKENS_PER_PARAMETER * parameters
 
 
-def scale_gpus(
-    config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any
-) -> list[Plan]:
+def scale_gpus(config: Config, gpu: Gpu, counts: Sequence[int], **options: Any) -> list[Plan]:
     """Plan the same batch on each number of GPUs (strong scaling).
 
     Leaves out numbers of GPUs that do not divide the batch evenly. options: those of `plan_run`.
@@ -357,18 +357,12 @@ def scale_gpus(
     plans = []
     for count in counts:
         with suppress(ConfigError):
-            plans.append(plan_run(config, model, gpu, count, **options))
+            plans.append(plan_run(config, gpu, count, **options))
     return plans
 
 
 def plan_family(
-    config: Config,
-    model: ModelConfig,
-    gpu: Gpu,
-    counts: Sequence[int],
-    *,
-    tokens: float,
-    **options: Any,
+    config: Config, gpu: Gpu, counts: Sequence[int], *, tokens: float, **options: Any
 ) -> dict[str, list[Plan]]:
     """Plan each preset of the model's family (gpt2, llama2, ...) on each number of GPUs.
 
@@ -377,24 +371,22 @@ def plan_family(
     """
     families = {}
     for name, member in PRESETS.items():
-        is_related = name.partition("-")[0] == model.preset.partition("-")[0]
+        is_related = name.partition("-")[0] == config.model.preset.partition("-")[0]
         if is_related and config.budget.batch_tokens % member.seq_len == 0:
             length = tokens or optimal_tokens(member)
             sized = replace(config, model=member)
-            plans = scale_gpus(sized, member, gpu, counts, tokens=length, **options)
+            plans = scale_gpus(sized, gpu, counts, tokens=length, **options)
             if plans:
                 families[name] = plans
     return families
 
 
-def find_deadline(
-    config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: Any
-) -> Plan | None:
+def find_deadline(config: Config, gpu: Gpu, hours: float, **options: Any) -> Plan | None:
     """Return the plan with the fewest GPUs that fits and ends within `hours`, or None."""
     seqs = config.batch_seqs
     tp = config.machine.tensor_parallel
     counts = [count * tp for count in range(1, seqs + 1) if seqs % count == 0]
-    for plan in scale_gpus(config, model, gpu, counts, **options):
+    for plan in scale_gpus(config, gpu, counts, **options):
         if plan.fits and plan.hours <= hours:
             return plan
     return None

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration, format_memory
 from megatoken.base.system.device import Device
@@ -54,14 +53,12 @@ class Expectation:
         )
 
 
-def find_calibration(
-    config: Config, model: ModelConfig, device: Device, micro_batch: int
-) -> Calibration | None:
-    """Return the cached calibration for this model, or None.
+def find_calibration(config: Config, device: Device, micro_batch: int) -> Calibration | None:
+    """Return the cached calibration for the config's model, or None.
 
     It may have been measured with another depth, but not with another micro-batch.
     """
-    saved = read_measurements(CALIBRATIONS).get(step_key(config, model, device))
+    saved = read_measurements(CALIBRATIONS).get(step_key(config, config.model, device))
     if saved is None or saved["micro_batch"] != micro_batch:
         return None
     return Calibration(**saved)
@@ -116,16 +113,16 @@ def expect(run: Run, steps: StepConfig, *, compiled: bool) -> Expectation | None
     They come from a calibration by `megatoken plan --calibrate` if there is one. Otherwise they are
     computed from the specifications of the GPU, if it is a known model.
     """
-    config = run.config
     model = run.data.model_config
+    config = replace(run.config, model=model)
     device = run.device
     if run.comm.is_single_process and not compiled:
-        calibration = find_calibration(config, model, device, steps.micro_batch)
+        calibration = find_calibration(config, device, steps.micro_batch)
         if calibration:
             batch_seqs = steps.batch_tokens // model.seq_len
             return Expectation(
                 step_seconds=calibration.step_seconds(model.n_layer, batch_seqs),
-                memory_bytes=count_run_bytes(calibration, config, model, device),
+                memory_bytes=count_run_bytes(calibration, config, device),
                 source="this machine, measured before",
             )
     gpu = find_driver(device.name)
@@ -133,7 +130,6 @@ def expect(run: Run, steps: StepConfig, *, compiled: bool) -> Expectation | None
         return None
     layout, memory = build_layout(
         config,
-        model,
         gpu,
         run.dims,
         precision=device.precision,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config
 from megatoken.base.published import CONTEXT, LADDER, PublishedRung
@@ -33,24 +32,23 @@ def list_rungs(gpu: Gpu) -> list[PublishedRung]:
     return [*small, replace(small[-1], name="our fused kernels"), *large]
 
 
-def plan_rungs(
-    config: Config, model: ModelConfig, gpu: Gpu, rungs: Sequence[PublishedRung]
-) -> list[dict[str, Any]]:
+def plan_rungs(config: Config, gpu: Gpu, rungs: Sequence[PublishedRung]) -> list[dict[str, Any]]:
     """Plan rungs with their batches; each keeps the settings of the rungs before it.
 
     Leaves out rungs that change nothing on this GPU, unless they are published for it.
     """
-    is_published_model = model == PRESETS["gpt2-124m"]
+    seq_len = config.model.seq_len
+    is_published_model = config.model == PRESETS["gpt2-124m"]
     published = {
         rung.name: rung.rate for rung in LADDER if is_published_model and rung.device == gpu.name
     }
     rows: list[dict[str, Any]] = []
     for rung in rungs:
         machine = replace(config.machine, **SWITCHES.get(rung.name, {}))
-        seqs = max(1, CONTEXT * rung.micro_batch // model.seq_len)
-        budget = replace(config.budget, batch_tokens=seqs * rung.gpus * model.seq_len)
+        seqs = max(1, CONTEXT * rung.micro_batch // seq_len)
+        budget = replace(config.budget, batch_tokens=seqs * rung.gpus * seq_len)
         config = replace(config, machine=machine, budget=budget)
-        plan = plan_run(config, model, gpu, rung.gpus, tokens=1.0, modes=("none",))
+        plan = plan_run(config, gpu, rung.gpus, tokens=1.0, modes=("none",))
         rate = plan.tokens_per_second
         if rows and rate == rows[-1]["tokens_per_second"] and rung.name not in published:
             continue

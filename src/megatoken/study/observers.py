@@ -4,6 +4,7 @@ Each metrics sink (W&B, TensorBoard, trackio) has a process that runs study/comm
 failing sink cannot stop the run.
 """
 
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,17 +45,17 @@ def check_sinks(names: str) -> None:
             raise ConfigError(f"log.sinks: {name} is not installed", fix=f"pip install {name}")
 
 
+@dataclass
 class SinkProcesses:
     """Observer that has one background process per sink, from the start of the run.
 
     They outlive the run, even if it is killed, until they have sent its last rows.
     """
 
-    def __init__(self, names: str, run: Path, console: Console) -> None:
-        self._console = console
-        self._run = run
-        self._names = names
-        self._processes: dict[str, Child] = {}
+    names: str
+    run: Path
+    console: Console
+    processes: dict[str, Child] = field(default_factory=dict)
 
     def __call__(self, row: Row) -> None:
         if row["kind"] == "start":
@@ -63,24 +64,24 @@ class SinkProcesses:
             self.finish()
 
     def start(self) -> None:
-        for name in split_sinks(self._names):
-            command = [*COMMAND, "sync", str(self._run), "--to", name, "--follow"]
+        for name in split_sinks(self.names):
+            command = [*COMMAND, "sync", str(self.run), "--to", name, "--follow"]
             try:
-                log = self._run / f"sync-{name}.log"
-                self._processes[name] = Child(
+                log = self.run / f"sync-{name}.log"
+                self.processes[name] = Child(
                     command, stdout=log, stderr=log, death_signal=None, detached=True
                 )
             except OSError as error:
-                self._console.warn(f"{name} gets no rows: {error.strerror}")
+                self.console.warn(f"{name} gets no rows: {error.strerror}")
 
     def finish(self) -> None:
         """Wait up to LAST_ROWS_SECONDS for each sink to get the last rows; report failures."""
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             exit_code = process.wait(LAST_ROWS_SECONDS)
             if exit_code:
-                fix = f"megatoken sync {self._run} --to {name} sends the rest"
-                self._console.warn(
+                fix = f"megatoken sync {self.run} --to {name} sends the rest"
+                self.console.warn(
                     f"{name} failed, see sync-{name}.log; the run has lost nothing: {fix}"
                 )
             elif exit_code is None:
-                self._console.print(f"{name} is still receiving rows, in the background")
+                self.console.print(f"{name} is still receiving rows, in the background")

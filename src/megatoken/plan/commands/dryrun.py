@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
+from typing import Any
 
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
@@ -29,29 +30,29 @@ def run(options: Namespace, console: Console) -> Data:
         },
     )
     resolved, model, _ = find_model(options)
+    config = replace(resolved.config, model=model)
     gpu = find_card(options.gpu)
     if options.gpus < 1:
         raise ConfigError(f"{options.gpus} GPUs", "--gpus", "give at least 1")
     modes = open_modes(resolved)
-    layout = plan_run(resolved.config, model, gpu, options.gpus, modes=modes).layout
-    settings = [
-        f"machine.precision={layout.precision.replace('tf32', 'fp32')}",
-        f"machine.micro_batch={layout.micro_batch}",
-        f"machine.sharding={layout.sharding}",
-        f"machine.activation_checkpointing={layout.checkpointing}",
-    ]
-    options.overrides += settings
-    config = find_model(options)[0].config
+    layout = plan_run(config, gpu, options.gpus, modes=modes).layout
+    chosen: dict[str, Any] = {
+        "precision": layout.precision.replace("tf32", "fp32"),
+        "micro_batch": layout.micro_batch,
+        "sharding": layout.sharding,
+        "activation_checkpointing": layout.checkpointing,
+    }
+    config = replace(config, machine=replace(config.machine, **chosen))
+    settings = " ".join(f"machine.{key}={value}" for key, value in chosen.items())
     from megatoken.plan.dry_run import check_fit, describe_estimate, dry_run
 
-    estimate = dry_run(config, model, options.gpus)
+    estimate = dry_run(config, options.gpus)
     fits, advice = check_fit(estimate, options.gpu, gpu.memory_bytes)
     name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
-    rows = [("model", name), ("settings", " ".join(settings)), *describe_estimate(estimate)]
+    rows = [("model", name), ("settings", settings), *describe_estimate(estimate)]
     console.table(rows)
     console.print(advice)
-    data = {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
-    return data
+    return {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
 
 
 def find_card(text: str) -> Gpu:

@@ -102,19 +102,19 @@ def run(options: Namespace, console: Console) -> Data:
         raise ConfigError("--budget needs a recipe, for its batch", "megatoken plan", fix)
     resolved, model, is_recipe = find_model(options)
     options.recipe = resolved.name
-    config = resolved.config
-    tokens = choose_tokens(options, config, model, is_recipe)
+    config = replace(resolved.config, model=model)
+    tokens = choose_tokens(options, config, is_recipe)
     if config.objective.name not in ("pretrain", "sft"):
         extra = "second answers" if config.objective.name in PAIRS else "generation of answers"
         console.print(f"note: excludes {extra}, the reference model and gathered weights")
     if options.calibrate:
-        return plan_here(options, config, model, tokens, console)
+        return plan_here(options, config, tokens, console)
     if options.gpus is None:
         fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
         raise ConfigError("no GPUs given", "megatoken plan", fix)
     if options.ladder:
-        return plan_ladder(options, config, model, console)
-    return plan_gpus(options, config, model, tokens, open_modes(resolved), console)
+        return plan_ladder(options, config, console)
+    return plan_gpus(options, config, tokens, open_modes(resolved), console)
 
 
 def list_gpus(console: Console) -> Data:
@@ -129,13 +129,13 @@ def list_gpus(console: Console) -> Data:
     return {"gpus": [asdict(gpu) for gpu in GPUS.values()]}
 
 
-def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console: Console) -> Data:
+def plan_ladder(options: Namespace, config: Config, console: Console) -> Data:
     """Predict and print the software ladder on one kind of GPU."""
     from megatoken.base.markdown_table import show_rows
     from megatoken.plan.plot import draw_ladder
 
     _, gpu = parse_gpus(options.gpus)
-    rungs = plan_rungs(config, model, gpu, list_rungs(gpu))
+    rungs = plan_rungs(config, gpu, list_rungs(gpu))
     show_rows(LADDER_COLUMNS, rungs, console)
     if options.plot:
         title = f"{options.recipe} on {gpu.name}"
@@ -144,12 +144,7 @@ def plan_ladder(options: Namespace, config: Config, model: ModelConfig, console:
 
 
 def plan_gpus(
-    options: Namespace,
-    config: Config,
-    model: ModelConfig,
-    tokens: float,
-    modes: Sequence[str],
-    console: Console,
+    options: Namespace, config: Config, tokens: float, modes: Sequence[str], console: Console
 ) -> Data:
     """Plan for --gpus, for other GPU counts and other models, and if given a deadline or budget."""
     counts, gpu = parse_gpus(options.gpus)
@@ -159,10 +154,10 @@ def plan_gpus(
     is_fixed = options.tokens not in (None, "chinchilla")
     length = f"{format_quantity(tokens)} tokens" if is_fixed else "20 tokens per parameter"
     others = sorted({*GPU_COUNTS, *counts})
-    family = plan_family(full, model, gpu, others, tokens=is_fixed * tokens, **common)
+    family = plan_family(full, gpu, others, tokens=is_fixed * tokens, **common)
     common["tokens"] = tokens
-    plan = plan_run(config, model, gpu, counts[0], **common)
-    scaled = scale_gpus(full, model, gpu, others, **common)
+    plan = plan_run(config, gpu, counts[0], **common)
+    scaled = scale_gpus(full, gpu, others, **common)
     fitting = [each for each in scaled if each.fits]
     data = plan_data(plan)
     data["scaling"] = [plan_data(each) for each in fitting]
@@ -172,17 +167,17 @@ def plan_gpus(
     }
     data["settings"] = list_settings(config, plan) if plan.fits else []
     (constant,) = (each for each in scaled if each.layout.gpus == counts[0])
-    rows = [describe_model(options.recipe, model), *describe_plan(plan, constant.hours)]
+    rows = [describe_model(options.recipe, config.model), *describe_plan(plan, constant.hours)]
     if data["settings"]:
         rows.append(("settings", f"train with {' '.join(data['settings'])}"))
     if not plan.fits:
-        smallest = find_deadline(config, model, gpu, math.inf, **common)
+        smallest = find_deadline(config, gpu, math.inf, **common)
         data["fewest_gpus"] = smallest and smallest.layout.gpus
         rows.append(("fits on", f"{data['fewest_gpus'] or 'no number of'} x {gpu.name}"))
     if n_measured:
         rows.append(("measured", f"{factor:.2f} times the formula ({n_measured} records)"))
     if options.deadline:
-        met = find_deadline(config, model, gpu, options.deadline, **common)
+        met = find_deadline(config, gpu, options.deadline, **common)
         data["deadline"] = plan_data(met) if met else None
         rows.append(("deadline", describe_deadline(met, options.deadline, gpu.name)))
     if options.budget:
@@ -203,18 +198,17 @@ def plan_gpus(
     return data
 
 
-def plan_here(
-    options: Namespace, config: Config, model: ModelConfig, tokens: float, console: Console
-) -> Data:
+def plan_here(options: Namespace, config: Config, tokens: float, console: Console) -> Data:
     """Measure this machine, plan for it, and print the plan. --price is its price per hour."""
     from megatoken.plan.calibrate import calibrate
     from megatoken.plan.calibration import count_run_bytes
 
+    model = config.model
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
-    device, measured = calibrate(config, model, CALIBRATE_SECONDS)
+    device, measured = calibrate(config, CALIBRATE_SECONDS)
     rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs)
-    hours = measured.run_seconds(config, model, tokens) / 3600
-    memory_bytes = count_run_bytes(measured, config, model, device)
+    hours = measured.run_seconds(config, tokens) / 3600
+    memory_bytes = count_run_bytes(measured, config, device)
     free_bytes = device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
     mfu = None
@@ -251,7 +245,7 @@ def plan_here(
     return data
 
 
-def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_recipe: bool) -> float:
+def choose_tokens(options: Namespace, config: Config, is_recipe: bool) -> float:
     """Return the number of training tokens from --tokens or else from the recipe; 0 if unknown.
 
     `--tokens chinchilla` means the compute-optimal number, which is also the default of a preset,
@@ -259,9 +253,9 @@ def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_rec
     """
     text = options.tokens
     if text == "chinchilla" or (text is None and not is_recipe):
-        return optimal_tokens(model)
+        return optimal_tokens(config.model)
     if text is None:
-        tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
+        tokens = config.budget.epochs * count_epoch_tokens(config)
         tokens = tokens or budget_tokens(config)
         if not tokens and (options.deadline or options.calibrate):
             fix = "give the tokens: --tokens 10e9 or chinchilla"
@@ -276,10 +270,11 @@ def choose_tokens(options: Namespace, config: Config, model: ModelConfig, is_rec
     return float(tokens)
 
 
-def count_epoch_tokens(config: Config, seq_len: int) -> int:
+def count_epoch_tokens(config: Config) -> int:
     """Return the training tokens in one epoch; 0 if the dataset is not on this machine."""
     manifest = read_object(Path(config.data.path) / "manifest.json")
     is_rows = manifest.get("source", {}).get("kind", "text") != "text"
+    seq_len = config.model.seq_len
     row_len = seq_len + is_rows  # rows also hold the last target
     return int(manifest.get("tokens", {}).get("train", 0) // row_len * seq_len)
 

@@ -56,9 +56,9 @@ def prepare_step(
     step_config: StepConfig,
     config: Config,
     device: Device,
-    saved: Tuning | None = None,
+    saved: Tuning | None,
     *,
-    measures_sizes: bool = True,
+    measures_sizes: bool,
 ) -> tuple[StepConfig, Tuning]:
     """Choose and apply kernels, then choose the micro-batch with them, then compile for that size.
 

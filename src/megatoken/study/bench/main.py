@@ -1,7 +1,6 @@
 """Run a benchmark and write its record."""
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -15,11 +14,6 @@ from megatoken.study.bench.report import write_record
 
 Bench = Callable[[argparse.Namespace, Console], Iterator[Row]]
 BENCHES: dict[str, Bench] = {"ladder": ladder.run, "parts": parts.run, "processes": ladder.run}
-
-
-def run(options: argparse.Namespace, console: Console) -> Row:
-    """Run the benchmark that the options name; return its result."""
-    return run_bench(BENCHES[options.bench], options, console, ["megatoken", *sys.argv[1:]])
 
 
 def run_bench(

@@ -6,11 +6,12 @@ Each worker is a process with its own allocator, threads and compiler; only one 
 import multiprocessing
 import signal
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device
@@ -45,8 +46,7 @@ class Worker:
     skipped: str = ""
     processes: list[BaseProcess] = field(default_factory=list)
     _connections: list[Connection] = field(default_factory=list)
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _log: Path = Path()
+    _log: Any = None  # temporary file with the output
 
     def warm_up(self) -> float | None:
         """Start the process and run untimed steps.
@@ -107,20 +107,19 @@ class Worker:
             process.join(STOP_SECONDS)
             process.terminate()
             process.join()
-        self._stack.close()
+        if self._log:
+            self._log.close()
         self.processes = []
         self._connections = []
 
     def _start(self) -> None:
         if self.spec.nproc > 1:
             self.spec = replace(self.spec, port=find_free_port())
-        log = tempfile.NamedTemporaryFile(prefix="megatoken-bench-")  # noqa: SIM115
-        self._stack.enter_context(log)
-        self._log = Path(log.name)
+        self._log = tempfile.NamedTemporaryFile(prefix="megatoken-bench-")  # noqa: SIM115
         for rank in range(self.spec.nproc):
             ours, theirs = SPAWN.Pipe()
             spec = replace(self.spec, rank=rank)
-            arguments = (theirs, spec, log.name, given_environment())
+            arguments = (theirs, spec, self._log.name, given_environment())
             process = SPAWN.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -152,7 +151,7 @@ class Worker:
         process.join()
         if process.exitcode == -signal.SIGKILL:
             return "its process was killed (out of memory?)"
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
         return ": ".join([f"its process ended with code {process.exitcode}", *lines[-1:]])
 
 

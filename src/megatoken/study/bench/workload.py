@@ -26,12 +26,6 @@ from megatoken.plan.tuning.prepare import Tuning, build_step
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import StepMetrics, train_step
 
-SPEED = {
-    "tokens_per_second": "tokens/s",
-    "mfu": "MFU",
-    "mfu_causal": "MFU causal",
-    "peak_memory_bytes": "peak memory",
-}
 STEPS = 1000  # length of the schedule; no benchmark finishes it
 ONE_PROCESS = Comm(DistEnv())
 

@@ -24,7 +24,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         bench = benches.add_parser(name, help=doc, description=doc)
         add_options(bench, section="output", default=SUPPRESS)
         add_common(bench)
-        add_preset(bench)
+        presets = list(PRESETS)
+        names = ", ".join(presets)
+        add_options(bench, __file__, "preset", presets=presets, names=names, first=presets[0])
         add_options(bench, __file__, name, count=count)
 
 
@@ -32,15 +34,6 @@ def add_common(parser: ArgumentParser) -> None:
     """Add the options that all benchmarks have."""
     out = Path("runs/bench")
     add_options(parser, __file__, "common", out=out, count=count, record_name=_record_name)
-
-
-def add_preset(parser: ArgumentParser, *, gpt_only: bool = False) -> None:
-    """Add --preset. gpt_only: whether to offer only GPT-2 and GPT-3 models."""
-    presets = [
-        name for name, config in PRESETS.items() if config.pos_emb == "learned" or not gpt_only
-    ]
-    names = ", ".join(presets)
-    add_options(parser, __file__, "preset", presets=presets, names=names, first=presets[0])
 
 
 def count(text: str) -> int:
@@ -57,8 +50,9 @@ def _record_name(text: str) -> str:
 
 
 def run(options: Namespace, console: Console) -> Data:
-    from megatoken.study.bench.main import run
+    from megatoken.study.bench.main import BENCHES, run_bench
 
-    data = run(options, console)
+    command = ["megatoken", *sys.argv[1:]]
+    data = run_bench(BENCHES[options.bench], options, console, command)
     options.json = options.json or not sys.stdout.isatty()
     return data

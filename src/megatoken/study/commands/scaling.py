@@ -12,5 +12,4 @@ EXAMPLE = "megatoken scaling runs/size-*"
 def run(options: Namespace, console: Console) -> Data:
     from megatoken.study.scaling_fit import fit_scaling
 
-    data = fit_scaling(options.runs, options.flops, options.plot, console)
-    return data
+    return fit_scaling(options.runs, options.flops, options.plot, console)
