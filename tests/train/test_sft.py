@@ -107,9 +107,9 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path
         for piece in np.split(kept, np.flatnonzero(row_labels[kept] & 2)[1:]):
             input_ids = torch.from_numpy(row_ids[None, piece].astype(np.int64))
             is_trained = torch.from_numpy(row_labels[None, piece] & 1 > 0)
-            labels = torch.where(is_trained, input_ids, -100)
-            n = int((labels[:, 1:] >= 0).sum())
-            total = total + reference(input_ids=input_ids, labels=labels).loss.double() * n
+            targets = torch.where(is_trained, input_ids, -100)
+            n = int((targets[:, 1:] >= 0).sum())
+            total = total + reference(input_ids=input_ids, labels=targets).loss.double() * n
             count += n
     (total / count).backward()
     state = build_state(model, tiny_config(), CPU)

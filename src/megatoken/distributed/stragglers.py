@@ -119,8 +119,8 @@ def find_stragglers(reports: Sequence[Mapping[str, Sequence[float]]]) -> list[St
         other_reports = [*reports[:rank], *reports[rank + 1 :]]
         for phase, seconds in report.items():
             others = [
-                median(part)
-                for part in zip(*(other[phase] for other in other_reports), strict=True)
+                median(half)
+                for half in zip(*(other[phase] for other in other_reports), strict=True)
             ]
             if all(
                 own > RATIO * other and own - other > MIN_SECONDS

@@ -453,17 +453,17 @@ def set_attention(model: GPT, name: str) -> None:
         fix = "use auto, or model.window=0"
         raise ConfigError(f"attention {name!r} has no windows", "machine.attention", fix)
     model.attention_name = name
-    for part in model.modules():
-        if isinstance(part, Attention):
-            part.attention_fn = attention_fn
-            part.masked_attention_fn = masked_attention(name)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attention_fn = attention_fn
+            module.masked_attention_fn = masked_attention(name)
 
 
 def set_block_kernels(model: nn.Module, kernels: BlockKernels) -> None:
     """Select the implementation of matmuls, norms and activations."""
-    for part in model.modules():
-        if isinstance(part, (Linear, Norm, MLP)):
-            part.kernels = kernels
+    for module in model.modules():
+        if isinstance(module, (Linear, Norm, MLP)):
+            module.kernels = kernels
 
 
 def copy_kernels(model: GPT, source: GPT) -> None:
@@ -485,9 +485,9 @@ def list_own_classes(model: nn.Module) -> list[str]:
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
     """Choose what the backward recomputes: `none`, `gelu` (MLP activations) or `block`."""
     model.activation_checkpointing = mode
-    for part in model.modules():
-        if isinstance(part, MLP):
-            part.recompute_activation = mode == "gelu"
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.recompute_activation = mode == "gelu"
 
 
 def init_weights(

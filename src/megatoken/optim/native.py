@@ -94,8 +94,8 @@ class NativeUpdate(Update):
             grad = self._gradient(param)
             tensors = param, optimizer.state[param]["momentum_buffer"], grad, self.copies.get(param)
             grad_dtype = DTYPES[torch.float32 if grad is None else grad.dtype]
-            parts = ([None] * len(rows) if x is None else x.split(list(rows)) for x in tensors)
-            for n_rows, *matrices in zip(rows, *parts, strict=True):
+            pieces = ([None] * len(rows) if x is None else x.split(list(rows)) for x in tensors)
+            for n_rows, *matrices in zip(rows, *pieces, strict=True):
                 sizes = n_rows, param.shape[1], grad_dtype, dtype
                 yield MuonUpdate(*addresses(matrices), *sizes, *settings)
 

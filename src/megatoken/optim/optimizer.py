@@ -141,23 +141,15 @@ def build_optimizer(
         hidden = [
             {"params": hidden_params, "weight_decay": optim.weight_decay, "matrices": matrices}
         ]
-    groups = group_parameters(params, sizes, optim.weight_decay) + hidden
-    optimizer = spec.build(groups, optim, implementation)
-    set_lr(optimizer, optim.lr)
-    return optimizer
-
-
-def group_parameters(
-    params: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], weight_decay: float
-) -> list[ParamGroup]:
-    """Split parameters into two groups: with weight decay and without (Brown et al. 2020).
-
-    Matrices and embeddings decay; vectors and scalars do not.
-    """
-    groups: list[ParamGroup] = [{"params": [], "weight_decay": w} for w in (weight_decay, 0.0)]
+    # Matrices and embeddings decay; vectors and scalars do not (Brown et al. 2020).
+    groups: list[ParamGroup] = [
+        {"params": [], "weight_decay": w} for w in (optim.weight_decay, 0.0)
+    ]
     for name, param in params.items():
         groups[len(sizes[name]) < 2]["params"].append(param)
-    return groups
+    optimizer = spec.build(groups + hidden, optim, implementation)
+    set_lr(optimizer, optim.lr)
+    return optimizer
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, base_lr: float) -> None:

@@ -52,7 +52,7 @@ def restore_state(
     another checkpoint is restored.
 
     share: which files this rank reads in full and verifies: a slice of the list of weight files,
-        also applied to the list of optimizer files. From other files it reads only the parts that
+        also applied to the list of optimizer files. From other files it reads only what
         it needs.
     """
     weights = TensorReader(folder, manifest, MODEL)
@@ -64,7 +64,12 @@ def restore_state(
         _check_classes(manifest, state.model, folder)
         saved_groups = manifest.meta.get("optimizer", {}).get("groups", [])
         _check_optimizer(saved.shapes, manifest, state, folder)
-        _check_lr_scales(saved_groups, groups)
+        for group, numbers in zip(groups, saved_groups, strict=False):
+            saved_scale, scale = numbers.get("lr_scale", 1.0), group.get("lr_scale", 1.0)
+            if saved_scale != scale:
+                what = f"a group's lr_scale was {saved_scale:g}, now {scale:g}"
+                fix = "build the optimizer as before, or use another --out"
+                raise ConfigError(what, "optimizer", fix)
     with torch.no_grad():
         verified = weights.fill(sharded.local_params, sharded.slices, share)
         verified |= _restore_optimizer(saved, state, share)
@@ -291,14 +296,3 @@ def _check_optimizer(
     if wrong:
         what = f"optimizer state does not fit the model: {', '.join(wrong[:4])}"
         raise CheckpointError(what, str(folder))
-
-
-def _check_lr_scales(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    for group, numbers in zip(groups, saved_groups, strict=False):
-        saved_scale = numbers.get("lr_scale", 1.0)
-        scale = group.get("lr_scale", 1.0)
-        if saved_scale != scale:
-            what = f"a group's lr_scale was {saved_scale:g}, now {scale:g}"
-            raise ConfigError(
-                what, "optimizer", "build the optimizer as before, or use another --out"
-            )

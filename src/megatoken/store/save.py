@@ -183,15 +183,15 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
         copies = {name: copy_to_cpu(tensors[name].detach()) for name in names}
         n_bytes += sum(tensor.nbytes for tensor in copies.values())
         file = tensor_file_name(kind)
-        parts: dict[str, Any] = {}
+        layout: dict[str, Any] = {}
         if not sharded.dims.is_unsharded:
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
-            parts["slices"] = {name: sharded.slices[param_of[name]] for name in names}
-            parts["shapes"] = {
+            layout["slices"] = {name: sharded.slices[param_of[name]] for name in names}
+            layout["shapes"] = {
                 name: sharded.full_shapes[param_of[name]] if copies[name].dim() else ()
                 for name in names
             }
-        files[file] = partial(write_tensors, tensors=copies, **parts)
+        files[file] = partial(write_tensors, tensors=copies, **layout)
     device = next(state.model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

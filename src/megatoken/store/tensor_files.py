@@ -71,7 +71,7 @@ class TensorReader:
         self._folder = folder
         self._manifest = manifest
         self._files: dict[str, Any] = {}
-        self._parts: dict[str, dict[str, TensorSlice]] = {}  # tensor -> file -> its slice there
+        self._slices: dict[str, dict[str, TensorSlice]] = {}  # tensor -> file -> its slice there
         self.shapes: dict[str, Shape] = {}
         pattern = re.compile(rf"{name}(-\d+-of-\d+)?\.safetensors")
         for file in filter(pattern.fullmatch, manifest.files):
@@ -80,8 +80,8 @@ class TensorReader:
         if not self._files:
             what = f"checkpoint has no {tensor_file_name(name)}"
             raise CheckpointError(what, str(folder), FIX)
-        for tensor, parts in self._parts.items():  # check before allocating memory
-            n_stored = sum(prod(part.shape) for part in parts.values())
+        for tensor, slices in self._slices.items():  # check before allocating memory
+            n_stored = sum(prod(stored.shape) for stored in slices.values())
             self._check_complete(tensor, prod(self.shapes[tensor]) - n_stored)
 
     def _open(self, file: str) -> None:
@@ -104,7 +104,7 @@ class TensorReader:
                 )
             if shape_in_file != (stored.shape if shape else ()):
                 raise ValueError(f"{tensor} has shape {shape_in_file}, its slice {stored.shape}")
-            self._parts.setdefault(tensor, {})[file] = stored
+            self._slices.setdefault(tensor, {})[file] = stored
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor on the CPU in its saved dtype.
@@ -118,7 +118,7 @@ class TensorReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the saved dtype of a tensor."""
-        file = next(iter(self._parts[name]))
+        file = next(iter(self._slices[name]))
         dtype: torch.dtype = self._files[file].get_tensor(name).dtype
         return dtype
 
@@ -145,7 +145,7 @@ class TensorReader:
             with VerifiedFile(self._folder / file, self._manifest.files[file]) as stream:
                 stream.skip_header()
                 for name in opened.offset_keys():  # in stored order, without gaps
-                    stored = self._parts[name][file]
+                    stored = self._slices[name][file]
                     mapped = opened.get_tensor(name)  # mapped, not read
                     target = targets.get(name)
                     values = torch.empty_like(mapped)
@@ -155,13 +155,13 @@ class TensorReader:
                         values = target if is_alike else values
                     stream.read_into(values.detach().reshape(-1).view(torch.uint8).numpy().data)
                     if target is not None:
-                        n_missing[name] -= _copy_part(values, stored, target, wanted[name])
+                        n_missing[name] -= _copy_overlap(values, stored, target, wanted[name])
                 verified[file] = stream.finish()
         for name, target in targets.items():
-            for file, stored in self._parts[name].items():
+            for file, stored in self._slices[name].items():
                 if file not in verified:
-                    part = self._files[file].get_slice(name)
-                    n_missing[name] -= _copy_part(part, stored, target, wanted[name])
+                    values = self._files[file].get_slice(name)
+                    n_missing[name] -= _copy_overlap(values, stored, target, wanted[name])
             self._check_complete(name, n_missing[name])
         return verified
 
@@ -171,7 +171,7 @@ class TensorReader:
             raise CheckpointError(what, str(self._folder), FIX)
 
 
-def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorSlice) -> int:
+def _copy_overlap(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorSlice) -> int:
     """Copy the overlap of a stored and a wanted slice, and return its number of elements.
 
     source: the stored slice, as a tensor or a lazy slice of safetensors.

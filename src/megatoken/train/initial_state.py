@@ -55,8 +55,8 @@ def build_train_state(
 def copy_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     """Copy the architecture of `model.init` into the config, unless the config sets its own.
 
-    A config may still set model.seq_len, and the fields in EXTENSION_FIELDS, which are not copied. Once the
-    run in `out` has a checkpoint, the architecture is read from there, because `model.init` may no
+    A config may still set model.seq_len, and EXTENSION_FIELDS, which are not copied. Once the run
+    in `out` has a checkpoint, the architecture is read from there, because `model.init` may no
     longer exist. Raises what `load_weights` raises.
     """
     model = resolved.config.model

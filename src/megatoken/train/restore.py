@@ -73,15 +73,8 @@ def _rewind_log(
 
 def _report_damage(run: Run, folder: Path, message: str) -> None:
     run.console.warn(f"{message}: skipping {folder.name}")
-    run.log_file.write(
-        "event",
-        0,
-        0,
-        elapsed_seconds=run.log_file.elapsed_seconds,
-        what="damaged checkpoint",
-        checkpoint=folder.name,
-        message=message,
-    )
+    what = "damaged checkpoint"
+    run.write("event", step=0, what=what, checkpoint=folder.name, message=message)
 
 
 def _check_dataset(manifest: CheckpointManifest, dataset: Mixture, *, allow_changes: bool) -> None:

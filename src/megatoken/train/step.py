@@ -130,14 +130,16 @@ def compute_gradients(
     """
     use_torch_threads(state.compute.threads)  # code in a callback may have changed it
     comm = state.comm
-    size = count_rows(step_config, batch, state.model.config.seq_len)
+    size = step_config.micro_batch
+    if not step_config.deterministic:  # else the size would depend on the number of processes
+        row_tokens = batch.inputs_BT.shape[1:].numel()  # the same on all processes
+        size = fit_rows(size, len(batch), row_tokens, state.model.config.seq_len)
     micro_batches = batch.split(size)
     if state.compute.cuda_graphs:
         # Once per step, because the graphs' memory holds gradients of micro-batches.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(step_config.loss.count(state, batch))
-    # In fp64 where the device has it, so that the order of summation does not show in the result.
-    totals = {"loss": torch.zeros((), dtype=device.widest, device=device.torch_device)}
+    totals: dict[str, Tensor] = {}
     pairwise = reducer = None
     if step_config.deterministic and state.dims.is_unsharded:
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
@@ -150,15 +152,14 @@ def compute_gradients(
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             first_row = state.dims.dp_rank * len(batch) + index * size  # in the global batch
-            dropout_keys_B = make_dropout_keys(
-                state, step_config, first_row, len(micro_batch), device
-            )
+            keys_B = None
+            if state.model.config.dropout:
+                rows = first_row, len(micro_batch), device.torch_device
+                keys_B = sequence_keys(step_config.seed, state.step, *rows)
             state.sharded.set_grad_sync(state.model, last=is_last)
             # A low-precision copy of the weights needs no autocast.
             with nullcontext() if state.uses_master_weights else device.autocast():
-                sums = step_config.loss.sums(
-                    state, micro_batch, dropout_keys_B, step_config.loss_chunk
-                )
+                sums = step_config.loss.sums(state, micro_batch, keys_B, step_config.loss_chunk)
             if reducer is not None and is_last:
                 reducer.begin()
             state.scaler.scale(sums["loss"] / n_targets).backward()  # type: ignore[no-untyped-call]
@@ -166,7 +167,7 @@ def compute_gradients(
                 state.collect_gradients()
             if pairwise is not None:
                 pairwise.add()
-            for name, value in sums.items():
+            for name, value in sums.items():  # in fp64, if possible, for any order
                 totals[name] = totals.get(name, 0) + value.detach().to(device.widest)
     if pairwise is not None:
         pairwise.finish(comm)
@@ -174,31 +175,6 @@ def compute_gradients(
         reducer.finish()
     state.sharded.all_reduce_tp_grads(comm)
     return {name: (comm.sum(total) / n_targets).float() for name, total in totals.items()}
-
-
-def make_dropout_keys(
-    state: TrainState, step_config: StepConfig, first_row: int, n_rows: int, device: Device
-) -> Tensor | None:
-    """Return dropout keys (n_rows,) for consecutive rows of the global batch; None without dropout.
-
-    first_row: index in the global batch.
-    """
-    if not state.model.config.dropout:
-        return None
-    return sequence_keys(step_config.seed, state.step, first_row, n_rows, device.torch_device)
-
-
-def count_rows(step_config: StepConfig, batch: Batch, seq_len: int) -> int:
-    """Return the number of rows in a micro-batch: more if they are shorter than the context.
-
-    A deterministic run does not use this, because its order of summation must not depend on the
-    number of processes.
-    """
-    size = step_config.micro_batch
-    if step_config.deterministic:
-        return size
-    row_tokens = batch.inputs_BT.shape[1:].numel()  # the same on all processes
-    return fit_rows(size, len(batch), row_tokens, seq_len)
 
 
 def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:

@@ -54,15 +54,6 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _gradients(
-    dy_NO: Tensor, x_NI: Tensor, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a linear layer's weight (O, I) and bias (O,); None if not needed."""
-    sums_O = dy_NO.new_empty(dy_NO.shape[1], dtype=torch.float32) if needs_bias else None
-    dweight_OI = matmul(dy_NO.t(), x_NI, row_sums_M=sums_O) if needs_weight or needs_bias else None
-    return dweight_OI, None if sums_O is None else sums_O.to(dy_NO.dtype)
-
-
 def _multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     y_NO = matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O)
     return y_NO.view(*x.shape[:-1], len(weight_OI))
@@ -79,5 +70,10 @@ class _Linear(torch.autograd.Function):
         x, weight_OI = ctx.saved_tensors
         x_NI = x.reshape(-1, x.shape[-1])
         dy_NO = dy.reshape(-1, dy.shape[-1])
-        dx = matmul(dy_NO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *_gradients(dy_NO, x_NI, *ctx.needs_input_grad[1:])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = matmul(dy_NO, weight_OI).view(x.shape) if needs_x else None
+        dbias_O = dy_NO.new_empty(len(weight_OI), dtype=torch.float32) if needs_bias else None
+        dweight_OI = None
+        if needs_weight or needs_bias:
+            dweight_OI = matmul(dy_NO.t(), x_NI, row_sums_M=dbias_O)
+        return dx, dweight_OI, None if dbias_O is None else dbias_O.to(dy.dtype)
