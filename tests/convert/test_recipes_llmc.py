@@ -8,8 +8,8 @@ import pytest
 from megatoken.base.config.schema import flatten
 from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.main import main
+from megatoken.convert.recipes.llmc import TABLE
 from megatoken.convert.recipes.llmc import translate as translate_llmc
-from megatoken.convert.recipes.translation import load_table
 from megatoken.train.state import build_step_config
 from tests.conftest import Ask
 from tests.convert.models import draw_model, save_llmc, translated_values
@@ -133,8 +133,7 @@ def test_refused_commands(tmp_path: Path):
 
 def test_every_flag_of_its_usage():
     usage = "i j e o lg n nk nm y b t d x k l u q c sl sg v m s g h a f w ge z r pn pr pg pm ps pp"
-    table = load_table("llmc")
-    assert {f"-{flag}" for flag in usage.split()} <= {*table["settings"], *table["ignored"]}
+    assert {f"-{flag}" for flag in usage.split()} <= {*TABLE["settings"], *TABLE["ignored"]}
 
 
 def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):

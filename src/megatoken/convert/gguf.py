@@ -13,13 +13,13 @@ from typing import Any
 
 import tokenizers
 import torch
-import yaml
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import CheckpointError, ConfigError, import_extra
+from megatoken.base.system.table import read_table
 from megatoken.convert.hf.chat_files import GGUF, describe_gguf
 from megatoken.convert.hf.export import (
     CHECK_TEXT,
@@ -36,7 +36,7 @@ from megatoken.text.chat_template import drop_generation_tags, find_stop_ids, te
 from megatoken.text.tokenizer import Tokenizer
 
 GELU_TOLERANCE = 5e-3  # llama.cpp's GELU is a table of fp16 values
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table(__file__)
 ROTATE_NEIGHBORS = ("llama", "smollm3")  # whose rotary pairs are channels 2i and 2i + 1
 FIX = "use --to hf"
 F32 = 0  # of ggml's types; llama.cpp caches keys and values in fp16 by default

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
+from megatoken.base.system.table import read_table
 from megatoken.inference.batch import Request, Token
 from megatoken.inference.choose import Sampling
 from megatoken.inference.conversation import fit_context
@@ -26,7 +25,7 @@ from megatoken.text.chat_template import ChatTemplate, find_stop_ids, parse_mess
 from megatoken.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table(__file__)
 NEUTRAL = TABLE["neutral"]
 # The tags around parts of an answer: for each field, its tags and the field of the text that follows.
 TAGS = {

@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from megatoken.base.config.fields import parse_value
 from megatoken.base.config.model_config import VOCAB_MULTIPLE, ModelConfig, validate_model
 from megatoken.base.config.schema import FIELDS, Config, is_ignored
 from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.system.table import read_table
 
 Json = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 LETTERS = {FULL: "L", SLIDING: "S"}  # of window_pattern
 BIASES = {(True, True): "all", (True, False): "attention", (False, True): "mlp"}
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table(__file__)
 SCALINGS: Mapping[str, Mapping[str, str]] = TABLE["scalings"]
 FIX = "use GPT-2, LLaMA, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 or Gemma 3 (text)"
 

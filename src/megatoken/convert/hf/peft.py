@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.base.system.atomic_write import read_object
+from megatoken.base.system.table import read_table
 from megatoken.convert.fill_model import AGAIN
 from megatoken.convert.hf.export import DTYPES
 from megatoken.convert.hf.families import choose_family
@@ -24,7 +24,7 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 PREFIX = "base_model.model."
 DEFAULT_ALPHA = 8
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = read_table(__file__)
 MERGE = "merge it into its base with PEFT's merge_and_unload"
 
 

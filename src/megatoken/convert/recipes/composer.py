@@ -15,9 +15,11 @@ import yaml
 
 from megatoken.base.config.load import NULL, Assignment, compose_yaml
 from megatoken.base.errors import ConfigError
-from megatoken.convert.recipes.translation import Functions, Translation, load_table
+from megatoken.base.system.table import read_table
+from megatoken.convert.recipes.translation import Functions, Translation
 
 OPTION = "FILE", "YAML of Composer or llm-foundry"
+TABLE = read_table(__file__)
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # Other spellings of a key (wrapper sections, lists of one entry), and what replaces them.
 RENAMED = (
@@ -70,16 +72,15 @@ def translate(file: str, processes: int = 1) -> Translation:
     """
     path = Path(file)
     settings = _read(path)
-    table = load_table("composer")
-    _add_optimizer_defaults(settings, table["optimizers"])
+    _add_optimizer_defaults(settings, TABLE["optimizers"])
     written = [
         setting
         for setting in settings.values()
         if setting.text or setting.key.startswith(("algorithms.", "callbacks."))
     ]
-    translation = Translation("Composer", table, written, FUNCTIONS)
+    translation = Translation("Composer", TABLE, written, FUNCTIONS)
     get = translation.get
-    required = table["required"]
+    required = [*TABLE["required"]]
     if "warmup" in (get("scheduler.name") or ""):
         required.append("scheduler.t_warmup")
         translation.notes.append("warm-up starts at lr/steps instead of 0")

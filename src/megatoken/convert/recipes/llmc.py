@@ -11,15 +11,11 @@ from typing import Any
 
 from megatoken.base.config.load import Assignment
 from megatoken.base.errors import ConfigError
-from megatoken.convert.recipes.translation import (
-    STEPS,
-    Translation,
-    load_table,
-    split_arguments,
-    split_program,
-)
+from megatoken.base.system.table import read_table
+from megatoken.convert.recipes.translation import STEPS, Translation, split_arguments, split_program
 
 OPTION = "FLAGS", "flags of llm.c's train_gpt2cu, in quotes"
+TABLE = read_table(__file__)
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 
 
@@ -30,11 +26,10 @@ def translate(command: str, processes: int = 1) -> Translation:
     and validation tokens depend on it. Raises ConfigError for what cannot be translated.
     """
     settings, launched = _read_command(command)
-    table = load_table("llmc")
-    translation = Translation("llm.c", table, settings)
+    translation = Translation("llm.c", TABLE, settings)
     get = translation.get
     translation.name = f"llmc-{Path(get('-e')).stem.replace(':', '-')}"
-    _set_model(translation, table["models"])
+    _set_model(translation, TABLE["models"])
     _set_data(translation)
     named = launched or get("-pn")
     _set_budget(translation, named if named > 1 else processes)

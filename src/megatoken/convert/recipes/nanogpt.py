@@ -11,14 +11,11 @@ from typing import Any
 
 from megatoken.base.config.load import Assignment
 from megatoken.base.errors import ConfigError
-from megatoken.convert.recipes.translation import (
-    Translation,
-    load_table,
-    split_arguments,
-    split_program,
-)
+from megatoken.base.system.table import read_table
+from megatoken.convert.recipes.translation import Translation, split_arguments, split_program
 
 OPTION = "WORDS", "nanoGPT config file and --name=value flags, in quotes"
+TABLE = read_table(__file__)
 
 
 def translate(command: str, processes: int = 1) -> Translation:
@@ -29,9 +26,8 @@ def translate(command: str, processes: int = 1) -> Translation:
     """
     _, arguments = split_program(split_arguments(command, "--nanogpt"), "train.py")
     files = [Path(argument) for argument in arguments if not argument.startswith("--")]
-    table = load_table("nanogpt")
-    settings = [setting for argument in arguments for setting in _read(argument, table["ignored"])]
-    translation = Translation("nanoGPT", table, settings)
+    settings = [setting for argument in arguments for setting in _read(argument, TABLE["ignored"])]
+    translation = Translation("nanoGPT", TABLE, settings)
     get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
     if get("init_from") == "resume":

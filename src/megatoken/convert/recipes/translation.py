@@ -15,8 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatoken.base.config.load import Assignment, ResolvedConfig, resolve_assignments
 from megatoken.base.errors import ConfigError
 
@@ -68,13 +66,6 @@ class Rule:
                 return mapping[value]
 
 
-def load_table(program: str) -> dict[str, Any]:
-    """Return the table of a program."""
-    path = Path(__file__).with_name(f"{program}.yaml")
-    table: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return table
-
-
 class Translation:
     """Another program's recipe as assignments to megatoken's fields, with notes on what differs.
 
@@ -90,7 +81,7 @@ class Translation:
     ) -> None:
         """Translate `settings`; if a key is repeated, the last one counts.
 
-        table: from `load_table`. functions: converters of values by name, which the table's rows
+        table: of the program, as above. functions: converters of values by name, which the table's rows
         can use beside the built-in `steps`. Raises ConfigError for a setting that cannot be
         translated.
         """
