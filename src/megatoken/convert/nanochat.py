@@ -64,7 +64,7 @@ def find(path: Path) -> Path | None:
 
 
 def load(path: Path, warn: Warn) -> Pretrained:
-    """Load the model with the tokenizer beside it. Raises CheckpointError."""
+    """Load the model with the tokenizer next to it. Raises CheckpointError."""
     folder = path.parent
     if not (folder / TIKTOKEN_NAME).is_file():
         folder /= "../../tokenizer"  # where nanochat writes it

@@ -89,9 +89,7 @@ class RolloutBatches(RowBatches):
         self._stop_ids = stop_ids
         self._score = score
         self._quiet_rollouts = 0
-        self._last: tuple[int, RolloutBatch] | None = (
-            None  # number and batch of the current rollout
-        )
+        self._last: tuple[int, RolloutBatch] | None = None  # the current rollout: number, batch
         check_prompts(
             [*prompts, *self._held_out], self._objective.max_new_tokens, run.config.model.seq_len
         )
@@ -133,13 +131,7 @@ class RolloutBatches(RowBatches):
         completions = self._complete(model, prompts, seeds)
         rewards = self._score_on_all(prompts, completions)
         self._measure(rewards, completions)
-        widths = [
-            len(prompt.ids) + count_tokens(completion)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        width = max(self.comm.gather(max(widths)))
-        rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-        return self._build(model, prompts, completions, rewards_PG, width)
+        return self._build(model, prompts, completions, rewards)
 
     def _complete(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -180,27 +172,29 @@ class RolloutBatches(RowBatches):
         model: GPT,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
-        rewards_PG: Tensor,
-        width: int,
+        rewards: Sequence[float],
     ) -> RolloutBatch:
         """Build the batch: rows, advantages and whatever else the objective needs.
 
-        model: the model that sampled them. width: number of columns of all tensors.
+        model: the model that sampled the completions.
         """
         run = self.run
         objective = self._objective
         device = run.device.torch_device
-        rows, log_probs_BT = build_rows(prompts, completions, width)
+        pairs = zip(prompts, completions, strict=True)
+        longest = max(len(prompt.ids) + count_tokens(completion) for prompt, completion in pairs)
+        # All ranks get equally wide tensors, because rounding depends on the shape.
+        rows, log_probs_BT = build_rows(prompts, completions, max(self.comm.gather(longest)))
+        rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, objective.group)
         mask_BT = (rows.targets_BT >= 0).float()
         rows_on_device = rows.to(device)
         reference_BT = values_BT = returns_BT = None
         if objective.kl:
             reference = self._reference or model
             with without_adapters(reference):
-                reference_BT = self.scorer.log_probs(
-                    reference, rows_on_device, objective.temperature
-                ).cpu()
-        if self.run.config.objective.name == "grpo":
+                log_probs = self.scorer.log_probs(reference, rows_on_device, objective.temperature)
+            reference_BT = log_probs.cpu()
+        if run.config.objective.name == "grpo":
             advantages_B = group_advantages(rewards_PG).flatten().float()
             advantages_BT = advantages_B[:, None] * mask_BT
         else:

@@ -82,7 +82,7 @@ class Translation:
         """Translate `settings`; if a key is repeated, the last one counts.
 
         table: of the program, as above. functions: converters of values by name, which the table's rows
-        can use beside the built-in `steps`. Raises ConfigError for a setting that cannot be
+        can use in addition to `steps`. Raises ConfigError for a setting that cannot be
         translated.
         """
         self.program = program
