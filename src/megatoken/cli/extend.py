@@ -13,14 +13,13 @@ from pathlib import Path
 
 from megatoken.base.config.fields import Duration
 from megatoken.base.config.load import RUN_CONFIG, ResolvedConfig
-from megatoken.base.config.schema import END_DECAYS, BudgetConfig
+from megatoken.base.config.schema import END_DECAYS
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.base.system.atomic_write import storage_errors
 from megatoken.base.system.device import choose_device
 from megatoken.base.system.metrics_log import METRICS, MetricsLogger
-from megatoken.distributed.comm import SINGLE_PROCESS, join_process_group
-from megatoken.distributed.env import read_dist_env
+from megatoken.distributed.comm import SINGLE_PROCESS
 from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 from megatoken.store.mirror import allow_rewind
@@ -33,24 +32,12 @@ from megatoken.train.run import RunContext
 from megatoken.train.state import StepConfig, build_step_config
 
 
-def extend_on_rank0(
-    resolved: ResolvedConfig, out: Path, length: Duration, console: Console, *, allow_changes: bool
-) -> ResolvedConfig:
-    """Call `extend_run` on rank 0, and return its result on all ranks, which must call this."""
-
-    def extend() -> ResolvedConfig:
-        return extend_run(resolved, out, length, console, allow_changes=allow_changes)
-
-    with join_process_group(read_dist_env(), "cpu") as comm:
-        return comm.run_on_rank0(extend)
-
-
 def extend_run(
     resolved: ResolvedConfig, out: Path, length: Duration, console: Console, *, allow_changes: bool
 ) -> ResolvedConfig:
     """Return the config with `length` added to its budget, if the run has reached its end.
 
-    Checkpoints that the run saved during a decay at its end are moved aside. The config of an
+    Call it on rank 0 only. Checkpoints that the run saved during a decay at its end are moved aside. The config of an
     unfinished run is returned unchanged: if an extended run is stopped, repeating the command with
     --extend only resumes it. Raises ConfigError for a run without a checkpoint.
 
@@ -73,26 +60,19 @@ def extend_run(
         what = f"step {newest:,} is not the last of {steps.total_steps:,}"
         console.print(f"not extended: {what}; resuming")
         return resolved
-    key, budget = _lengthen(resolved.config.budget, steps, steps.total_steps + steps.steps(length))
-    origins = resolved.origins | {key: f"{EXTEND}{length}"}
+    total_steps = steps.total_steps + steps.steps(length)
+    tokens = steps.tokens_before(total_steps)
+    lengths = {"steps": total_steps, "tokens": tokens, "epochs": tokens / (steps.epoch_tokens or 1)}
+    budget = resolved.config.budget
+    name = next(name for name in lengths if getattr(budget, name))  # exactly one is set
+    budget = replace(budget, **{name: lengths[name]})  # type: ignore[arg-type]
+    origins = resolved.origins | {f"budget.{name}": f"{EXTEND}{length}"}
     extended = replace(resolved, config=replace(resolved.config, budget=budget), origins=origins)
     changes = find_changes(out, extended, allow_changes=allow_changes)
     old = previous_steps(replace(config, budget=budget), steps, changes)
     if old is not None and config.optim.schedule in END_DECAYS:
         set_aside_decay(out, old, config.optim.schedule, console)
     return extended
-
-
-def _lengthen(
-    budget: BudgetConfig, steps: StepConfig, total_steps: int
-) -> tuple[str, BudgetConfig]:
-    """Return the key of the budget setting to change, and a budget of `total_steps` steps."""
-    tokens = steps.tokens_before(total_steps)
-    if budget.steps:
-        return "budget.steps", replace(budget, steps=total_steps)
-    if budget.tokens:
-        return "budget.tokens", replace(budget, tokens=tokens)
-    return "budget.epochs", replace(budget, epochs=tokens / steps.epoch_tokens)
 
 
 def set_aside_decay(out: Path, old: StepConfig, schedule: str, console: Console) -> None:

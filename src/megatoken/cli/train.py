@@ -3,6 +3,7 @@
 import signal
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from megatoken.base.config.fields import ConfigField, Duration, parse_value
@@ -66,11 +67,13 @@ def run(options: Namespace, console: Console) -> Result:
         elif dist_env.is_main_process:
             console.print(render_with_notes(resolved, given_only=True))
         if options.extend:
-            from megatoken.cli.extend import extend_on_rank0
+            from megatoken.cli.extend import extend_run
+            from megatoken.distributed.comm import join_process_group
 
-            resolved = extend_on_rank0(
-                resolved, out, options.extend, console, allow_changes=options.allow_changes
-            )
+            arguments = resolved, out, options.extend, console
+            extend = partial(extend_run, *arguments, allow_changes=options.allow_changes)
+            with join_process_group(dist_env, "cpu") as comm:
+                resolved = comm.run_on_rank0(extend)
         from megatoken.train.train import Trainer
 
         summary = Trainer(

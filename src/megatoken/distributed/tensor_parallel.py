@@ -60,7 +60,9 @@ def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) ->
             module.tp_rank = dims.tp_rank
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if model.positions is not None:
-        model.positions.register_forward_pre_hook(partial(_slice_positions, dims))
+        model.positions.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].chunk(dims.tp_size)[dims.tp_rank],)
+        )
 
 
 def _gather_sequence(mesh: "DeviceMesh", _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,10 +72,6 @@ def _gather_sequence(mesh: "DeviceMesh", _: nn.Module, inputs: tuple[Any, ...]) 
     x_BTC, *others = inputs
     split = DTensor.from_local(x_BTC, mesh, (Shard(SEQUENCE),), run_check=False)
     return (split.redistribute(placements=(Replicate(),)), *others)
-
-
-def _slice_positions(dims: ParallelDims, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-    return (inputs[0].chunk(dims.tp_size)[dims.tp_rank],)
 
 
 def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
