@@ -46,7 +46,7 @@ class Tree:
     Nodes are input tokens, numbered depth first. A sequence's last id is only a target, not a node.
 
     ids, positions, ends (T,): for each node, its id, its position in the sequence, and the number
-    at which its subtree's range of nodes ends. targets, parents (R,): for each target, sequence by
+    after that of the last node of its subtree. targets, parents (R,): for each target, sequence by
     sequence, its id and the node that predicts it. n_targets (S,): number of targets of each
     sequence.
     """
@@ -175,10 +175,7 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
 
 
 def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> NDArray[np.float64]:
-    """Return two numbers for each target, (R, 2).
-
-    They are the log-probability, and 0 if the target is the argmax or else 1.
-    """
+    """Return for each target (R, 2) its log-probability, and 0 if it is the argmax, else 1."""
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
     T = ids_BT.shape[1]
     parents_R = np.concatenate([row * T + tree.parents for row, tree in enumerate(trees)])

@@ -134,14 +134,16 @@ class Policy(RowObjective):
 
     def record_options(self, resolved: ResolvedConfig) -> ResolvedConfig:
         """Raise ConfigError if the reward cannot be imported or found."""
-        reward = self.reward
-        check_reward(resolved.config.section(ObjectiveConfig).reward, reward)
+        section, reward = resolved.config.section(ObjectiveConfig), self.reward
         if reward is None:
+            check_reward(section.reward)
             return resolved
         if not isinstance(reward, str):  # a callable object or functools.partial has no name
             name = getattr(reward, "__qualname__", type(reward).__qualname__)
             reward = f"{reward.__module__}:{name}"
-        section = replace(resolved.config.section(ObjectiveConfig), reward=reward)
+        elif reward not in REWARDS:
+            load_reward(reward)
+        section = replace(section, reward=reward)
         return replace(resolved, config=resolved.config.with_section(section))
 
     def stop_interval(self, config: Config) -> int:
@@ -172,20 +174,12 @@ class Policy(RowObjective):
         return score_by_model(run, name)
 
 
-def check_reward(name: str, reward: str | Reward | None) -> None:
-    """Raise ConfigError if a run's reward cannot be imported or found.
-
-    name: the setting `objective.reward`, which is a rule of REWARDS or the run of a reward model.
-    reward: the user's own function, or its name as module:function, which replaces `name`.
-    """
-    if isinstance(reward, str) and reward not in REWARDS:
-        load_reward(reward)
-    if reward is not None or name in REWARDS:
-        return
+def check_reward(name: str) -> None:
+    """Raise ConfigError unless `name` is a rule of REWARDS or the run of a reward model."""
     if ":" in name:
         fix = f"pass --reward {name}: recipes run no code"
         raise ConfigError(f"reward {name} is Python code", "objective.reward", fix)
-    if not (Path(name) / "checkpoints").is_dir():
+    if name not in REWARDS and not (Path(name) / "checkpoints").is_dir():
         fix = f"choose one of {', '.join(REWARDS)}, or the run of a reward model"
         raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
 
