@@ -87,7 +87,7 @@ def measure(
 
     Return a row for each size, and the reason why no larger size was measured.
     """
-    config = workload.model_config
+    config = workload.state.model.config
     calls: dict[str, Callable[[], object]] = {}
     memory: list[dict[str, int | None]] = []
     ended = f"--largest {largest}"
@@ -127,7 +127,7 @@ def measure(
 
 def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> Row:
     """Build the record's row for one micro-batch size."""
-    config = workload.model_config
+    config = workload.state.model.config
     tokens = seqs * config.seq_len
     return {
         "name": f"micro-batch {seqs}",
@@ -151,7 +151,7 @@ def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing)
 
 def resize(workload: Workload, micro_batch: int) -> Workload:
     """Return a workload with `micro_batch` sequences per batch, in one micro-batch."""
-    tokens = micro_batch * workload.model_config.seq_len
+    tokens = micro_batch * workload.state.model.config.seq_len
     step_config = replace(workload.step_config, batch_tokens=tokens, micro_batch=micro_batch)
     return replace(workload, step_config=step_config)
 

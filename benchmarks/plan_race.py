@@ -128,7 +128,7 @@ def train_beside(config: Config, out: Path) -> float:
     beside = Beside(timer)
     Trainer(config, out, callbacks=[beside], console=Console(quiet=True)).fit()
     seconds = max(row["elapsed_seconds"] for row in read_metrics(out)) - beside.seconds
-    return timer.result(0).run_seconds(config, budget_tokens(config)) / seconds
+    return timer.result().run_seconds(config, budget_tokens(config)) / seconds
 
 
 def race(folder: Path, name: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(t
         run = search.ask()
         assert run
         search.study.tell(run.trial, loss, state)
-    assert [row["loss"] for row in report(search, Console())["trials"]] == [0.0, 0.7, None]
+    assert [row["loss"] for row in report(search)["trials"]] == [0.0, 0.7, None]
     picture = draw_losses(search.study, search.space, tmp_path / "sweep.svg").read_text()
     assert re.findall(r"<!-- (\de-\d) -->", picture) == ["4e-3", "1e-3", "2e-3"]
 

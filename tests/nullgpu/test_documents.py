@@ -22,7 +22,7 @@ MICRO_BATCHES = 4
 
 def take_step(workload: Workload, share: float) -> None:
     """Train on rows in which documents begin at random tokens."""
-    shape = 8, workload.model_config.seq_len
+    shape = 8, workload.state.model.config.seq_len
     is_start = np.random.default_rng(0).random(shape) < share
     ids = torch.from_numpy(is_start.astype(np.int64))
     batch = separate_documents(Batch(ids, ids), document_start=1).pin()

@@ -33,8 +33,8 @@ def build(
 
 def take_step(workload: Workload) -> None:
     state = workload.state
-    seqs = workload.step_config.batch_tokens // workload.model_config.seq_len
-    batch = draw_batch(workload.model_config, seqs, state.step, workload.device)
+    seqs = workload.step_config.batch_tokens // workload.state.model.config.seq_len
+    batch = draw_batch(workload.state.model.config, seqs, state.step, workload.device)
     train_step_async(state, workload.step_config, workload.device, batch)
 
 
@@ -44,7 +44,7 @@ def test_the_host_never_waits(preset: str, mode: str):
     workload = build(shrink(preset, LAYERS), mode, batch_seqs=8, micro_batch=2)
     for _ in range(2):
         take_step(workload)
-    ids = torch.zeros(8, workload.model_config.seq_len, dtype=torch.int64, device="cuda")
+    ids = torch.zeros(8, workload.state.model.config.seq_len, dtype=torch.int64, device="cuda")
     arguments = workload.state, workload.step_config, workload.device, Batch(ids, ids)
     counts = counters.count_step(lambda: train_step_async(*arguments))
     assert (counts.syncs, counts.allocations) == (0, 0)

@@ -123,7 +123,7 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
         state, step_config, _ = build_run(config, config.model, here, micro_batch)
         for _ in range(2):
             train_step(state, step_config, here, Batch(ids, ids))
-    assert timer.result(0).step_bytes == [pytest.approx(tracker.peak_bytes, rel=0.03)]
+    assert timer.result().step_bytes == [pytest.approx(tracker.peak_bytes, rel=0.03)]
 
 
 def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(

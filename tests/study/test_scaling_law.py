@@ -115,11 +115,8 @@ def test_runs_that_do_not_count_are_refused(runs: str, call: Call, line: str):
 
 
 def test_too_few_runs_are_refused(runs: str, call: Call):
-    arguments = runs.split()
-    for few in (
-        arguments[:3],
-        arguments[:2] + arguments[3:5],
-    ):  # of three lengths, of two sizes and lengths
+    folders = runs.split()
+    for few in (folders[:3], folders[:2] + folders[3:5]):  # of three lengths, of two of both
         assert call(f"scaling {' '.join(few)}")[0] == ExitCode.DATA
 
 

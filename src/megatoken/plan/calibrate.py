@@ -42,12 +42,11 @@ def calibrate(config: Config, seconds: float) -> tuple[Device, Calibration]:
     Raises ConfigError if not even one sequence fits in memory.
     """
     device = with_peak(open_device(config.machine))
-    base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
     start = time.perf_counter()
     timer = StepTimer(config, device)
     while time.perf_counter() - start < seconds or len(timer.rounds) < FEWEST_ROUNDS:
         timer.run_interleaved()
-    calibration = timer.result(base_bytes)
+    calibration = timer.result()
     save_measurement(CALIBRATIONS, step_key(config, config.model, device), asdict(calibration))
     return device, calibration
 
@@ -56,12 +55,13 @@ class StepTimer:
     """Times training steps of several models in turn; they have the run's width but few layers.
 
     rounds: for each round and model, the seconds of a micro-batch's forward and backward, and of an
-    update.
+    update. base_bytes: memory that the process used before the models were built.
     """
 
     def __init__(self, config: Config, device: Device) -> None:
         config = replace(config, machine=replace(config.machine, compile="off"))
         self.device = device
+        self.base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
         model = config.model
         self.layers = [model.n_layer] if model.n_layer <= MOST_LAYERS else [1, MOST_LAYERS]
         models = [replace(model, n_layer=n_layer) for n_layer in self.layers]
@@ -92,11 +92,8 @@ class StepTimer:
         """Time one step of each model."""
         self.rounds.append([time_step(*run, self.device) for run in self._runs])
 
-    def result(self, base_bytes: int) -> Calibration:
-        """Return the median measurements.
-
-        base_bytes: memory that the process used before the models were built.
-        """
+    def result(self) -> Calibration:
+        """Return the median measurements."""
         by_model = list(zip(*self.rounds, strict=True))
         return Calibration(
             layers=self.layers,
@@ -105,7 +102,7 @@ class StepTimer:
             backward_seconds=[median(s[0] for s in model) for model in by_model],
             update_seconds=[median(s[1] for s in model) for model in by_model],
             step_bytes=self._step_bytes,
-            base_bytes=base_bytes,
+            base_bytes=self.base_bytes,
         )
 
 

@@ -45,7 +45,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
             f"held-out tokens, tokenizer {vocabulary.name} ({vocabulary.vocab_size:,} ids)",
         ),
         ("budget", _describe_budget(steps)),
-        *(("", line) for line in _describe_parts(data.dataset, model.seq_len, tokens)),
+        *(("", line) for line in _describe_components(data.dataset, model.seq_len, tokens)),
         ("work", work),
         ("machine", ", ".join(text for text in machine if text)),
     ]
@@ -88,16 +88,16 @@ def _describe_budget(steps: StepConfig) -> str:
     return f"{n_steps} of {size} tokens = {format_quantity(tokens)} tokens = {epochs} epochs"
 
 
-def _describe_parts(dataset: Mixture, seq_len: int, tokens: int) -> list[str]:
+def _describe_components(dataset: Mixture, seq_len: int, tokens: int) -> list[str]:
     """Return a line for each dataset of a mixture. tokens: training tokens of the run."""
     if len(dataset.components) == 1:
         return []
     lines = []
-    for part in dataset.components:
-        size = (len(part.dataset.train) - 1) // seq_len * seq_len
-        epochs = _format_epochs(tokens * part.share / size)
+    for component in dataset.components:
+        size = (len(component.dataset.train) - 1) // seq_len * seq_len
+        epochs = _format_epochs(tokens * component.share / size)
         lines.append(
-            f"{part.name}: {part.share:.1%} of the batches, {epochs} epochs of {size:,} tokens"
+            f"{component.name}: {component.share:.1%} of the batches, {epochs} epochs of {size:,} tokens"
         )
     return lines
 

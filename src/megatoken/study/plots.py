@@ -82,13 +82,13 @@ def draw_curves(
     styles = [line_style(index) for index in range(len(logs))]
     panels = []
     for key in keys:
-        title, ticks, form = PANELS[key]
+        title, ticks, template = PANELS[key]
         lines: list[Draw] = []
         for log, style in zip(logs, styles, strict=True):
             lines += (
                 _list_losses(log, style)
                 if key == "loss"
-                else [_line(log, "train", key, form, lw=1, **style)]
+                else [_line(log, "train", key, template, lw=1, **style)]
             )
         zero: dict[str, Any] = {} if key == "loss" else {"ylim": (0, None)}
         panels.append(panel(*lines, title=title, formats=(format_tick, ticks), **zero, **axes))
@@ -134,8 +134,10 @@ def _list_scores(rows: Sequence[Row], style: dict[str, Any]) -> list[Draw]:
     for score, marker in zip(SCORES, "osv", strict=True):
         scored = [row for row in rows if row.get(score) is not None]
         errors = [row.get("stderr", {}).get(score) or 0 for row in scored]
-        form = f"{{:.1%}} {score}"
-        lines.append(_line(scored, "eval", score, form, yerr=errors, marker=marker, lw=1, **style))
+        template = f"{{:.1%}} {score}"
+        lines.append(
+            _line(scored, "eval", score, template, yerr=errors, marker=marker, lw=1, **style)
+        )
     return lines
 
 
@@ -148,15 +150,15 @@ def _read_points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, 
     return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 
-def _line(rows: Sequence[Row], kind: str, key: str, form: str, **style: Any) -> Draw:
+def _line(rows: Sequence[Row], kind: str, key: str, template: str, **style: Any) -> Draw:
     """Return the curve of `key`, with its last value as its label; a single point is a cross.
 
-    form: format of the value.
+    template: format of the value.
     """
     x, y = _read_points(rows, kind, key)
     values = y[np.isfinite(y)]
     style.setdefault("marker", "+" if len(values) == 1 else "")
-    return line(x, y, form.format(values[-1]) if len(values) else "", **style)
+    return line(x, y, template.format(values[-1]) if len(values) else "", **style)
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ from megatoken.study.scaling_fit import read_model
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 SLOW = 10  # a step this many times slower than the median (compilation) counts as the median
 TEST = "two-sided t-test of the differences by seed (tokens, time: of their logarithms)"
-COLUMNS = {  # heading and format of a row's values
+COLUMNS = {  # heading and unit of a row's values
     "tokens": ("tokens", "tokens"),
     "flops": ("FLOPs", "flops"),
     "seconds": ("time", "seconds"),
@@ -220,7 +220,7 @@ def show(data: Row, console: Console) -> None:
     console.print(f"target: {data['target']}, {data['unit']} of held-out text")
     cells = [("contender", "reached", *(heading for heading, _ in COLUMNS.values()))]
     for row in data["contenders"]:
-        values = [format_cell(form, row.get(key)) for key, (_, form) in COLUMNS.items()]
+        values = [format_cell(unit, row.get(key)) for key, (_, unit) in COLUMNS.items()]
         cells.append((row["contender"], f"{row['reached']} of {len(row['runs'])}", *values))
     console.table(cells)
     for row in data["contenders"]:

@@ -275,8 +275,8 @@ def _join(first: str, second: str, separator: str) -> str:
     return f"{first}{separator}{second}" if second else first
 
 
-def _cell(value: Any, form: str, missing: str = "-") -> str:
-    return format(value, form) if math.isfinite(number(value)) else missing
+def _cell(value: Any, spec: str, missing: str = "-") -> str:
+    return format(value, spec) if math.isfinite(number(value)) else missing
 
 
 def _format_time(seconds: float, missing: str = "-") -> str:

@@ -20,8 +20,8 @@ from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import decode_model_config, read_manifest
 from megatoken.study.scaling_law import INTERVAL, choose_terms, fit_law, interval, resample
 
-FAR = 100  # warn about extrapolations beyond this multiple of the largest run's FLOPs
-FAR_OFF = 0.02  # warn if the largest run's loss is predicted with a larger relative error
+MAX_GROWTH = 100  # warn about extrapolations beyond this multiple of the largest run's FLOPs
+LARGE_ERROR = 0.02  # warn if the largest run's loss is predicted with a larger relative error
 DEFAULT_BUDGETS = (10, 100)  # multiples of the largest run's FLOPs
 CURVE_POINTS = 100
 
@@ -194,7 +194,7 @@ def hold_out_largest(runs: Sequence[FinishedRun], console: Console) -> dict[str,
     console.print(
         f"check: {largest.folder.name} predicted from the others: {predicted:.4f}, {error:+.2%}"
     )
-    if abs(error) > FAR_OFF:
+    if abs(error) > LARGE_ERROR:
         console.warn("the check is far off: add runs of other sizes")
     return {"predicted": predicted, "loss": largest.loss, "error_share": error}
 
@@ -231,8 +231,8 @@ def extrapolate(
         f"N {middle} ({low} to {high}), D {format_quantity(d)}, {d / n:.3g} tokens per parameter"
     )
     console.print(f"{flops:.1e} FLOPs: loss {format_range(data['loss'])} with {split}")
-    if flops > FAR * largest.flops:
-        console.warn(f"{flops:.1e} FLOPs are more than {FAR} times the largest run")
+    if flops > MAX_GROWTH * largest.flops:
+        console.warn(f"{flops:.1e} FLOPs are more than {MAX_GROWTH} times the largest run")
     return data
 
 

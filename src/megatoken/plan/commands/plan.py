@@ -38,7 +38,6 @@ from megatoken.plan.switches import list_rungs, plan_rungs
 
 HELP = "plan a run on given GPUs: does it fit, how fast, how long, how much"
 EXAMPLE = "megatoken plan gpt3-1.3b --gpus 8xH100 --tokens chinchilla --deadline 24h"
-PAIRS = ("dpo", "kto", "reward")  # objectives with a second answer per row
 CALIBRATE_SECONDS = 30.0
 LADDER_COLUMNS = {
     "name": "rung",
@@ -104,9 +103,9 @@ def run(options: Namespace, console: Console) -> Data:
     options.recipe = resolved.name
     config = replace(resolved.config, model=model)
     tokens = choose_tokens(options, config, is_recipe)
-    if config.objective.name not in ("pretrain", "sft"):
-        extra = "second answers" if config.objective.name in PAIRS else "generation of answers"
-        console.print(f"note: excludes {extra}, the reference model and gathered weights")
+    if config.objective.name != "pretrain":
+        extra = "second answers, generation, the reference model and gathered weights"
+        console.print(f"note: excludes {extra}")
     if options.calibrate:
         return plan_here(options, config, tokens, console)
     if options.gpus is None:

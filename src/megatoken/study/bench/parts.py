@@ -84,7 +84,7 @@ def measure(
 
     trace: file for a Chrome trace of the last profiled step.
     """
-    config = workload.model_config
+    config = workload.state.model.config
     tokens = workload.step_config.batch_tokens
     seconds: list[float] = []
     profiles: list[dict[str, float]] = []

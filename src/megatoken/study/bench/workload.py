@@ -37,7 +37,6 @@ class Workload:
     state: TrainState
     step_config: StepConfig
     device: Device
-    model_config: ModelConfig
     tuning: Tuning
 
     def step(self) -> StepMetrics:
@@ -45,9 +44,10 @@ class Workload:
 
         If memory runs out, free the gradients before raising the error.
         """
-        seqs = self.step_config.batch_tokens // self.model_config.seq_len
+        config = self.state.model.config
+        seqs = self.step_config.batch_tokens // config.seq_len
         try:
-            batch = draw_batch(self.model_config, seqs, self.state.step, self.device)
+            batch = draw_batch(config, seqs, self.state.step, self.device)
             return train_step(self.state, self.step_config, self.device, batch)
         except torch.OutOfMemoryError:
             self.state.zero_grad()
@@ -85,13 +85,7 @@ def build_workload(
     device = open_device(machine, local_rank=env.local_rank, local_world_size=env.local_world_size)
     dims = ParallelDims(dp_replicate=env.world_size, rank=env.rank)
     state, step_config, tuning = build_step(build_model(model_config), config, device, dims, comm)
-    return Workload(
-        state=state,
-        step_config=step_config,
-        device=device,
-        model_config=model_config,
-        tuning=tuning,
-    )
+    return Workload(state=state, step_config=step_config, device=device, tuning=tuning)
 
 
 def build_model(model_config: ModelConfig) -> GPT:

@@ -40,9 +40,9 @@ EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
 CALIBRATIONS = 3  # short runs that measure the pace of a contender
 CALIBRATION_STEPS = 20
 VALIDATIONS = (10, 50)  # minimum and maximum number of validations of the longest contender
-SHARED = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
+SHARED_SETTINGS = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal for all contenders
 # Only train and validate, and log every step.
-FIXED = (
+FIXED_SETTINGS = (
     "evaluate.tasks=",
     "evaluate.patience=0",
     "sample.every=0",
@@ -80,13 +80,13 @@ class Contender:
 
         For each dataset, the hash of the input files and the number of documents in each split.
         """
-        manifests = [part.dataset.manifest for part in self.data.components]
+        manifests = [component.dataset.manifest for component in self.data.components]
         return [(manifest.source.get("inputs"), manifest.documents) for manifest in manifests]
 
     @property
     def n_val(self) -> int:
         """The number of held-out tokens in the dataset that has most of them."""
-        return max(len(part.dataset.val) for part in self.data.components)
+        return max(len(component.dataset.val) for component in self.data.components)
 
     @property
     def total_tokens(self) -> int:
@@ -173,7 +173,7 @@ def fit_budgets(
     """
     from megatoken.study.race_report import read_pace
 
-    settings = (*FIXED, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
+    settings = (*FIXED_SETTINGS, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
     paces: dict[str, list[float]] = {contender.label: [] for contender in contenders}
     for number in range(CALIBRATIONS):
         for contender in contenders:
@@ -233,7 +233,7 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
         for contender in [*contenders[start:], *contenders[:start]]:
             shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": contender.n_val}
             own = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
-            arguments = [*contender.arguments, *FIXED, *own, f"seed={seed}"]
+            arguments = [*contender.arguments, *FIXED_SETTINGS, *own, f"seed={seed}"]
             folder = options.out / contender.folder / f"seed-{seed}"
             name = f"{contender.label}, seed {seed}"
             rounds[seed][contender.label] = Run(folder, arguments, name, int(options.turn))
@@ -247,6 +247,6 @@ def check_unchanged(runs: Sequence[Run]) -> None:
             continue
         config = resolve(run.arguments[0], run.arguments[1:]).config
         for change in list_changes(read_config(run.folder), config):
-            if change.key in SHARED or change.resume != "free":
+            if change.key in SHARED_SETTINGS or change.resume != "free":
                 what = f"{run.name} has changed: {change}"
                 raise ConfigError(what, run.folder, "name another --out")

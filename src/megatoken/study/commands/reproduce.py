@@ -23,7 +23,7 @@ from megatoken.inference.tasks import SCORES as SCORE_NAMES
 
 HELP = "replay a published run, and compare its losses"
 EXAMPLE = "megatoken reproduce notebook-fifty --plot overlay.png"
-FIXED = (
+FIXED_SETTINGS = (
     "data.tokenizer=gpt2",
     "log.every=1steps",
     "log.plots=false",
@@ -66,7 +66,7 @@ def list_runs(console: Console) -> Data:
 def resolve_run(run: PublishedRun, overrides: Sequence[str]) -> ResolvedConfig:
     """Return the config that replays a run."""
     steps = f"budget.steps={len(run.losses)}"
-    return resolve("shakespeare", [*FIXED, steps, *run.settings, *overrides])
+    return resolve("shakespeare", [*FIXED_SETTINGS, steps, *run.settings, *overrides])
 
 
 def compare_losses(run: PublishedRun, options: Namespace, console: Console) -> Result:

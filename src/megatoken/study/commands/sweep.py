@@ -56,7 +56,7 @@ def run(options: Namespace, console: Console) -> Result:
     with lock_folder(options.out, "sweep"), warnings.catch_warnings(action="ignore"):
         search = Sweep(options, space, settings, console)
         is_stopped = train_all(iter(search.ask, None), options.jobs)
-        data = report(search, console)
+        data = report(search)
     return Result(ExitCode.STOPPED if is_stopped else ExitCode.DONE, data)
 
 
@@ -240,14 +240,14 @@ def find_folder(out: Path, trial: Any) -> Path:
     return out / f"trial-{trial.number:03d}"
 
 
-def report(search: Sweep, console: Console) -> dict[str, Any]:
+def report(search: Sweep) -> dict[str, Any]:
     """Print the trials, best first; write the best recipe and a picture.
 
     Returns what --json prints.
     """
     from megatoken.study.bench.report import save_picture
 
-    out = search.options.out
+    out, console = search.options.out, search.console
     rows: list[dict[str, Any]] = [
         {
             "trial": find_folder(out, trial).name,
