@@ -28,6 +28,7 @@ from megatoken.data.shard_format import (
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import open_tokenizer
 from tests.data.small_dataset import TOKENIZER, write_dataset, write_external
+from tests.flip import flip_bit
 
 BLOCK = BLOCK_BYTES // 2  # uint16 tokens
 IDS = np.arange(1000, dtype=np.uint16)
@@ -63,11 +64,10 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path):
 
 
 def flip(path: Path, *bits: int) -> None:
-    """Flip bits in place, some time after the file was opened."""
-    later, data = path.stat().st_mtime_ns + 10**9, bytearray(path.read_bytes())
+    """Flip bits in place, and set a later modification time."""
+    later = path.stat().st_mtime_ns + 10**9
     for bit in bits:
-        data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+        flip_bit(path, bit)
     os.utime(path, ns=(later, later))
 
 
@@ -137,8 +137,8 @@ def test_a_disk_that_fails_is_one_error(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    words = f"cannot read: Input/output error — {path}, byte offset {offset:,}"
-    with pytest.raises(MegatokenError, match=words):
+    message = f"cannot read: Input/output error — {path}, byte offset {offset:,}"
+    with pytest.raises(MegatokenError, match=message):
         tokens.read(10, 5)
 
 

@@ -65,16 +65,16 @@ LAUNCH = (
 )
 
 
-def start(*words: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", LAUNCH, "-c", RANK, *map(str, words)]
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", LAUNCH, "-c", RANK, *map(str, arguments)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def run(*words: object) -> tuple[int, list[str]]:
+def run(*arguments: object) -> tuple[int, list[str]]:
     """Return the exit code and what was printed on stderr."""
-    with start(*words) as process:
+    with start(*arguments) as process:
         _, errors = process.communicate(timeout=HANG_SECONDS)
-    assert not find_processes(str(words[0])), "orphans"
+    assert not find_processes(str(arguments[0])), "orphans"
     return process.returncode, errors.splitlines()
 
 

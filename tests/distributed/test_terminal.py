@@ -20,7 +20,7 @@ from tests.soak.terminal_soak import CASES, SAVED, find_end
 @pytest.mark.fault(12, 21)
 def test_a_run_goes_on_without_a_reader_and_saves_when_its_terminal_is_closed(tmp_path: Path):
     (case,) = (each for each in CASES if each.name == "| head -1, terminal closed")
-    endless = replace(case, words=("budget.steps=100000", "sample.every=0", "save.every=0"))
+    endless = replace(case, arguments=("budget.steps=100000", "sample.every=0", "save.every=0"))
     assert find_end(endless, write_recipe(tmp_path / "job"), tmp_path / "run") == SAVED
 
 

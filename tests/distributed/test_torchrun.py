@@ -26,9 +26,11 @@ pytestmark = pytest.mark.skipif(
 def write_command(folder: Path) -> list[str]:
     """Write the script for a run in `folder / "run"`; return the command that starts it."""
     data = write_shards(folder / "shards")
-    words = f"{TINY} --out {folder}/run {data} machine.micro_batch=2 budget.steps=100000"
-    words += " save.every=5 evaluate.every=0"
-    job = Job(name="here", train_args=words.split(), nodes=1, nproc=2, gpus="none", time="1:00:00")
+    arguments = f"{TINY} --out {folder}/run {data} machine.micro_batch=2 budget.steps=100000"
+    arguments += " save.every=5 evaluate.every=0"
+    job = Job(
+        name="here", train_args=arguments.split(), nodes=1, nproc=2, gpus="none", time="1:00:00"
+    )
     text = write_script("torchrun", job).replace("exec python ", f"exec {sys.executable} ")
     script = folder / "run.sh"
     script.write_text(text.replace("$head:29500", f"$head:{find_free_port()}"))

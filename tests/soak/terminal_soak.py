@@ -56,7 +56,7 @@ class Case:
     hang_up: str = ""
     controls: bool = True
     nproc: int = 1
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -100,7 +100,7 @@ CASES = [
 
 def disturb(case: Case, recipe: Path, out: Path) -> int:
     """Run a case to its end; return the exit code."""
-    run = shlex.join(command(recipe, out, case.layout, case.words))
+    run = shlex.join(command(recipe, out, case.layout, case.arguments))
     shell = case.shell.replace("RUN", run).replace("OUT", shlex.quote(str(out)))
     master, slave = pty.openpty()
     # The only process that has this end open.
@@ -116,8 +116,8 @@ def disturb(case: Case, recipe: Path, out: Path) -> int:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     try:
-        words = ["sh", "-c", f"export TERM=xterm-256color; {shell}"]
-        process = start_session(words, prepare, stdin=slave, stdout=slave, stderr=slave)
+        arguments = ["sh", "-c", f"export TERM=xterm-256color; {shell}"]
+        process = start_session(arguments, prepare, stdin=slave, stdout=slave, stderr=slave)
         if case.hang_up:
             wait_for(lambda: is_in(out, case.hang_up), process, or_end=True)
             hang_up()
@@ -152,7 +152,7 @@ def judge(case: Case, recipe: Path, out: Path, clean: Mapping[str, Any]) -> tupl
     end is the clean run's."""
     end, code = find_end(case, recipe, out), 0
     if end == SAVED:
-        code = run_quietly(command(recipe, out, case.layout, case.words))
+        code = run_quietly(command(recipe, out, case.layout, case.arguments))
     found = fingerprint(out)
     return end, code == ExitCode.DONE and found == clean
 

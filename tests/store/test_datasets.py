@@ -84,8 +84,8 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     store: ObjectStore, address: str, tmp_path: Path
 ):
     flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
-    words = r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
-    with pytest.raises(DataError, match=words):
+    message = r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
+    with pytest.raises(DataError, match=message):
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     assert not [*cached.glob("manifest.json"), *cached.glob("train_000001*")]
@@ -170,7 +170,7 @@ def test_prepare_verify_and_eval_at_an_address(
     text, address = tmp_path / "text.txt", f"{s3}/data"
     text.write_text("To be, or not to be.\n\n" * 2000)
     line = f"prepare {text} --tokenizer bytes --workers 1 --out"
-    words = [*line.split(), address]
+    arguments = [*line.split(), address]
     upload = ObjectStore.upload
 
     def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
@@ -180,14 +180,14 @@ def test_prepare_verify_and_eval_at_an_address(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", fail)
-        assert main(words) == ExitCode.STORAGE
+        assert main(arguments) == ExitCode.STORAGE
     store = ObjectStore(address)
     assert {"manifest.json", "progress.json"} & store.list().keys() == {"progress.json"}
     with pytest.raises(DataError):
         load_dataset(address)
 
     for _ in range(2):  # the second time unchanged
-        assert main(words) == 0
+        assert main(arguments) == 0
         names = {"manifest.json", "train_000000.bin"}
         assert {*names, "progress.json"} & store.list().keys() == names
     capsys.readouterr()
@@ -199,7 +199,7 @@ def test_prepare_verify_and_eval_at_an_address(
     assert f"{address}/val_000000.bin" in capsys.readouterr().out
     text.write_text("Other text.\n\n" * 2000)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/other-cache")
-    assert main([*words, "--val-fraction", "0"]) == ExitCode.DATA
+    assert main([*arguments, "--val-fraction", "0"]) == ExitCode.DATA
 
 
 def test_errors_are_one_line(s3: str):

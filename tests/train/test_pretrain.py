@@ -24,6 +24,7 @@ from megatoken.base.errors import (
     NumericsError,
     StorageError,
 )
+from megatoken.base.system.atomic_write import read_json
 from megatoken.cli.verify import verify_folder
 from megatoken.data.vocabulary import read_vocabulary
 from megatoken.store import save
@@ -95,10 +96,6 @@ def test_run_folder_contents(clean: Path):
     status = read_json(clean / "status.json")
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 30)
     assert read_json(clean / "provenance.json")["precision"] == "fp32"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
 
 
 def read_files(folder: Path) -> dict[Path, bytes]:

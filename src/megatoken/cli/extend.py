@@ -37,9 +37,10 @@ def extend_run(
 ) -> ResolvedConfig:
     """Return the config with `length` added to its budget, if the run has reached its end.
 
-    Call it on rank 0 only. Checkpoints that the run saved during a decay at its end are moved aside. The config of an
-    unfinished run is returned unchanged: if an extended run is stopped, repeating the command with
-    --extend only resumes it. Raises ConfigError for a run without a checkpoint.
+    Call it on rank 0 only. Checkpoints that the run saved during a decay at its end are moved
+    aside. The config of an unfinished run is returned unchanged: if an extended run is stopped,
+    repeating the command with --extend only resumes it. Raises ConfigError for a run without a
+    checkpoint.
 
     allow_changes: as in `find_changes`.
     """
