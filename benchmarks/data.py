@@ -29,7 +29,8 @@ from megatoken.data.shard_format import (
     write_manifest,
 )
 from megatoken.text.gpt2_vocab import find_local_merges
-from megatoken.text.prepare import MAX_SHARD_TOKENS, prepare
+from megatoken.text.output_folder import MAX_SHARD_TOKENS
+from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import load_tokenizer
 

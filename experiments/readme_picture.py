@@ -7,8 +7,8 @@ import argparse
 import textwrap
 from pathlib import Path
 
+from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.base.system.metrics_log import read_metrics
-from megatoken.study.plots import load_pyplot, save_figure
 
 LINES, COLUMNS = 7, 62  # of a sample that are shown
 
@@ -65,7 +65,7 @@ def main() -> None:
             size=8.5,
             transform=right.transAxes,
         )
-    save_figure(pyplot, figure, options.out)
+    save_figure(figure, options.out)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class ShardWriter:
             self._file.seek(size)
 
     def append(self, ids: NDArray[Any]) -> bool:
-        """Write ids (n,), starting a new shard when one is full; return whether one became full."""
+        """Write ids (n,), to a new shard whenever one is full; return whether one became full."""
         before = self.tokens
         ids = ids.astype(self._dtype, copy=False)
         while len(ids):
