@@ -96,9 +96,8 @@ def _describe_components(dataset: Mixture, seq_len: int, tokens: int) -> list[st
     for component in dataset.components:
         size = (len(component.dataset.train) - 1) // seq_len * seq_len
         epochs = _format_epochs(tokens * component.share / size)
-        lines.append(
-            f"{component.name}: {component.share:.1%} of the batches, {epochs} epochs of {size:,} tokens"
-        )
+        share = f"{component.share:.1%} of the batches"
+        lines.append(f"{component.name}: {share}, {epochs} epochs of {size:,} tokens")
     return lines
 
 
