@@ -17,7 +17,6 @@ import pytest
 
 from megatoken.base.config.load import render, resolve
 from megatoken.base.console import Console
-from megatoken.base.published import LADDER, SCORES
 from megatoken.study.commands.report import run as run_report
 from megatoken.study.report_page import MAX_POINTS, build_page, read_curves
 from tests.cli.browser import Browser
@@ -167,20 +166,6 @@ def test_long_runs_are_means_with_their_lowest_and_highest():
     assert len(train["loss"]) == MAX_POINTS
     assert [{*train[name]} for name in ("loss", "low", "high")] == [{4.5}, {0.0}, {9.0}]
     assert train["step"][:2] == [4.5, 14.5]
-
-
-def test_published_rungs_are_pale_and_follow_the_own_ones(tmp_path: Path):
-    rung = {"name": "plain", "tokens_per_second": 322.5, "speedup": 1.0}
-    result = {"preset": "gpt2-124m", "batch_tokens": 1024, "device": "a cpu", "rungs": [rung]}
-    (tmp_path / "ladder.json").write_text(json.dumps(result))
-    elements = Elements(build_page([write_run(tmp_path / "a")], None, tmp_path / "ladder.json"))
-    bars = [float(found["value"] or 0) for tag, found in elements.found if tag == "meter"]
-    pale = [found for _, found in elements.found if found.get("class") == "pale"]
-    assert len(pale) == len(LADDER) + len(SCORES)
-    assert len(bars) == 1 + len(LADDER)
-    assert max(bars) == 1
-    assert bars[1] == pytest.approx(2 * bars[0])  # 645 tokens/s: twice the logarithm of 2
-    assert "3,046,409 tokens/s, 8 x H100, published: A throughput journey" in elements.cells
 
 
 REFUSED = """\

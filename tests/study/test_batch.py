@@ -1,19 +1,14 @@
 """batch: micro-batches double until memory runs out, and rows hold consistent numbers."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import batch
-from benchmarks.__main__ import build_parser
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console
-from megatoken.base.errors import ConfigError
-from megatoken.study.bench.main import run_bench
 from megatoken.study.bench.workload import Workload, build_workload
 from tests.study.test_parts import TORCH
 from tests.tiny_model import CPU, TINY_GPT
@@ -53,21 +48,3 @@ def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: py
     assert [row["micro_batch"] for row in rows] == [1, 2]
     assert "micro-batch 4" in ended
     assert not runs_out or {parameter.grad for parameter in parameters} == {None}
-
-
-def test_command_writes_its_answer_as_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    arguments = (
-        f"batch --preset tiny --seq-len 8 --largest 3 --repeats 2 --device cpu --out {tmp_path}"
-    )
-    options = build_parser().parse_args(arguments.split())
-    result = run_bench(batch.run_batch, options, QUIET, ["megatoken", "x"])
-    record = json.loads((tmp_path / "batch.json").read_text())
-    assert (record["answer"], record["command"]) == (result, "megatoken x")
-    assert [row["batch_tokens"] for row in result["rows"]] == [8, 16]
-    for row in result["rows"]:
-        rate = row["tokens_per_second"]
-        assert 0 < rate["low"] <= rate["median"] <= rate["high"] <= row["best"]
-        assert row["seconds_per_token"] == pytest.approx(1 / rate["median"])
-    monkeypatch.setattr(batch, "find_allowed_bytes", lambda device: 800.0)
-    with pytest.raises(ConfigError):
-        run_bench(batch.run_batch, options, QUIET, [])

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import build_parser
-from benchmarks.knob import apply_setting, read_values, run_knob
-from benchmarks.rounds import ProbedWorker, measure_workers
+from benchmarks.knob import run_knob
+from benchmarks.rounds import measure_workers
 from megatoken.base.console import Console
-from megatoken.base.errors import ConfigError
 from megatoken.base.system import environment
 from megatoken.base.system.metrics_log import Row
 from megatoken.data.dataloader import Batch
@@ -99,18 +98,6 @@ def test_a_killed_benchmark_keeps_what_it_measured(tmp_path: Path):
     assert result == {"rows": [1], "unfinished": True}
 
 
-def test_undisturbed_rounds_are_those_with_fast_probes(monkeypatch: pytest.MonkeyPatch):
-    worker = ProbedWorker(spec=SPEC, seconds=[0.5, 0.25, 0.5])
-    assert worker.select_undisturbed([1, 2, 3]) == (1, 2, 3)
-    worker.probes = [100.0, 84.0, 86.0]
-    monkeypatch.setattr(ProbedWorker, "fastest_probe", 100.0)
-    row = worker.describe(CPU)
-    assert row["tokens_per_second"] == {"median": 128, "low": 128, "high": 256, "repeats": 3}
-    assert (row["best"], row["undisturbed"]["repeats"]) == (256.0, 2)
-    worker.skipped = "died"
-    assert worker.describe(CPU)["tokens_per_second"] is None
-
-
 def test_training_starts_at_the_uniform_loss_and_learns():
     """An unpadded vocabulary gives the same, up to the last bits: the measured micro-batch may
     differ.
@@ -136,14 +123,3 @@ def test_values_are_interleaved_with_the_first(tmp_path: Path):
         assert row["gain"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
         repeats = 2 * len(rows) if row is rows[0] else 2
         assert row["tokens_per_second"]["repeats"] == repeats
-
-
-def test_values_are_parsed_and_applied():
-    assert read_values("machine.micro_batch", "1,auto") == ("micro_batch", {"1": 1, "auto": "auto"})
-    setting, values = read_values("attention", "")
-    assert apply_setting(SPEC, setting, values["flash"]).machine == {"attention": "flash"}
-    for value, size in ((2, 2), ("auto", 0)):
-        assert apply_setting(SPEC, "micro_batch", value).micro_batch == size
-    for wrong in (("nope", ""), ("sharding", ""), ("micro_batch", ""), ("compile", "so")):
-        with pytest.raises(ConfigError):
-            read_values(*wrong)
