@@ -27,8 +27,8 @@ from megatoken.base.system.device import open_device
 from megatoken.base.system.threads import thread_count
 from megatoken.base.system.timing import time_interleaved
 from megatoken.convert.hf.load import load_hf
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids, prepare_decoding
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.model.native.selection import find_library
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatoken.inference.choose import Sampling
 from megatoken.inference.conversation import Conversation
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_template import Message, find_template, template_of
 from megatoken.text.exercises import list_exercises
 from megatoken.text.load_pretrained import LoadedModel

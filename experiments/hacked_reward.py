@@ -20,8 +20,8 @@ from megatoken.base.system.metrics_log import read_metrics
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
-from megatoken.inference.choose import Sampling
 from megatoken.inference.rewards import load_reward
+from megatoken.inference.sampling import Sampling
 from megatoken.text.load_pretrained import load_pretrained
 
 LIMIT_SECONDS = 120  # of each training

@@ -21,7 +21,7 @@ from megatoken.base.errors import ExitCode
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.cli.main import main
 from megatoken.inference.batch import BatchDecoder, Request
-from megatoken.inference.choose import Sampling
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.new_tokens import VOCABULARY_TABLES, add_mean_rows
 from megatoken.text.chat_template import Message, add_control_tokens, find_template

@@ -16,8 +16,8 @@ import torch
 from megatoken.base.errors import ExitCode
 from megatoken.convert.hf.export import write_hf
 from megatoken.distributed.local_launch import COMMAND
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import Message
 from tests.conftest import Ask, Call

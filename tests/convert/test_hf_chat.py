@@ -12,8 +12,8 @@ import torch
 from megatoken.base.errors import CheckpointError
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate, generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.text.load_pretrained import LoadedModel, load_pretrained

@@ -21,8 +21,8 @@ from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy

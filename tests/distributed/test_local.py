@@ -36,11 +36,11 @@ from megatoken.distributed.preemption import PreemptionHandler
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 with PreemptionHandler() as handler:
     (folder / f"ready-{rank}").touch()
-    while not handler.stop_requested:
+    while not handler.stop_reason:
         time.sleep(0.01)
     (folder / f"asked-{rank}").touch()
     exec(sys.argv[2])
-    (folder / f"saved-{rank}").write_text(handler.stop_requested)
+    (folder / f"saved-{rank}").write_text(handler.stop_reason)
     sys.exit(75)
 """
 LAUNCH = """
@@ -103,7 +103,7 @@ def test_a_signal_to_the_group_is_one_request(tmp_path: Path):
 @pytest.mark.fault(9)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal at its parent's death")
 def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path):
-    with start(tmp_path, "while handler.stop_requested == 'SIGTERM': time.sleep(0.01)") as process:
+    with start(tmp_path, "while handler.stop_reason == 'SIGTERM': time.sleep(0.01)") as process:
         process.kill()
         process.wait()
         said = {"the death of its launcher"}

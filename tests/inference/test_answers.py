@@ -15,8 +15,8 @@ from megatoken.inference.answers import (
     evaluate_answers,
     read_questions,
 )
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_template import Message
 from megatoken.text.exercises import list_exercises
 from megatoken.text.load_pretrained import LoadedModel

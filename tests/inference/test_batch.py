@@ -12,8 +12,8 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.device import Device
 from megatoken.inference.batch import BatchDecoder, Completion, Request, Token, generate_batch
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids, prepare_decoding
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from tests.inference.test_generate import MODELS, TINY_LLAMA, build
 

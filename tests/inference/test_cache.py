@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatoken.inference.batch import BatchDecoder, Request, Token
-from megatoken.inference.choose import Sampling
 from megatoken.inference.kv_cache import PrefixStore, token_bytes
+from megatoken.inference.sampling import Sampling
 from tests.inference.test_batch import complete_alone
 from tests.inference.test_generate import MODELS, TINY_LLAMA, build
 

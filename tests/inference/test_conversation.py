@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from megatoken.base.errors import ConfigError
-from megatoken.inference.choose import Sampling
 from megatoken.inference.conversation import Answer, Conversation, fit_context
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_template import ChatTemplate, Message
 from tests.convert.models import TEMPLATE, draw_chat_model
 

@@ -16,9 +16,9 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import Device
 from megatoken.convert.hf.export import write_hf
 from megatoken.inference import generate as generate_module
-from megatoken.inference.choose import Sampling, choose_ids, cumulative_sum
 from megatoken.inference.generate import TextStream, generate, generate_ids, prepare_decoding
 from megatoken.inference.kv_cache import KeyValueCache
+from megatoken.inference.sampling import Sampling, choose_ids, cumulative_sum
 from megatoken.model.gpt import GPT
 from megatoken.model.native.int8 import Int8Matrix
 from megatoken.model.native.selection import find_library

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 import torch
 
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_template import Message, find_template
 from tests.inference.served import CHAT, COMPLETIONS, SIZES, Served, build_model, serve, user
 from tests.processes import HANG_SECONDS, wait_until

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
 from megatoken.inference.kv_cache import KeyValueCache
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels.attention import (
     ATTENTION,

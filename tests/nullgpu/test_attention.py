@@ -8,8 +8,8 @@ import torch
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.system.device import open_device
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import attend_documents, flash_attention
 from tests.nullgpu import counters

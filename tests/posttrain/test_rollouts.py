@@ -22,7 +22,7 @@ from megatoken.posttrain.objectives import Policy
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
 from megatoken.posttrain.settings import ObjectiveConfig
-from megatoken.train.run import Progress, Run
+from megatoken.train.run import History, Run
 from megatoken.train.state import Position, TrainState
 from megatoken.train.step import StepMetrics, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
@@ -80,7 +80,7 @@ def open_run(
         console=Console(quiet=True),
         log_file=MetricsLogger(out),
         stop=PreemptionHandler(None),
-        progress=Progress(),
+        history=History(),
         observers=[events.append],
     )
     return Job(state, run, AnswerScorer(run.device, run.step_config), events)
@@ -131,7 +131,7 @@ def test_clipping_acts_from_the_second_update_on(tmp_path: Path):
     run, shares = open_run(tmp_path, "ppo", updates=3, value_clip=0.01), []
     batches = open_batches(run)
     for _ in range(3):
-        batch = batches.get(run.state.position.batch)
+        batch = batches.get(run.state.position.next_batch)
         log_probs, values = run.log_probs(batch), run.scorer.values(run.state.model, batch)
         _, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
         errors = clipped_value_loss(values, batch.values_BT, batch.returns_BT, clip=0.01)
@@ -149,7 +149,7 @@ def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
     for skipped, steps in (([], range(4)), ([3], (3, 4)), ([3, 5], (4, 5, 6))):
         for step in steps:
             run.state.position = Position(step=step).skip(*skipped)
-            batches.get(run.state.position.batch)
+            batches.get(run.state.position.next_batch)
     assert drawn == [0, 1, 2, 3, 4, 5]
 
 

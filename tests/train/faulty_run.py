@@ -79,18 +79,18 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
     train_step, flips_left = pretrain.train_step_async, set(job.batches)
 
     def bad_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
-        scale = float("nan") if state.position.batch in job.batches else 1.0
+        scale = float("nan") if state.position.next_batch in job.batches else 1.0
         return {name: scale * value for name, value in sums(loss, state, *arguments).items()}
 
     def large_gradients(state: TrainState) -> None:
         unscale(state)
-        if state.position.batch in job.batches:
+        if state.position.next_batch in job.batches:
             for param in state.sharded.local_params.values():
                 assert param.grad is not None
                 param.grad *= 1e3
 
     def flip_after(state: TrainState, *arguments: Any) -> Any:
-        batch, pending = state.position.batch, train_step(state, *arguments)
+        batch, pending = state.position.next_batch, train_step(state, *arguments)
         if batch in flips_left:
             flips_left.remove(batch)  # not again after a rewind
             flip(state, job.tensor, job.bit)
@@ -99,7 +99,7 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
     def slow_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
         start = time.perf_counter()
         values = sums(loss, state, *arguments)
-        if state.position.batch >= job.batches[0]:
+        if state.position.next_batch >= job.batches[0]:
             # A step takes three forwards.
             time.sleep(0.02 + 8 * (time.perf_counter() - start))
         return values

@@ -19,9 +19,9 @@ import time
 from megatoken.distributed.preemption import PreemptionHandler
 with PreemptionHandler() as handler:
     print("ready", flush=True)
-    while not handler.stop_requested:
+    while not handler.stop_reason:
         time.sleep(0.01)
-    print(handler.stop_requested, flush=True)
+    print(handler.stop_reason, flush=True)
     time.sleep(3000)
 """
 
@@ -48,10 +48,10 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str):
     handled = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
     before = [*map(signal.getsignal, handled)]
     with PreemptionHandler() as handler:
-        assert handler.stop_requested == ""
+        assert handler.stop_reason == ""
         for number in (getattr(signal, name), signal.SIGUSR1):
             signal.raise_signal(number)
-            assert handler.stop_requested == name
+            assert handler.stop_reason == name
     assert [*map(signal.getsignal, handled)] == before
 
 
@@ -62,7 +62,7 @@ def test_ignored_signals_stay_ignored():
     try:
         with stop_at_once(), PreemptionHandler() as handler:
             signal.raise_signal(signal.SIGHUP)
-            assert handler.stop_requested == ""
+            assert handler.stop_reason == ""
             assert "SIGHUP" not in not_ignored(FORWARDED)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -86,7 +86,7 @@ def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]):
         for name, seconds in (("SIGUSR1", 1.0), ("SIGTERM", 0.4), ("SIGTERM", 9.0), ("SIGUSR1", 0)):
             signal.raise_signal(getattr(signal, name))
             now[0] += seconds
-        assert handler.stop_requested == "SIGUSR1"
+        assert handler.stop_reason == "SIGUSR1"
 
 
 @pytest.mark.fault(15)
@@ -100,13 +100,13 @@ def test_a_rank_leaves_the_second_signal_to_its_launcher(
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
             now[0] += 3.0
-        assert handler.stop_requested == "SIGTERM"
+        assert handler.stop_reason == "SIGTERM"
 
 
 def test_outside_the_main_thread_only_the_time_limit_works():
     def run() -> tuple[object, str]:
         with PreemptionHandler(time_limit_seconds=0.0) as handler:
-            return signal.getsignal(signal.SIGTERM), handler.stop_requested
+            return signal.getsignal(signal.SIGTERM), handler.stop_reason
 
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(run).result()
@@ -124,16 +124,16 @@ def test_time_limit_reserves_steps_a_save_and_what_comes_next():
     handler.observe(10, save_seconds=20)
     handler.observe(30)
     handler.observe(save_seconds=2)
-    assert (handler.reserve_seconds, handler.stop_requested) == (1.5 * (30 + 20), "")
+    assert (handler.reserve_seconds, handler.stop_reason) == (1.5 * (30 + 20), "")
     observe(handler, 16)
     assert handler.reserve_seconds == 1.5 * (1 + 20)
     assert handler.stop_before(44) == ""  # 1.5 * (1 + 20 + 44) = 97.5
     assert handler.stop_before(46) == "time limit 1m40s"
     observe(handler, 16)
-    assert handler.stop_requested == "time limit 1m40s"
+    assert handler.stop_reason == "time limit 1m40s"
     in_groups = PreemptionHandler(time_limit_seconds=100, steps=20)
     in_groups.observe(2.0, save_seconds=10)
     observe(in_groups, 19)  # the longest, at which completions were sampled, is not forgotten
     assert in_groups.reserve_seconds == 1.5 * (20 * 2 + 10)
     in_groups.observe(50)
-    assert in_groups.stop_requested == "time limit 1m40s"
+    assert in_groups.stop_reason == "time limit 1m40s"

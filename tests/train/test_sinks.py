@@ -112,10 +112,10 @@ def test_rows_of_a_sink_that_fails_are_sent_again(
 def test_sinks_and_their_room_are_checked_before_a_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    sync.check_room(tmp_path / "new")  # by writing
+    sync.check_free_space(tmp_path / "new")  # by writing
     assert list((tmp_path / "new").iterdir()) == []
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        sync.check_room(Path("/dev/full"))
+        sync.check_free_space(Path("/dev/full"))
     with pytest.raises(ConfigError):
         load_config("quickstart", "log.sinks=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)

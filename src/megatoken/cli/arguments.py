@@ -114,8 +114,8 @@ def add_options(
     """Add the arguments that a section of MODULE.toml describes, or the whole file without one.
 
     The file has a table per argument, with the argument's name and the keyword arguments of
-    `add_argument`; `group` is the title of a group in the help. "$NAME" as a value stands for
-    `names[NAME]` or a type of TYPES, and {NAME} in the help for the text of `names[NAME]`. A table
+    `add_argument`; `group` is the title of a group in the help. A value "$NAME" is
+    replaced by `names[NAME]` or by a type of TYPES; {NAME} in a help text by `names[NAME]`. A table
     named "*SECTION" adds a section of arguments.toml, with the table as its `names`. "*option"
     adds the options of objectives that rooms have.
     """

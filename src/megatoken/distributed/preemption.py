@@ -30,7 +30,7 @@ class StopRequested(Exception):
 class PreemptionHandler:
     """Context manager around the training loop that records requests to stop.
 
-    The loop polls `stop_requested`, which holds the reason.
+    The loop polls `stop_reason`, which holds the reason.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
@@ -60,7 +60,7 @@ class PreemptionHandler:
         self._handlers.__exit__(None, None, None)
 
     @property
-    def stop_requested(self) -> str:
+    def stop_reason(self) -> str:
         """The reason to save and stop now, such as "SIGTERM" or "time limit 2h"; "" to continue."""
         return self.stop_before(0.0)
 

@@ -9,7 +9,6 @@ from megatoken.base.redact import redact
 from megatoken.base.system.device import is_out_of_memory
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import generate_ids
 from megatoken.inference.multiple_choice import (
     EncodedExample,
@@ -18,6 +17,7 @@ from megatoken.inference.multiple_choice import (
     read_tasks,
     score_examples,
 )
+from megatoken.inference.sampling import Sampling
 from megatoken.inference.settings import SampleConfig, TasksConfig
 from megatoken.model.kernels.attention import WITHOUT_MASK
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
@@ -83,7 +83,7 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
     called before each batch of a task.
     """
     state = run.state
-    logged = run.progress.logged
+    logged = run.history.logged
     names = [task for task in tasks if (task, state.step) not in logged]
     if not names:
         return
@@ -110,11 +110,11 @@ def sample(run: Run, poll: Poll) -> None:
     sharded model is first gathered on rank 0.
     """
     step = run.state.step
-    if ("sample", step) in run.progress.logged:
+    if ("sample", step) in run.history.logged:
         return
     run.begin("sample")
     model = gather_model(run.state, run.device.dtype)
-    run.progress.logged.add(("sample", step))
+    run.history.logged.add(("sample", step))
     if model is None:
         return
     config = run.config.section(SampleConfig)

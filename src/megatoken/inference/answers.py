@@ -13,9 +13,9 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Request, generate_batch
-from megatoken.inference.choose import Sampling
 from megatoken.inference.multiple_choice import format_share, standard_error
 from megatoken.inference.rewards import Reward, reward_exact, score_completions
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_dataset import answers_name, read_answers
 from megatoken.text.chat_formats import read_examples
 from megatoken.text.chat_template import ChatTemplate, Message, find_template

@@ -25,8 +25,8 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError, DataError, NumericsError
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import uncompiled
-from megatoken.inference.choose import Sampling, choose_ids, rank_ids
 from megatoken.inference.kv_cache import NO_PREFIX, KeyValueCache, Prefix, PrefixStore
+from megatoken.inference.sampling import Sampling, choose_ids, rank_ids
 from megatoken.model.gpt import GPT
 
 FinishReason = Literal["stop", "length"]

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import Device
 from megatoken.inference.batch import Request, decode
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import TextStream
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import ChatTemplate, Message
 

@@ -18,7 +18,7 @@ from megatoken.base.system.device import Device
 from megatoken.base.system.large_pages import gather_in_large_pages
 from megatoken.base.system.threads import use_torch_threads
 from megatoken.inference.batch import Request, Token, generate_batch
-from megatoken.inference.choose import Sampling
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT, Linear, set_attention, set_block_kernels
 from megatoken.model.native.int8 import round_to_int8
 from megatoken.model.native.selection import NO_LIBRARY, find_library

@@ -18,8 +18,8 @@ from megatoken.base.errors import ConfigError, DataError, import_extra
 from megatoken.base.system.device import Device
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Request, decode
-from megatoken.inference.choose import Sampling
 from megatoken.inference.generate import TextStream
+from megatoken.inference.sampling import Sampling
 from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import ChatTemplate, Message, find_stop_ids, template_of

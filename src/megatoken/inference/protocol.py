@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 
 from megatoken.base.system.table import read_table
 from megatoken.inference.batch import Request, Token
-from megatoken.inference.choose import Sampling
 from megatoken.inference.conversation import fit_context
 from megatoken.inference.generate import TextStream
+from megatoken.inference.sampling import Sampling
 from megatoken.text.chat_template import ChatTemplate, find_stop_ids, parse_messages
 from megatoken.text.tokenizer import Tokenizer
 

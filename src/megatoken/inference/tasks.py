@@ -22,7 +22,7 @@ Prompt = tuple[str, str]  # context, continuation
 
 # Each score is the share of examples whose result has the right choice in this attribute.
 SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
-CORE = "core"  # as in --tasks core: the tasks of a bundle (inference/dclm_core.py)
+CORE = "core"  # --tasks core: the 22 tasks of DCLM's CORE (inference/dclm_core.py)
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
 

@@ -110,6 +110,7 @@ class Norm(Module):
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
+        self.width = width
         self.rms = config.norm == "rmsnorm"
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
@@ -194,7 +195,7 @@ class Attention(Module):
 def _normalize(norm: Norm, x_BTHD: Tensor) -> Tensor:
     """Normalize each head or, with a norm of that width, all heads of a token together."""
     B, T, _, _ = x_BTHD.shape
-    return norm(x_BTHD.reshape(B, T, -1, len(norm.weight))).view(x_BTHD.shape)
+    return norm(x_BTHD.reshape(B, T, -1, norm.width)).view(x_BTHD.shape)
 
 
 class MLP(Module):

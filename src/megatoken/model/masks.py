@@ -46,7 +46,7 @@ class TreeMask:
 def separate_conversations(starts_BT: Tensor, device: torch.device) -> TreeMask:
     """Return the mask for rows that pack several sequences, which must not attend to each other.
 
-    On CUDA, `attn_mask` holds the bounds of the sequences, copied asynchronously.
+    On CUDA, the mask is given by the bounds of the sequences, which are copied asynchronously.
 
     starts_BT: for each token, the index in the row at which its sequence begins; on the CPU.
     """

@@ -18,8 +18,8 @@ class LRSchedule:
             that is None (Loshchilov & Hutter 2017; GPT-3).
         wsd, wsd-sqrt: constant, then a linear or a 1 - sqrt decay over the last `decay_length` of
             the run (Hu et al. 2024; Hägele et al. 2024).
-        multi-step: multiplied by sqrt(min_lr_ratio) at the start of the last `decay_length` and
-            again in its middle (DeepSeek-AI 2024).
+        multi-step: multiplied by sqrt(min_lr_ratio) when `decay_length` is left, and again when
+            half of it is left (DeepSeek-AI 2024).
         constant: no decay.
 
     warmup, decay_length and total are in steps, or with a batch ramp in tokens.

@@ -171,7 +171,7 @@ def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW as `build_adamw` builds it: with all its state before the first step."""
+    """torch's AdamW. `build_adamw` allocates its moments before the first step."""
 
 
 class Update:

@@ -54,8 +54,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
         self._update_peak()
 
     def __enter__(self) -> Self:
-        # DTensor propagates shapes in its own fake mode; only operations in our mode, or in none,
-        # are part of the run.
+        # Only operations in the fake mode that is active now, if any, are part of the run: DTensor
+        # propagates shapes in a fake mode of its own.
         self._fake_mode = active_fake_mode()
         self._resize = torch.UntypedStorage.resize_
 

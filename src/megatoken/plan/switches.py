@@ -35,7 +35,8 @@ def list_rungs(gpu: Gpu) -> list[PublishedRung]:
 def plan_rungs(config: Config, gpu: Gpu, rungs: Sequence[PublishedRung]) -> list[dict[str, Any]]:
     """Plan rungs with their batches; each keeps the settings of the rungs before it.
 
-    Leaves out rungs that change nothing on this GPU, unless they are published for it.
+    A rung is a step of the ladder: one more optimization. Those that change nothing on this GPU are
+    left out, except published ones.
     """
     seq_len = config.model.seq_len
     is_published_model = config.model == PRESETS["gpt2-124m"]

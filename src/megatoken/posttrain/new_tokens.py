@@ -33,7 +33,7 @@ def add_tokens(loaded: Pretrained, plan: RunPlan) -> bool | None:
                 new += noise * parameter.data[:n_old].std(0)
     start = "random rows" if config.lora_rank else "the mean of the others"
     plan.console.print(f"{n_new - n_old} new tokens start as {start}")
-    if not plan.data.is_dense:
+    if not plan.data.fills_context:
         what = f"{plan.config.model.init} has no chat template, so it has not learned to answer"
         plan.console.warn(f"{what}: run megatoken train sft first")
     return True

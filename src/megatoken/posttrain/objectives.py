@@ -70,7 +70,7 @@ class Sft(ChatObjective):
 class RowObjective(ChatObjective):
     """An objective whose batches are made of single rows of one dataset."""
 
-    is_dense = False
+    fills_context = False
     rows = 1  # of the dataset, per sequence of a batch
 
     def sequences_per_row(self, config: Config) -> int:

@@ -29,7 +29,7 @@ FACTS = "facts.json"
 
 
 def load_reference(run: Run, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the saved tensors or, if there are none, those that `make` returns; on the CPU.
+    """Return the saved tensors, on the CPU. If there are none, call `make` and save its result.
 
     make: called with the initial model, on all ranks or on none. All ranks must call this function.
     Raises CheckpointError if the tensors are lost and `model.init` has changed, and StorageError if

@@ -23,7 +23,7 @@ from megatoken.base.errors import ConfigError, MegatokenError
 from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.inference.batch import Completion, Request, generate_batch
-from megatoken.inference.choose import Sampling
+from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.batches import RolloutBatch, RowBatches, full_model
 from megatoken.posttrain.lora import without_adapters

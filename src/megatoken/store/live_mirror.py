@@ -71,14 +71,14 @@ def open_mirror(run: Any) -> "Mirror | None":
             check_owner(run.out, ObjectStore(save.mirror))
 
     def choose_rules() -> dict[str, Any]:
-        best = run.progress.best_step(run.progress.val_losses) if save.keep_best else None
+        best = run.history.best_step(run.history.val_losses) if save.keep_best else None
         keep_every = run.step_config.steps(save.keep_every)
         return {"keep_last": save.keep_last, "keep_every": keep_every, "best": best}
 
     run.comm.run_on_rank0(check)
     if not run.is_main:
         return None
-    in_use = run.progress.in_use
+    in_use = run.history.in_use
     return Mirror(run.out, save.mirror, choose_rules, in_use, run.console, run.event)
 
 

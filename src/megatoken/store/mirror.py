@@ -168,7 +168,7 @@ def open_mirrored(store: ObjectStore, step: int) -> tuple[CheckpointManifest, St
 def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None) -> None:
     """Remove old mirrored checkpoints, and old remains of interrupted uploads.
 
-    Remains are old if they belong to an earlier step than the newest checkpoint. A checkpoint
+    Files of an upload are old if the newest checkpoint has a later step. A checkpoint
     counts as valid if all its files have their full size. Raises StorageError.
 
     keep_last, keep_every: as in `prune`. best: another step to keep.

@@ -184,7 +184,7 @@ def _columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]
 
 
 def _average(points: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
-    """Average points over groups of equal size; add the lowest and highest loss of each group."""
+    """Average points over groups of equal size, with the lowest and highest loss of each group."""
     loss = points["loss"]
     if not len(loss):
         return {}

@@ -18,7 +18,7 @@ LARGEST_ROW = 64 << 20  # bytes
 _TABLE = read_table(__file__)
 FORMATS: dict[str, FileFormat] = _TABLE["formats"]  # by suffix
 FOREIGN: dict[str, dict[str, Any]] = _TABLE["foreign"]  # that are not read, by name
-# The words, as in `datasets`, that name the split of a file or folder. "eval" is for validation.
+# Words in the name of a file or folder that tell its split, as in the library `datasets`.
 _SPLIT = re.compile(
     r"(?<![^\W\d_])(?:(?P<train>train|training)|(?P<test>test|testing)"
     r"|(?P<val>val|valid|validation|dev|eval|evaluation|held[-_]?out))(?![^\W\d_])",

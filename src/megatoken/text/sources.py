@@ -71,8 +71,9 @@ def open_local(file: "File") -> BinaryIO:
 class File:
     """An input file.
 
-    name: path relative to the corpus. size: bytes on disk. changed: mtime in ns, 0 if unknown.
-    opener: opens it. split: "val", or "" if each document is assigned by a hash, if at all.
+    name: path relative to the corpus. size: bytes on disk, or of generated text. changed: mtime in
+    ns, 0 if unknown. format: how it is divided into documents. opener: opens it. split: "val", or
+    "" if each document is assigned by a hash, if at all.
     """
 
     name: str

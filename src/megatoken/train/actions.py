@@ -49,7 +49,7 @@ def list_actions(
 
     def validate_and_save(run: Run, poll: Poll) -> None:
         validate(run, batches, poll)
-        is_best = run.progress.best_step(run.progress.val_losses) == run.state.step
+        is_best = run.history.best_step(run.history.val_losses) == run.state.step
         if run.config.save.keep_best and is_best:
             saver.try_save()
 
@@ -68,12 +68,12 @@ def validate(run: Run, batches: BatchSource, poll: Poll) -> None:
     poll: called on all ranks before each batch; may raise StopRequested.
     """
     step = run.state.step
-    is_logged = ("val", step) in run.progress.logged
+    is_logged = ("val", step) in run.history.logged
     if is_logged or not run.data.dataset.n_val or not run.config.evaluate.tokens:
         return
     run.begin("validate")
     row, text = batches.validate(poll)
-    run.progress.val_losses[step] = row["loss"]
+    run.history.val_losses[step] = row["loss"]
     run.write("val", **row)
     run.console.print(f"step {step}: {text}")
 
@@ -84,5 +84,5 @@ def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:
         run.check_stop(action.seconds)
         start = time.monotonic()
         action.call(run, poll)
-        run.comm.barrier()  # rank 0 may have worked for longer than collectives wait
+        run.comm.barrier()  # rank 0 may have worked for longer than the timeout of collectives
         action.seconds = max(action.seconds, time.monotonic() - start)

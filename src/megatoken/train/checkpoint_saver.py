@@ -34,7 +34,7 @@ class CheckpointSaver:
         """
         run = self._run
         step = run.state.step
-        if ("save", step) in run.progress.logged:
+        if ("save", step) in run.history.logged:
             return
         self.try_commit()  # if that fails, this save still starts
         with run.during("save", step):
@@ -50,7 +50,7 @@ class CheckpointSaver:
             self._pending = AsyncSave(
                 self._root, run.state, config=config, tokenizer=tokenizer, meta=meta
             )
-            run.progress.logged.add(("save", step))
+            run.history.logged.add(("save", step))
 
     def commit_pending(self) -> None:
         """Wait for the pending checkpoint, if any, commit it, and prune old ones.
@@ -68,7 +68,7 @@ class CheckpointSaver:
         try:
             folder = pending.finish(partial(run.heartbeat.beat, "save", pending.step))
         except MegatokenError:
-            run.progress.logged.discard(("save", pending.step))
+            run.history.logged.discard(("save", pending.step))
             raise
         run.stop.observe(save_seconds=pending.writing_seconds + pending.stall_seconds)
         run.write(
@@ -79,7 +79,7 @@ class CheckpointSaver:
             seconds=pending.writing_seconds,
             stall_seconds=pending.stall_seconds,
         )
-        run.progress.verified[folder] = pending.files
+        run.history.verified[folder] = pending.files
         self._link_best()
         with run.during("prune", pending.step):  # may hash old checkpoints, each once
             self._prune()
@@ -100,8 +100,8 @@ class CheckpointSaver:
                 self._root,
                 keep_last=run.config.save.keep_last,
                 keep_every=self._keep_every,
-                keep=[self.find_best(), *run.progress.in_use],
-                verified=run.progress.verified,
+                keep=[self.find_best(), *run.history.in_use],
+                verified=run.history.verified,
             )
         except MegatokenError as error:
             run.event("old checkpoints not removed", message=str(error))
@@ -113,7 +113,7 @@ class CheckpointSaver:
         """
         if not self._run.config.save.keep_best:
             return None
-        return self._run.progress.best_step(list_steps(self._root))
+        return self._run.history.best_step(list_steps(self._root))
 
     def _link_best(self) -> None:
         """Atomically point the symlink RUN/best at the best checkpoint."""

@@ -54,13 +54,13 @@ class BatchSource(Protocol):
 class Objective:
     """Pre-training: the cross-entropy of text. Fields of subclasses are options of the `Trainer`.
 
-    kind: kind of dataset that it trains on. is_dense: whether rows fill the context, for which
+    kind: kind of dataset that it trains on. fills_context: whether rows fill the context, for which
     FLOPs are counted. is_chat: whether the model learns to answer messages
     instead of continuing text.
     """
 
     kind: ClassVar[str] = "text"
-    is_dense: ClassVar[bool] = True
+    fills_context: ClassVar[bool] = True
     is_chat: ClassVar[bool] = False
 
     def record_options(self, resolved: ResolvedConfig) -> ResolvedConfig:

@@ -111,7 +111,7 @@ def settle_steps(
 ) -> None:
     """Read and log the pending steps; recover if one is bad or replicas differ.
 
-    `state.step` then falls: by the steps from the bad one on, or to that of a checkpoint.
+    A bad step moves `state.position` back: `log.read` to before it, `rewind` to a checkpoint.
 
     compares: whether to compare replicas even if no step is bad.
     """
@@ -119,7 +119,7 @@ def settle_steps(
     for step, values in log.read():
         error = find_difference(run) if step.bad else None
         at = state.position
-        decision = guard.rewind(error) if error else guard.judge(step, at.batch, at.recent)
+        decision = guard.rewind(error) if error else guard.judge(step, at.next_batch, at.recent)
         match decision:
             case Accept(spike, recent):
                 state.position = replace(at, recent=recent)
@@ -136,7 +136,7 @@ def settle_steps(
 
 def report(run: Run, step: StepMetrics, what: str, message: str) -> None:
     """Log an event and print a warning about a step and its batch."""
-    batch = replace(run.state.position, step=step.step - 1).batch
+    batch = replace(run.state.position, step=step.step - 1).next_batch
     numbers = {"step": step.step, "batch": batch, "loss": step.loss, "grad_norm": step.grad_norm}
     run.event(what, **numbers, message=message)
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
@@ -148,7 +148,7 @@ def skip_batch(run: Run, bad: StepMetrics) -> None:
     run.heartbeat.beat("skip", run.state.step)  # the next step has the same number
     report(run, bad, "batch skipped", "weights unchanged")
     position = run.state.position
-    run.state.position = position.skip(position.batch)
+    run.state.position = position.skip(position.next_batch)
 
 
 def find_difference(run: Run) -> NumericsError | None:
@@ -179,7 +179,7 @@ def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
     saver.try_commit()
     if restore(run, allow_changes=True) is None:
         raise decision.error
-    skipped = range(state.position.batch, decision.last_bad_batch + 1)
+    skipped = range(state.position.next_batch, decision.last_bad_batch + 1)
     state.position = state.position.skip(*skipped)
     message = f"rewound from step {left_step} to {state.step}"
     if skipped:

@@ -25,7 +25,7 @@ def restore(run: Run, *, allow_changes: bool) -> CheckpointManifest | None:
 
     allow_changes: whether to accept a different dataset, provided its tokenizer is the same.
     """
-    state, progress = run.state, run.progress
+    state, history = run.state, run.history
     root = run.out / CHECKPOINTS
     if run.is_main:
         remove_leftovers(root)
@@ -40,10 +40,10 @@ def restore(run: Run, *, allow_changes: bool) -> CheckpointManifest | None:
             skipped_batches=tuple(meta.get("skipped_batches", [])),
             recent=RecentSteps(tuple((loss, norm) for loss, norm in meta.get("recent_steps", []))),
         )
-        progress.verified[step_folder(root, manifest.step)] = manifest.files
+        history.verified[step_folder(root, manifest.step)] = manifest.files
         seconds = meta.get("elapsed_seconds", 0.0)
         run.console.print(f"resuming from {step_folder(root, manifest.step).name}")
-    progress.logged, progress.val_losses = state.comm.run_on_rank0(
+    history.logged, history.val_losses = state.comm.run_on_rank0(
         lambda: _rewind_log(run, state.step, seconds)
     )
     return manifest

@@ -44,7 +44,7 @@ class RunContext:
 
 
 @dataclass
-class Progress:
+class History:
     """What a run has logged and saved so far. Weights and position are in TrainState.
 
     logged: a (kind, step) pair for each row in the metrics log. In the pair of a task score, the
@@ -81,14 +81,15 @@ class Progress:
 class RunData:
     """The dataset and model shape of a run.
 
-    loader, epoch_tokens: what `Objective.open_data` returned. is_dense, is_chat: as in `Objective`.
+    loader, epoch_tokens: what `Objective.open_data` returned. fills_context, is_chat: as in
+    `Objective`.
     """
 
     dataset: Mixture
     model_config: ModelConfig
     loader: DataLoader | None
     epoch_tokens: int
-    is_dense: bool
+    fills_context: bool
     is_chat: bool
 
     @property
@@ -115,7 +116,7 @@ class RunPlan(RunContext):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunPlan):
-    """A run whose model is built. Only the contents of `state` and `progress` change.
+    """A run whose model is built. Only the contents of `state` and `history` change.
 
     step_config: its micro-batch and loss are placeholders until set-up has ended. observers: called
     with a dict for every row (kind, step, tokens, elapsed_seconds and values); one that returns
@@ -125,7 +126,7 @@ class Run(RunPlan):
     """
 
     state: TrainState
-    progress: Progress
+    history: History
     observers: Sequence[Observer]
 
     @property
@@ -133,7 +134,7 @@ class Run(RunPlan):
         """Whether no step is left, or the validation loss has stopped falling."""
         patience = self.config.evaluate.patience
         is_last = self.state.step >= self.step_config.total_steps
-        return is_last or self.progress.is_out_of_patience(patience)
+        return is_last or self.history.is_out_of_patience(patience)
 
     def write(
         self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any
@@ -147,7 +148,7 @@ class Run(RunPlan):
         values = {"elapsed_seconds": self.log_file.elapsed_seconds, **values}
         if to_file:
             self.log_file.write(kind, step, tokens, **values)
-            self.progress.logged.add((values.get("task", kind), step))
+            self.history.logged.add((values.get("task", kind), step))
         for observer in self.observers:
             if observer({"kind": kind, "step": step, "tokens": tokens, **values}):
                 self.stop.request_stop("callback")

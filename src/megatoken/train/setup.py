@@ -91,7 +91,7 @@ def open_data(config: Config, objective: Objective, context: RunContext) -> RunD
         model_config=config.model.resolve(vocabulary.vocab_size),
         loader=loader,
         epoch_tokens=epoch_tokens,
-        is_dense=objective.is_dense,
+        fills_context=objective.fills_context,
         is_chat=objective.is_chat,
     )
 

@@ -78,7 +78,7 @@ class Position:
     recent: RecentSteps = RecentSteps()
 
     @property
-    def batch(self) -> int:
+    def next_batch(self) -> int:
         """The number of the next step's batch in the data order, which counts skipped batches."""
         return batch_of_step(self.step, self.skipped_batches)
 
@@ -264,7 +264,7 @@ class StepConfig:
 
     def tokens_trained(self, position: Position) -> int:
         """Return the tokens of the steps before a position, excluding skipped batches."""
-        batch = position.batch
+        batch = position.next_batch
         skipped = (each for each in position.skipped_batches if each < batch)
         return self.tokens_before(batch) - sum(map(self.batch_size, skipped))
 

@@ -93,7 +93,7 @@ class StepLog:
         # An exponential moving average, so that one slow step does not make the estimate jump.
         full = run.step_config.batch_tokens / rate
         self._full_seconds = 0.9 * (self._full_seconds or full) + 0.1 * full
-        n_devices = run.comm.dist_env.world_size * run.data.is_dense
+        n_devices = run.comm.dist_env.world_size * run.data.fills_context
         peak = run.device.peak_flops * n_devices
         mfu = describe_mfu(rate, run.data.model_config, peak)
         return {"seconds": elapsed / steps, "tokens_per_second": rate, **mfu}
@@ -136,9 +136,9 @@ class StepLog:
 
 def report_early_stop(run: Run) -> None:
     """Log and print that the validation loss has not fallen for `evaluate.patience` validations."""
-    progress = run.progress
-    best = progress.best_step(progress.val_losses)
-    lowest = "never finite" if best is None else f"{progress.val_losses[best]:.4f} at step {best}"
+    history = run.history
+    best = history.best_step(history.val_losses)
+    lowest = "never finite" if best is None else f"{history.val_losses[best]:.4f} at step {best}"
     n = run.config.evaluate.patience
     message = f"the validation loss has not improved on {lowest} for {n} validations"
     run.event("early stop", message=message)
@@ -152,7 +152,7 @@ def report_end(
     step = run.state.step
     console = run.console
     state = "done" if code == ExitCode.DONE else "stopped"
-    reason = "" if code == ExitCode.DONE else run.stop.stop_requested or "another rank"
+    reason = "" if code == ExitCode.DONE else run.stop.stop_reason or "another rank"
     end: dict[str, Any] = {"exit_code": int(code), "message": reason}
     run.log_file.status(state=state, phase="", step=step, **end)
     run.write("end", to_file=False, **end)
@@ -163,7 +163,7 @@ def report_end(
         return
     best = saver.find_best()
     if best is not None and best != step:
-        loss = run.progress.val_losses[best]
+        loss = run.history.val_losses[best]
         console.print(f"best: {run.out / BEST}, step {best:,}, validation loss {loss:.4f}")
     is_here = next_command.split()[0] in list_entries("command")
     following = f"; next: megatoken {next_command}" if is_here else ""

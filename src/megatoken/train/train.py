@@ -42,7 +42,7 @@ from megatoken.train.initial_state import build_train_state, copy_architecture
 from megatoken.train.objective import BatchSource, Objective, load_objective
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
-from megatoken.train.run import Observer, Progress, Run, RunContext
+from megatoken.train.run import History, Observer, Run, RunContext
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, report_early_stop, report_end
 
@@ -179,7 +179,7 @@ class Trainer:
             call_entries("summary", resolved.name, plan)
             observers = [*self.callbacks]
             state = build_train_state(plan, self.model, self.optimizer)
-            run = Run(**vars(plan), state=state, progress=Progress(), observers=observers)
+            run = Run(**vars(plan), state=state, history=History(), observers=observers)
             manifest = restore(run, allow_changes=self.allow_changes)  # None for a new run
             changes += find_dataset_change(manifest, data.dataset)
             observers += call_entries("observer", run)
@@ -191,9 +191,9 @@ class Trainer:
             else:
                 comm.run_on_rank0(lambda: setup.write_run_files(resolved, run))
                 record_changes(run, changes)
-                run, batches = prepare(run, self.objective, explain=self.explain)
+                run, batches = tune_and_open(run, self.objective, explain=self.explain)
                 code = train(run, self.objective, batches, actions)
-                reason = stop.stop_requested if code == ExitCode.STOPPED else ""
+                reason = stop.stop_reason if code == ExitCode.STOPPED else ""
             return code, state.step, plan.step_config.tokens_trained(state.position), reason
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, int, str]:
@@ -210,7 +210,7 @@ class Trainer:
         return ExitCode(codes[0]), last_save["step"], last_save["tokens"], ""
 
 
-def prepare(run: Run, objective: Objective, *, explain: bool) -> tuple[Run, BatchSource]:
+def tune_and_open(run: Run, objective: Objective, *, explain: bool) -> tuple[Run, BatchSource]:
     """Tune kernels and micro-batch, then open the batches.
 
     explain: whether to print the measurements.
@@ -271,13 +271,13 @@ def run_loop(
                 # to read its losses, all ranks read theirs, because they rewind together.
                 must_read = run.check_stop(flag=log.wants_read)
                 call_actions(run, [action for action in actions if action.is_due(run)], poll)
-                if run.progress.is_out_of_patience(run.config.evaluate.patience):
+                if run.history.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
                     break
                 saver.commit_if_written()
                 log.begin_step()
                 with log.stragglers.data:
-                    batch = batches.get(state.position.batch)
+                    batch = batches.get(state.position.next_batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
                 log.add(pending, batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.

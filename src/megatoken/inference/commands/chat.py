@@ -53,9 +53,9 @@ def run(options: Namespace, console: Console) -> Data:
 
 def chat(options: Namespace, console: Console) -> Data:
     """Talk until the user leaves, or answer one message."""
-    from megatoken.inference.choose import Sampling
     from megatoken.inference.conversation import Conversation
     from megatoken.inference.open_model import open_model
+    from megatoken.inference.sampling import Sampling
     from megatoken.text.chat_template import Message, find_template
 
     sampling = Sampling(

@@ -94,7 +94,7 @@ def choose_evaluation(options: Namespace, console: Console) -> "Evaluation":
 def prepare_questions(options: Namespace) -> "Evaluation":
     """Read the questions of --chat, and return a function that scores a model's answers to them."""
     from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
-    from megatoken.inference.choose import Sampling
+    from megatoken.inference.sampling import Sampling
 
     reward = REWARDS.get(options.reward) or load_reward(options.reward)
     sampling = Sampling(options.tokens, options.temperature)

@@ -33,9 +33,9 @@ def sample(options: Namespace, prompts: Sequence[str], console: Console) -> Data
 
     For a single prompt, the data is its ids and texts. For several, it is {"samples": [...]}.
     """
-    from megatoken.inference.choose import Sampling
     from megatoken.inference.generate import TextStream, describe_window, generate_ids
     from megatoken.inference.open_model import open_model
+    from megatoken.inference.sampling import Sampling
     from megatoken.text.chat_template import find_stop_ids
 
     sampling = Sampling(

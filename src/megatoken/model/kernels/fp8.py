@@ -21,7 +21,7 @@ from megatoken.model.kernels.cross_entropy import OutputLayer
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-MULTIPLE = 16  # must divide all sizes except M in `matmul_nt`
+MULTIPLE = 16  # of all sizes of a product; only M of `matmul_nt` is free
 EXPONENT = 0x7F800000  # exponent bits of fp32; they round a number down to a power of two
 SMALLEST = 1e-30  # lower bound of a tensor's largest magnitude; avoids division by 0
 SOFTMAX_FACTOR = 2.0**15  # of the logits' gradient, which is at most 1

@@ -106,7 +106,7 @@ def _gradient(x, log2_total, SOFTCAP: tl.constexpr):
 
 @jit
 def _store(logits, grad8, at, d, mask, FACTOR: tl.constexpr):
-    """Store gradients in place of the logits and, if FACTOR is above 0, times FACTOR in FP8."""
+    """Overwrite logits with gradients; if FACTOR is above 0, store FACTOR times them in `grad8`."""
     tl.store(logits + at, d.to(logits.dtype.element_ty), mask=mask)
     if FACTOR > 0:
         tl.store(grad8 + at, (d * FACTOR).to(grad8.dtype.element_ty), mask=mask)

@@ -88,7 +88,7 @@ def fuse(block: Block) -> Callable[..., Tensor] | None:
         attention.attention_fn is native_attention
         and type(norm) is type(block.norm2) is Norm
         and block.post_norm1 is None
-        and attention.heads[0] * attention.d_head == len(norm.weight)
+        and attention.heads[0] * attention.d_head == norm.width
         and not (attention.q_norm or attention.value_tokens or attention.window)
         and not (attention.drop.p or mlp.is_relu2 or mlp.recompute_activation)
         and (mlp.is_swiglu or (mlp.gate is None and mlp.gelu_approximate == "tanh"))

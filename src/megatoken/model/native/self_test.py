@@ -16,7 +16,11 @@ from torch import Tensor
 from megatoken.model.native.library import DTYPES, Library, describe_matmul, views
 
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 2**-6}  # of errors, over the largest result
-SIZES = (67, 45, 97), (19, 33, 3100), (3, 45, 97)  # M, N, depth: odd; two chunks of it; few rows
+SIZES = (
+    (67, 45, 97),
+    (19, 33, 3100),
+    (3, 45, 97),
+)  # (M, N, K): odd sizes; a K of two chunks; few rows
 H, K, S, D = 4, 2, 149, 40  # attention: heads in groups, more keys than a block has
 
 

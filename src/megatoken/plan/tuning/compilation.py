@@ -114,7 +114,7 @@ def _compile_full(
         return
     forward = torch.compile(state.compute.model, mode="reduce-overhead")
     state.compute = replace(state.compute, forward=forward, cuda_graphs=True)
-    # Two micro-batches, because the first leaves its gradients in the memory of the graphs.
+    # Two micro-batches: the second replays over the memory where the first left its gradients.
     ids = torch.cat([ids, ids])
     norms = []
     for _ in range(3):  # compile, record, replay

@@ -132,7 +132,7 @@ def open_wandb(run: Path, state: Row) -> Sink:
     def log(values: dict[str, float], row: Row) -> None:
         wandb_run.log({**values, "step": row["step"], "tokens": row["tokens"]})
 
-    return Sink(log, partial(check_room, Path(wandb_run.dir)), wandb_run.finish)
+    return Sink(log, partial(check_free_space, Path(wandb_run.dir)), wandb_run.finish)
 
 
 def open_trackio(run: Path, state: Row) -> Sink:
@@ -145,13 +145,13 @@ def open_trackio(run: Path, state: Row) -> Sink:
     def log(values: dict[str, float], row: Row) -> None:
         trackio.log(values, step=row["step"])
 
-    return Sink(log, partial(check_room, Path(trackio.TRACKIO_DIR)), trackio.finish)
+    return Sink(log, partial(check_free_space, Path(trackio.TRACKIO_DIR)), trackio.finish)
 
 
 OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
-def check_room(folder: Path) -> None:
+def check_free_space(folder: Path) -> None:
     """Raise OSError if the disk of `folder` is full, which W&B and trackio do not report."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:

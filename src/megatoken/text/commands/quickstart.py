@@ -114,8 +114,8 @@ def find_prompt(dataset: "Dataset") -> str:
 def measure_xz(dataset: "Dataset", seq_len: int) -> dict[str, float]:
     """Return the bits per byte of xz -9 on the text that `eval` uses, after the training text.
 
-    Like the model, xz has then seen other text of this kind: `training_bytes`, the end of the
-    training text. Returns {} if Python has no lzma.
+    The training text makes the comparison fair, because the model has seen it, too. xz gets the
+    last `training_bytes` of it. Returns {} if Python has no lzma.
     """
     from megatoken.data.dataloader import evaluation_windows
     from megatoken.text.tokenizer import open_tokenizer
