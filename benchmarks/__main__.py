@@ -1,6 +1,6 @@
 """`python -m benchmarks NAME`: run one benchmark and write its record, as `megatoken bench` does.
 
-`report` shows records, compares them with older ones, or with those of other machines.
+`report` shows records, compares them with older records or with records of other machines.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compare the losses of fast training with those of exact training.
+"""Compare the losses of fast and exact training.
 
     python -m benchmarks.loss_parity --device cuda --steps 200
 
@@ -34,9 +34,7 @@ def read_losses(run: Path) -> list[float]:
 
 
 def compare(one: list[float], other: list[float]) -> dict[str, float]:
-    """Return the relative distances of two curves: the largest in a step, and that of the last
-    means.
-    """
+    """Return two relative distances of curves: the largest of a step, and of the last means."""
     steps = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
     ends = [statistics.fmean(losses[-LAST:]) for losses in (one, other)]
     return {"largest": max(steps), "end": abs(ends[0] - ends[1]) / ends[1]}

@@ -117,7 +117,7 @@ def summarize(workers: Sequence[ProbedWorker], device: Device) -> dict[str, Any]
     """Return the rows, and how ours (the first) compares.
 
     ratio, ratios: our median rate divided by each program's best. ratio_spread: our rate divided by
-    that of the fastest program in the same rounds. ratio_undisturbed: the same for undisturbed
+    the rate of the fastest program in the same rounds. ratio_undisturbed: the same for undisturbed
     rounds. They are None if there is no other program.
     """
     rows: list[dict[str, Any]] = [

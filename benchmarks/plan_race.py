@@ -5,8 +5,8 @@
 Each round takes about a minute for each of four models. It has a plan, which measures for 30 s; a
 full run with its evaluations and saves; and a run in which the plan's own steps are timed once
 after each second of training. `after`: planned time divided by that of the next run, at another
-load. `beside`: time predicted from the steps timed within a run, divided by that run's time without
-them, at the same load. Memory is the peak that the kernel counts.
+load. `beside`: the time that steps timed during a run predict, divided by the run's time without
+these steps, at the same load. Memory is the peak that the kernel counts.
 
 The models train on the quickstart's corpus. They are the quickstart's own; 4 layers of width 256; 8
 of 384; and 6 of 512 with grouped queries and an untied output layer. One thread; a quarter of an
@@ -106,7 +106,7 @@ def train(folder: Path, arguments: list[str]) -> tuple[float, int]:
     return max(row["elapsed_seconds"] for row in read_metrics(folder / "run")), peak
 
 
-class Beside:
+class TimedSteps:
     """A callback that times the plan's steps once after each second of training."""
 
     def __init__(self, timer: StepTimer) -> None:
@@ -120,14 +120,14 @@ class Beside:
             self.seconds += self.before - now
 
 
-def train_beside(config: Config, out: Path) -> float:
+def train_and_time(config: Config, out: Path) -> float:
     """Return planned over measured seconds of a run that also times the plan's steps."""
     model = config.model.resolve(load_dataset(config.data.path).vocab_size)
     config = replace(config, model=model)
     timer = StepTimer(config, open_device(config.machine))
-    beside = Beside(timer)
-    Trainer(config, out, callbacks=[beside], console=Console(quiet=True)).fit()
-    seconds = max(row["elapsed_seconds"] for row in read_metrics(out)) - beside.seconds
+    timed_steps = TimedSteps(timer)
+    Trainer(config, out, callbacks=[timed_steps], console=Console(quiet=True)).fit()
+    seconds = max(row["elapsed_seconds"] for row in read_metrics(out)) - timed_steps.seconds
     return timer.result().run_seconds(config, budget_tokens(config)) / seconds
 
 
@@ -145,7 +145,7 @@ def race(folder: Path, name: str) -> dict[str, Any]:
         "seconds": seconds,
         "memory_bytes": memory_bytes,
         "after": 3600 * planned["hours"] / seconds,
-        "beside": train_beside(config, folder / "beside"),
+        "beside": train_and_time(config, folder / "beside"),
         "memory": planned["memory_bytes"] / memory_bytes,
     }
 

@@ -260,7 +260,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _check_classes(manifest: CheckpointManifest, model: GPT, folder: Path) -> None:
-    """Raise CheckpointError unless the model has the user's modules that were trained."""
+    """Raise CheckpointError unless the model has the same modules of the user as the checkpoint."""
     trained, given = manifest.meta.get("classes", []), list_own_classes(model)
     if trained != given:
         names = [", ".join(map(str, classes)) or "none" for classes in (trained, given)]

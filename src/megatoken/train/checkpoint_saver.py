@@ -90,7 +90,7 @@ class CheckpointSaver:
         self._prune()
 
     def _prune(self) -> None:
-        # Others wait: rank 0 may read old checkpoints for longer than collectives of tensors wait.
+        # Others wait here: rank 0 may need longer than the timeout of collectives.
         self._comm.run_on_rank0(self._prune_here)
 
     def _prune_here(self) -> None:

@@ -55,8 +55,8 @@ class Objective:
     """Pre-training: the cross-entropy of text. Fields of subclasses are options of the `Trainer`.
 
     kind: kind of dataset that it trains on. fills_context: whether rows fill the context, for which
-    FLOPs are counted. is_chat: whether the model learns to answer messages
-    instead of continuing text.
+    FLOPs are counted. is_chat: whether the model learns to answer messages instead of continuing
+    text.
     """
 
     kind: ClassVar[str] = "text"
