@@ -23,8 +23,8 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import (
     Manifest,
     Shard,
-    hash_block,
     hash_blocks,
+    hash_bytes,
     make_header,
     write_manifest,
 )
@@ -93,16 +93,10 @@ def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
         ids = rng.integers(0, GPT2_VOCABULARY, shard_tokens, dtype=np.uint16)
         name = f"train_{number:06d}.bin"
         (folder / name).write_bytes(header + ids.tobytes())
-        blocks = "".join(hash_blocks(ids))
-        shards.append(
-            Shard(
-                file=name,
-                split="train",
-                tokens=shard_tokens,
-                blocks=blocks,
-                header=hash_block(header),
-            )
-        )
+        hashes = hash_blocks(ids).tobytes()
+        shard = Shard(file=name, split="train", tokens=shard_tokens, hash=hash_bytes(hashes))
+        (folder / shard.hashes_file).write_bytes(hashes)
+        shards.append(shard)
     tokenizer = {
         "name": "gpt2",
         "vocab_size": GPT2_VOCABULARY,

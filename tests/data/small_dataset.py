@@ -1,18 +1,22 @@
 """Small prepared datasets, written with the functions of data/shard_format.py."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.shard_format import (
+    SPLITS,
     Manifest,
+    Part,
     Shard,
-    hash_block,
     hash_blocks,
+    hash_bytes,
     make_header,
+    read_manifest,
     write_manifest,
 )
 from megatoken.text.prepare import Progress
@@ -34,16 +38,29 @@ def write_dataset(
             header = make_header(len(part), dtype, TOKENIZER["fingerprint"])
             file = f"{split}_{number:06d}.bin"
             (folder / file).write_bytes(header + part.tobytes())
-            blocks = "".join(hash_blocks(part))
-            shard = Shard(
-                file=file, split=split, tokens=len(part), blocks=blocks, header=hash_block(header)
-            )
+            hashes = hash_blocks(part).tobytes()
+            shard = Shard(file=file, split=split, tokens=len(part), hash=hash_bytes(hashes))
+            (folder / shard.hashes_file).write_bytes(hashes)
             shards.append(shard)
     documents = {split: len(counts) for split, counts in sizes.items()}
     source = {"files": 1, "policy": "replace"}
     contents = {"dtype": dtype, "documents": documents, "shards": tuple(shards), "source": source}
     write_manifest(folder, Manifest(tokenizer=TOKENIZER, **contents))
     return ids
+
+
+def join_parts(folder: Path, names: Sequence[str]) -> None:
+    """Write the manifest of a dataset whose parts are the datasets in folders below."""
+    manifests = [read_manifest(folder / name) for name in names]
+    parts = tuple(
+        Part(
+            name=name,
+            tokens={split: manifest.tokens(split) for split in SPLITS},
+            hash=hash_bytes((folder / name / "manifest.json").read_bytes()),
+        )
+        for name, manifest in zip(names, manifests, strict=True)
+    )
+    write_manifest(folder, replace(manifests[0], shards=(), parts=parts))
 
 
 def write_external(path: Path, ids: np.ndarray) -> None:

@@ -14,9 +14,10 @@ from megatoken.data.shard_format import (
     BLOCK_BYTES,
     Header,
     Manifest,
+    Part,
     Shard,
-    hash_block,
     hash_blocks,
+    hash_bytes,
     make_header,
     read_header,
     read_manifest,
@@ -24,9 +25,8 @@ from megatoken.data.shard_format import (
 )
 from tests.data.small_dataset import TOKENIZER
 
-SHARD = Shard(
-    file="train_000000.bin", split="train", tokens=3, blocks="0123456789abcdef", header="f" * 16
-)
+SHARD = Shard(file="train_000000.bin", split="train", tokens=3, hash="0123456789abcdef" * 2)
+PART = Part(name="part-00000", tokens={"train": 3, "val": 1}, hash="0123456789abcdef" * 2)
 MANIFEST = Manifest(
     tokenizer=TOKENIZER,
     dtype="uint16",
@@ -56,8 +56,9 @@ def test_wrong_header_is_refused():
 def test_blocks_are_hashed_in_order():
     data = np.random.default_rng(0).bytes(2 * BLOCK_BYTES + 7)
     parts = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
-    assert list(hash_blocks(data)) == [xxhash.xxh3_64_hexdigest(part) for part in parts]
-    assert hash_block(b"") == "2d06800538d394c2"  # XXH3_64bits of nothing, as published
+    digests = b"".join(xxhash.xxh3_64_digest(part)[::-1] for part in parts)  # little-endian
+    assert hash_blocks(data).tobytes() == digests
+    assert hash_bytes(b"") == "99aa06d3014798d86001c324468d497f"  # XXH3_128bits of nothing
 
 
 def test_manifest_round_trip(tmp_path: Path):
@@ -76,11 +77,14 @@ def test_manifest_round_trip(tmp_path: Path):
     measured = replace(MANIFEST, bytes={"train": {"text": 3, "decoded": 2, "lost": 1}})
     write_manifest(tmp_path, measured)
     assert read_manifest(tmp_path) == measured
-    assert measured.fingerprint == MANIFEST.fingerprint  # so that measuring changes no dataset
+    in_parts = replace(MANIFEST, shards=(), parts=(PART, replace(PART, name="part-00001")))
+    write_manifest(tmp_path, in_parts)
+    assert read_manifest(tmp_path) == in_parts
+    assert (in_parts.tokens("train"), in_parts.tokens("val")) == (6, 2)
 
 
 CHANGES = """
-"version": 1 -> "version": 2
+"version": 2 -> "version": 1
 "format": "megatoken dataset" -> "format": "another"
 "train_000000.bin" -> "../train.bin"
 "train_000000.bin" -> "/etc/passwd"
@@ -97,9 +101,9 @@ CHANGES = """
 
 def test_fingerprint_follows_the_content():
     same = replace(MANIFEST, source=dict(reversed(MANIFEST.source.items())))
-    assert same.fingerprint == MANIFEST.fingerprint == "f63c827d7686a7d2456eb60c58a3ba24"
+    assert same.fingerprint == MANIFEST.fingerprint == "f94ab207875decf72d9b8804a97b1783"
     others = [
-        replace(MANIFEST, shards=(replace(SHARD, blocks="0123456789abcdee"),)),
+        replace(MANIFEST, shards=(replace(SHARD, hash="0123456789abcdee" * 2),)),
         replace(MANIFEST, tokenizer={**TOKENIZER, "fingerprint": "5b" * 32}),
         replace(MANIFEST, documents={"train": 2}),
     ]

@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 from megatoken.base.errors import ConfigError
-from megatoken.data.shard_format import hash_block
+from megatoken.data.shard_format import hash_bytes
 from tests.soak.options import parse_options, report
 from tests.text import random_corpora
 from tests.tiny_run import fingerprint
@@ -54,7 +54,7 @@ def hash_bits(seed: int, folder: Path) -> str:
     case.settings += FIXED
     case.train(folder / "run", kill=case.kill)
     case.train(folder / "run")
-    return f"bits: {hash_block(json.dumps(fingerprint(folder / 'run')).encode())}"
+    return f"bits: {hash_bytes(json.dumps(fingerprint(folder / 'run')).encode())}"
 
 
 def main() -> int:

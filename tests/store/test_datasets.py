@@ -21,7 +21,7 @@ from megatoken.store.objects import ObjectStore
 from tests.conftest import Ask
 from tests.data.small_dataset import write_dataset, write_external
 
-SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 3, 2 and 1 blocks
+SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 10, 5 and 1 blocks
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +83,12 @@ def test_shards_are_fetched_once_and_read_as_local_ones(
 def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     store: ObjectStore, address: str, tmp_path: Path
 ):
-    flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
+    flip(store, "train_000001.bin", 1024 + 65_536 + 5)  # in its second block
     message = r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
     with pytest.raises(DataError, match=message):
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
-    assert not [*cached.glob("manifest.json"), *cached.glob("train_000001*")]
+    assert not [*cached.glob("manifest.json"), *cached.glob("train_000001.bin*")]
     damaged, _ = verify_folder(address).errors  # and the tokenizer, which was not yet fetched
     assert "train_000001.bin" in str(damaged)
     put(tmp_path / "made", address)
@@ -148,7 +148,8 @@ def test_one_process_fetches_and_others_wait(
     monkeypatch.setattr(ObjectStore, "download", count)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(fetch_dataset, [address] * 3))
-    assert sorted(fetched) == ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
+    shards = ("train_000000", "train_000001", "val_000000")
+    assert sorted(fetched) == [f"{name}.{kind}" for name in shards for kind in ("bin", "xxh3")]
 
 
 def test_a_full_disk_is_noticed_before(

@@ -104,7 +104,7 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path):
     result = prepare(source, out, val_fraction=0)
     assert read_split(out, "train") == [*b"one", EOT, *b"two", EOT, *"é".encode()]
     assert (result.tokens, result.documents, result.shards, result.val_tokens) == (10, 3, 1, 0)
-    names = ["inputs.xxh3", "manifest.json", "tokenizer", "train_000000.bin"]
+    names = ["inputs.xxh3", "manifest.json", "tokenizer", "train_000000.bin", "train_000000.xxh3"]
     assert sorted(path.name for path in out.iterdir()) == names
 
 

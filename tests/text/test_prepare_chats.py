@@ -116,7 +116,7 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path, s
     *chosen, last = chats(41)
     given = [*chosen, {**last, "weight": 0}]
     dataset = prepare(tmp_path, given, val_fraction=0.2, shard_tokens=shard_tokens)
-    assert (len(dataset.shards) > 4) == (shard_tokens == 100)
+    assert (len(dataset.manifest.shards) > 4) == (shard_tokens == 100)
     found = []
     for split in ("train", "val"):
         rows = open_rows(dataset, split)

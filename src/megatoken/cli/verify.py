@@ -55,7 +55,8 @@ def verify_folder(folder: Path | str) -> Report:
         return _verify_run(folder)
     if is_checkpoint(folder):
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
-    shards = [*folder.glob("*.bin"), *folder.glob("*.npy")]
+    patterns = ("*.bin", "*.npy", "part-*/*.bin")
+    shards = [path for pattern in patterns for path in folder.glob(pattern)]
     is_prepared = (folder / MANIFEST_NAME).is_file()
     if not shards and not is_prepared:
         fix = "name a dataset, run or checkpoint folder"

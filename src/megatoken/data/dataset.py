@@ -1,151 +1,196 @@
 """Open a dataset: a prepared folder, or token shards of other programs.
 
-Sizes and headers are checked when a dataset is opened; a block's hash and token ids are checked
-when it is first read. `verify_dataset` checks everything at once.
+Only the manifest is read when a dataset is opened. A shard is checked against it when the shard is
+first used, and a block of tokens whenever it is read. `verify_dataset` checks everything at once.
 """
 
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError, MegatokenError
 from megatoken.base.rooms import list_entries, load_entry
+from megatoken.base.system.atomic_write import read_small_file
 from megatoken.base.system.machine import allow_open_files
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
-    HASH_DIGITS,
+    HASH_BYTES,
     HEADER_BYTES,
+    LARGEST_MANIFEST,
     MANIFEST_NAME,
     PROGRESS_NAME,
     RESTORE,
     SPLITS,
     Manifest,
+    Part,
     Shard,
-    hash_block,
+    check_hash,
+    hash_blocks,
+    hash_bytes,
+    make_header,
+    parse_manifest,
     read_errors,
     read_header,
     read_manifest,
 )
 from megatoken.data.vocabulary import CountBytes, Ids, Ints, Vocabulary, read_vocabulary
 
+CACHE_BLOCKS = (1 << 30) // BLOCK_BYTES  # blocks in memory, per split: 1 GiB
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
 
 
 class ShardFile:
-    """A shard file that can be read at any position.
+    """A shard file that can be read at any block.
 
     It is opened when it is first read, and closed once _MOST_OPEN others were read since. It is not
     memory-mapped, because a truncated file or a failing disk would then kill the process (SIGBUS).
     """
 
-    def __init__(self, shard: Shard, path: Path, dtype: str, offset: int) -> None:
-        """shard: its row in the manifest. offset: number of bytes before the tokens."""
+    def __init__(self, shard: Shard, path: Path, dtype: str, offset: int, tokenizer: str) -> None:
+        """shard: its row in the manifest. offset: number of bytes before the tokens. tokenizer:
+        the fingerprint in its header; "" if external."""
         self.shard = shard
         self.path = path
         self.offset = offset
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._stamp: tuple[int, ...] = ()  # when it was last checked; () before it is first opened
+        self.tokenizer = tokenizer
 
     @property
     def size(self) -> int:
         """The size in bytes that the file should have."""
         return self.offset + self.shard.tokens * self.dtype.itemsize
 
-    def read(self, start: int, out: Ids) -> None:
-        """Fill `out` (n,) with the tokens from index `start` on.
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks of BLOCK_BYTES; the last one can be shorter."""
+        return -(-(self.size - self.offset) // BLOCK_BYTES)
 
-        Raises DataError if the file is too short.
-        """
-        position = self.offset + start * self.dtype.itemsize
-        buffer = out.data.cast("B")
-        while buffer:
-            with read_errors(f"{self.path}, byte offset {position:,}"):
-                opened = _open_shard_file(self)
-                self._stamp = self._stamp or opened.read_stamp()
-                count = os.preadv(opened.descriptor, (buffer,), position)
-            if not count:
-                what = f"shard was truncated: {opened.read_stamp()[0]:,} bytes"
-                raise DataError(f"{what}, expected {self.size:,}", self.path, RESTORE)
-            buffer = buffer[count:]
-            position += count
+    def check(self) -> None:
+        """Raise DataError unless the file has the size, header and hashes of its manifest."""
+        _open_shard(self)
 
     def read_block(self, number: int) -> Ids:
-        """Return the ids of block `number`: BLOCK_BYTES of tokens with one hash in the manifest.
-
-        Raises DataError as `read` does.
-        """
+        """Return the ids of a block. Raises DataError if the file is too short or damaged."""
+        opened = _open_shard(self)
         per_block = BLOCK_BYTES // self.dtype.itemsize
         ids = np.empty(min(per_block, self.shard.tokens - number * per_block), self.dtype)
-        self.read(number * per_block, ids)
+        buffer = ids.data.cast("B")
+        position = start = self.offset + number * BLOCK_BYTES
+        while buffer:
+            with read_errors(f"{self.path}, byte offset {position:,}"):
+                count = os.preadv(opened.descriptor, (buffer,), position)
+            if not count:
+                what = f"shard was truncated: {position:,} bytes, expected {self.size:,}"
+                raise DataError(what, self.path, RESTORE)
+            buffer = buffer[count:]
+            position += count
+        if len(opened.hashes):
+            (actual,) = hash_blocks(ids)
+            if actual != opened.hashes[number]:
+                what = (
+                    f"block {number} has hash {actual:016x}, expected {opened.hashes[number]:016x}"
+                )
+                where = f"{self.path}, byte offset {start:,} (token {number * per_block:,})"
+                raise DataError(f"shard is damaged: {what}", where, RESTORE)
         return ids
 
-    def has_changed(self) -> bool:
-        """Return whether the file was modified or replaced since the last call.
+    def check_header(self, descriptor: int) -> NDArray[np.uint64]:
+        """Check the open file against the manifest; return the hashes of its blocks, if it has any."""
+        if not (self.tokenizer or self.shard.hash):
+            return np.empty(0, np.uint64)  # external, made from its header
+        raw = os.pread(descriptor, HEADER_BYTES, 0)
+        header = read_header(raw, self.path)
+        expected_raw = make_header(self.shard.tokens, self.dtype.name, self.tokenizer)
+        for name, (actual, expected) in {
+            "token type": (header.dtype, self.dtype.name),
+            "token count": (header.tokens, self.shard.tokens),
+            "size": (os.fstat(descriptor).st_size, self.size),
+            "tokenizer fingerprint": (header.fingerprint, self.tokenizer),
+            "hash of the header": (hash_bytes(raw), hash_bytes(expected_raw)),
+        }.items():
+            if actual != expected:
+                what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
+                raise DataError(what, self.path, RESTORE)
+        return np.frombuffer(self._read_hashes(), "<u8")
 
-        The first call compares it with the file that was first read.
-        """
-        previous = self._stamp
-        with read_errors(self.path):
-            self._stamp = _open_shard_file(self).read_stamp()
-        return previous != self._stamp
+    def _read_hashes(self) -> bytes:
+        path = self.path.with_name(self.shard.hashes_file)
+        with read_errors(path):
+            return check_hash(
+                read_small_file(path, HASH_BYTES * self.n_blocks), self.shard.hash, path
+            )
 
 
-class _OpenFile:
-    """A file descriptor, closed when the last reference is gone."""
+class _OpenShard:
+    """A file descriptor, closed when the last reference is gone, and the hashes of the blocks."""
 
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-
-    def read_stamp(self) -> tuple[int, ...]:
-        status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns, status.st_ino
+    def __init__(self, file: ShardFile) -> None:
+        with read_errors(file.path):
+            self.descriptor = os.open(file.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self.descriptor)
+            self.hashes = file.check_header(self.descriptor)
 
 
-@lru_cache(_MOST_OPEN)
-def _open_shard_file(shard: ShardFile) -> _OpenFile:
-    return _OpenFile(shard.path)
+_open_shard = lru_cache(_MOST_OPEN)(_OpenShard)
+
+
+class ShardList:
+    """Consecutive shards of a split. tokens: in all. list_files: called on first use."""
+
+    def __init__(self, tokens: int, list_files: Callable[[], Sequence[ShardFile]]) -> None:
+        self.tokens = tokens
+        self._list_files = list_files
+
+    @cached_property
+    def files(self) -> Sequence[ShardFile]:
+        """The shards. Raises DataError if the manifest of a part is missing or damaged."""
+        return self._list_files()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The token at which each shard begins, and the number of tokens."""
+        return [0, *accumulate(file.shard.tokens for file in self.files)]
 
 
 class Tokens:
-    """The token ids of one split, its shards joined end to end.
+    """The token ids of one split, its shards joined end to end."""
 
-    Each block is verified when it is first read, and again if its shard is modified afterwards.
-    """
-
-    def __init__(self, shards: list[ShardFile], dtype: str, vocab_size: int) -> None:
+    def __init__(self, lists: Sequence[ShardList], dtype: str, vocab_size: int) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.vocab_size = vocab_size
-        self._shards = shards
+        self.lists = lists
         self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
-        self._starts = [0, *accumulate(self.shard_tokens)]  # of the shards, and the end
-        self._verified = [
-            np.zeros(-(-tokens // self._block_tokens), np.bool_) for tokens in self.shard_tokens
-        ]
+        self._starts = [0, *accumulate(shards.tokens for shards in lists)]
+        self._cached_block = lru_cache(CACHE_BLOCKS)(self._read_block)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
+    def files(self) -> Iterator[ShardFile]:
+        """The shards. Raises DataError if the manifest of a part is missing or damaged."""
+        return (file for shards in self.lists for file in shards.files)
+
+    @property
     def shard_tokens(self) -> list[int]:
         """Number of tokens in each shard."""
-        return [file.shard.tokens for file in self._shards]
+        return [file.shard.tokens for file in self.files]
 
     def set_vocab_size(self, vocab_size: int) -> None:
-        """Set the vocabulary size that ids are checked against; mark all blocks as unverified."""
+        """Set the vocabulary size that ids are checked against."""
         self.vocab_size = vocab_size
-        for blocks in self._verified:
-            blocks[:] = False
+        self._cached_block.cache_clear()
 
     def read(self, start: int, count: int) -> Ids:
         """Return a copy of tokens [start, start + count). Raises DataError as `gather` does."""
@@ -154,65 +199,47 @@ class Tokens:
     def gather(self, starts: Ints, length: int) -> Ids:
         """Return windows (n, length) that begin at tokens `starts` (n,), in the shards' dtype.
 
-        Verifies each block on first use. Raises DataError if a shard cannot be read, or if a block
-        is damaged or holds an id outside the vocabulary.
+        Raises DataError if a shard cannot be read, or if a block is damaged or holds an id outside
+        the vocabulary.
         """
         out = np.empty((len(starts), length), dtype=self.dtype)
-        while True:
-            used = set[int]()
-            for row, start in zip(out, starts.tolist(), strict=True):
-                assert 0 <= start <= len(self) - length
-                self._copy(start, row, used)
-            # Check after copying, to catch writes between verifying and copying.
-            changed = [index for index in used if self._shards[index].has_changed()]
-            for index in changed:
-                self._verified[index][:] = False
-            if not changed:
-                return out
+        for row, start in zip(out, starts.tolist(), strict=True):
+            assert 0 <= start <= len(self) - length
+            self._copy(start, row)
+        return out
 
     def verify(self) -> Iterator[MegatokenError]:
         """Verify every block and yield one DataError for each bad one."""
-        for file, blocks in zip(self._shards, self._verified, strict=True):
-            for number in range(len(blocks)):
+        for file in self.files:
+            for number in range(file.n_blocks):
                 try:
-                    self._verify_block(file, number)
+                    self._read_block(file, number)
                 except MegatokenError as error:
                     yield error
 
-    def _copy(self, start: int, out: Ids, used: set[int]) -> None:
-        """Fill `out` with the tokens from `start` on; add the numbers of their shards to `used`."""
-        index = bisect_right(self._starts, start) - 1
-        start -= self._starts[index]
+    def _copy(self, start: int, out: Ids) -> None:
+        """Fill `out` with the tokens from `start` on."""
         while len(out):
-            file, verified = self._shards[index], self._verified[index]
-            count = min(len(out), file.shard.tokens - start)
-            end = -(-(start + count) // self._block_tokens)
-            for number in range(start // self._block_tokens, end):
-                if not verified[number]:
-                    self._verify_block(file, number)
-                    verified[number] = True
-            file.read(start, out[:count])
-            used.add(index)
-            out = out[count:]
-            index += 1
-            start = 0
+            index = bisect_right(self._starts, start) - 1
+            shards = self.lists[index]
+            in_list = start - self._starts[index]
+            shard = bisect_right(shards.starts, in_list) - 1
+            number, offset = divmod(in_list - shards.starts[shard], self._block_tokens)
+            found = self._cached_block(shards.files[shard], number)[offset : offset + len(out)]
+            out[: len(found)] = found
+            start += len(found)
+            out = out[len(found) :]
 
-    def _verify_block(self, file: ShardFile, number: int) -> None:
+    def _read_block(self, file: ShardFile, number: int) -> Ids:
         ids = file.read_block(number)
-        token = number * self._block_tokens
-        where = f"{file.path}, byte offset {file.offset + number * BLOCK_BYTES:,} (token {token:,})"
-        if file.shard.blocks:
-            actual = hash_block(ids)
-            expected = file.shard.block_hash(number)
-            if actual != expected:
-                what = f"shard is damaged: block {number} has hash {actual}, expected {expected}"
-                raise DataError(what, where, RESTORE)
         if int(ids.max()) >= self.vocab_size:
             index = int(np.argmax(ids >= self.vocab_size))
-            offset = file.offset + number * BLOCK_BYTES + index * ids.itemsize
+            token = number * self._block_tokens + index
             what = f"token id {int(ids[index])} is outside the vocabulary of {self.vocab_size:,}"
-            where = f"{file.path}, byte offset {offset:,} (token {token + index:,})"
+            offset = file.offset + token * ids.itemsize
+            where = f"{file.path}, byte offset {offset:,} (token {token:,})"
             raise DataError(what, where, "use the tokenizer that made these shards")
+        return ids
 
 
 @dataclass(frozen=True)
@@ -223,7 +250,6 @@ class Dataset:
     manifest: Manifest
     train: Tokens
     val: Tokens
-    shards: tuple[ShardFile, ...]
     external_tokenizer: str  # used if the folder has no tokenizer
 
     @property
@@ -283,18 +309,18 @@ class Dataset:
     def fingerprint(self) -> str:
         """The xxh3_128 hex that identifies the dataset.
 
-        For a prepared dataset, it is the hash of the manifest, which contains a hash of every block
-        of tokens. For external shards, it is a hash of the names, sizes, headers and up to 18
-        blocks (256 KiB each) of every shard.
+        For a prepared dataset, it is the hash of the manifest, which covers every block of tokens.
+        For external shards, it is a hash of the names, sizes, headers and up to 18 blocks of every
+        shard.
         """
-        if all(file.shard.blocks for file in self.shards if file.shard.tokens):
+        if self.manifest.tokenizer["fingerprint"]:
             return self.manifest.fingerprint
         hasher = xxhash.xxh3_128()
-        for file in self.shards:
+        for file in (*self.train.files, *self.val.files):
             hasher.update(f"{file.shard.file}\n{file.shard.split}\n{file.size}\n".encode())
             with file.path.open("rb") as header:
                 hasher.update(header.read(file.offset))
-            last = -(-(file.size - file.offset) // BLOCK_BYTES) - 1
+            last = file.n_blocks - 1
             samples = {number * last // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}
             for block in sorted(samples):
                 hasher.update(file.read_block(block).data)
@@ -314,16 +340,11 @@ def load_dataset(
     the data cannot be fetched.
     """
     path = local_dataset(path, report)
-    manifest, files = _list_shards(path, external_tokenizer)
+    manifest, shards = _list_shards(path, external_tokenizer)
     allow_open_files()
-    for file in files:
-        _check_header(file, manifest)
     vocab_size = manifest.tokenizer["vocab_size"]
-    train, val = (
-        Tokens([file for file in files if file.shard.split == split], manifest.dtype, vocab_size)
-        for split in SPLITS
-    )
-    return Dataset(path, manifest, train, val, tuple(files), external_tokenizer)
+    train, val = (Tokens(shards[split], manifest.dtype, vocab_size) for split in SPLITS)
+    return Dataset(path, manifest, train, val, external_tokenizer)
 
 
 def verify_dataset(path: Path) -> Iterator[MegatokenError]:
@@ -332,20 +353,31 @@ def verify_dataset(path: Path) -> Iterator[MegatokenError]:
     External shards record no hashes, so only their headers, sizes and ids are checked.
     """
     try:
-        manifest, files = _list_shards(path, "gpt2")
+        manifest, shards = _list_shards(path, "gpt2")
     except MegatokenError as error:
         yield error
         return
-    for file in files:
+    vocab_size = manifest.tokenizer["vocab_size"]
+    for each in (each for split in SPLITS for each in shards[split]):
         try:
-            _check_header(file, manifest)
+            files = each.files
         except MegatokenError as error:
             yield error
-        else:
-            yield from Tokens([file], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
+            continue
+        for file in files:
+            try:
+                file.check()
+            except MegatokenError as error:
+                yield error
+            else:
+                alone = ShardList(file.shard.tokens, partial(tuple, [file]))
+                yield from Tokens([alone], manifest.dtype, vocab_size).verify()
 
 
-def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[ShardFile]]:
+_Lists = dict[str, list[ShardList]]  # by split
+
+
+def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, _Lists]:
     """Return the manifest and its shards.
 
     The manifest is read from the folder or, for external shards, derived by the room that reads
@@ -354,42 +386,54 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Sh
     with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)
-            return manifest, [
-                ShardFile(shard, path / shard.file, manifest.dtype, HEADER_BYTES)
-                for shard in manifest.shards
-            ]
+            if manifest.parts:
+                return manifest, {
+                    split: [
+                        ShardList(
+                            part.tokens[split], partial(_list_part, path, part, manifest, split)
+                        )
+                        for part in manifest.parts
+                    ]
+                    for split in SPLITS
+                }
+            files = _list_files(path, manifest)
+            return manifest, _divide(files)
         if (path / PROGRESS_NAME).exists():
             fix = "run the same `megatoken prepare` again"
             raise DataError("dataset is not finished", path, fix)
         for name in list_entries("shards"):
             if found := load_entry("shards", name)(path, external_tokenizer):
                 manifest, files = found
-                return manifest, files
+                return manifest, _divide(files)
     fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
     if not (path.exists() or path.is_absolute()):
         fix = "it is relative to where the run began: start there, or give data.path=PATH"
     raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
 
 
-def _check_header(file: ShardFile, manifest: Manifest) -> None:
-    """Raise DataError unless a prepared shard has the size and header that its manifest records."""
-    shard = file.shard
-    fingerprint = manifest.tokenizer["fingerprint"]
-    if not (fingerprint or shard.header or shard.blocks):
-        return  # external, made from its header
-    with read_errors(file.path), file.path.open("rb") as opened:
-        raw = opened.read(HEADER_BYTES)
-        size = file.path.stat().st_size
-    header = read_header(raw, file.path)
-    n_blocks = -(-shard.tokens * file.dtype.itemsize // BLOCK_BYTES)
-    for name, (actual, expected) in {
-        "token type": (header.dtype, manifest.dtype),
-        "token count": (header.tokens, shard.tokens),
-        "size": (size, file.size),
-        "tokenizer fingerprint": (header.fingerprint, fingerprint),
-        "hash of the header": (hash_block(raw), shard.header),
-        "digits of block hashes": (n_blocks * HASH_DIGITS, len(shard.blocks)),
-    }.items():
-        if actual != expected:
-            what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
-            raise DataError(what, file.path, RESTORE)
+def _list_files(path: Path, manifest: Manifest) -> list[ShardFile]:
+    tokenizer = manifest.tokenizer["fingerprint"]
+    return [
+        ShardFile(shard, path / shard.file, manifest.dtype, HEADER_BYTES, tokenizer)
+        for shard in manifest.shards
+    ]
+
+
+def _divide(files: Sequence[ShardFile]) -> _Lists:
+    """Return the shards of each split."""
+    lists = {}
+    for split in SPLITS:
+        chosen = [file for file in files if file.shard.split == split]
+        lists[split] = [
+            ShardList(sum(file.shard.tokens for file in chosen), partial(tuple, chosen))
+        ]
+    return lists
+
+
+def _list_part(path: Path, part: Part, dataset: Manifest, split: str) -> list[ShardFile]:
+    """Return the shards of a split in a part. Raises DataError if it does not fit the dataset."""
+    where = path / part.name / MANIFEST_NAME
+    with read_errors(where):
+        content = check_hash(read_small_file(where, LARGEST_MANIFEST), part.hash, where)
+    files = _list_files(path / part.name, parse_manifest(content, where))
+    return [file for file in files if file.shard.split == split]

@@ -100,8 +100,7 @@ def load_mixture(
             what = f"{component.name} and {components[0].name} have different tokenizers"
             fix = f"prepare one again, with --tokenizer {components[0].name}"
             raise DataError(what, "data.path", fix)
-    files = [file for dataset in datasets for file in dataset.shards]
-    shards = [file for file in files if file.shard.split == "train"]
+    shards = [each for dataset in datasets for each in dataset.train.lists]
     return Mixture(components, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
 
 

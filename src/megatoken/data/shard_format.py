@@ -1,36 +1,41 @@
-"""The dataset format: shard headers and `manifest.json`.
+"""The dataset format: shards, the hashes beside them, and `manifest.json`.
 
 A folder holds `manifest.json`, `tokenizer/`, `inputs.xxh3` and shards `train_000000.bin`, ...,
 `val_000000.bin`, .... `inputs.xxh3` covers the modification times of the text files, so it is the
 only file that can differ between two preparations of the same text. A shard has llm.c's layout: a
 header of 256 little-endian int32, then the tokens. Header bytes 32..63 are the tokenizer's sha256,
-which other programs ignore.
+which other programs ignore. Beside it, `train_000000.xxh3` holds the xxh3_64 of each block of
+tokens, as little-endian uint64. The manifest has a hash of that file.
+
+A large dataset is divided into parts: folders with a manifest and shards of their own. Then the
+manifest has a hash of each part's manifest, so its size does not depend on the number of shards.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
 from megatoken.base.system.atomic_write import MALFORMED, read_small_file, replace_file
 from megatoken.base.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
-BLOCK_BYTES = 1 << 18  # bytes of tokens per hash; the header is hashed separately
-HASH_DIGITS = 16
+BLOCK_BYTES = 1 << 16  # bytes of tokens per hash
+HASH_BYTES = 8
 MANIFEST_NAME = "manifest.json"
 PROGRESS_NAME = "progress.json"  # of an unfinished preparation
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text files, with their times
 DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: its manifest entry, and a hash
-FORMAT_VERSION = 1
-LARGEST_MANIFEST = 1 << 28  # bytes, enough for 2e12 tokens
+FORMAT_VERSION = 2
+LARGEST_MANIFEST = 1 << 28  # bytes, enough for 2 million shards
 
 # dtype -> (magic, version) of llm.c, as its data_common.py writes GPT-2 and LLaMA-3 shards.
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -42,24 +47,34 @@ RESTORE = "restore it from a copy or prepare the dataset again"
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A row of the manifest: a file and the hashes of its content."""
+    """A row of the manifest: a file of tokens."""
 
     file: str  # name inside the folder
     split: str  # "train" | "val"
     tokens: int
-    blocks: str  # xxh3_64 hex of each block in a row, the last block shorter; "" if external
-    header: str  # xxh3_64 hex of the 1,024 header bytes; "" if external
+    hash: str  # xxh3_128 hex of `hashes_file`; "" if external
 
-    def block_hash(self, number: int) -> str:
-        """Return the hash of a block; "" if there is none."""
-        return self.blocks[HASH_DIGITS * number : HASH_DIGITS * (number + 1)]
+    @property
+    def hashes_file(self) -> str:
+        """Name of the file with the hashes of its blocks."""
+        return f"{self.file.removesuffix('.bin')}.xxh3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A row of the manifest: a folder with a manifest and shards of its own."""
+
+    name: str
+    tokens: dict[str, int]  # per split
+    hash: str  # xxh3_128 hex of its manifest.json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The tokenizer, token type, documents and shards of a dataset, and how they were made.
 
-    bytes: for each split, the sizes that `Tokenizer.measure_text` returns; empty if not measured.
+    A dataset in parts has no shards here. bytes: for each split, the sizes that
+    `Tokenizer.measure_text` returns; empty if not measured.
     """
 
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" if external)
@@ -68,15 +83,17 @@ class Manifest:
     shards: tuple[Shard, ...]  # in reading order
     source: dict[str, Any]  # settings and counts, without times, workers and paths
     bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()  # in reading order
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in `split`."""
-        return sum(shard.tokens for shard in self.shards if shard.split == split)
+        in_shards = sum(shard.tokens for shard in self.shards if shard.split == split)
+        return in_shards + sum(part.tokens[split] for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
-        """The xxh3_128 hex of the manifest without `bytes`. It covers every block of tokens."""
-        return str(xxhash.xxh3_128_hexdigest(_encode_manifest(replace(self, bytes={}))))
+        """The xxh3_128 hex of the manifest. It covers every block of tokens."""
+        return hash_bytes(_encode_manifest(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +115,28 @@ def read_errors(where: str | Path) -> Iterator[None]:
         raise DataError(f"cannot read: {error.strerror}", where, fix) from error
 
 
-def hash_block(data: Any) -> str:
-    """Return the xxh3_64 hex of a buffer (detects accidents, not attacks)."""
-    return str(xxhash.xxh3_64_hexdigest(data))
+def hash_blocks(data: Any) -> NDArray[np.uint64]:
+    """Return the xxh3_64 of each block of BLOCK_BYTES in a buffer; the last block can be shorter.
 
-
-def hash_blocks(data: Any) -> Iterator[str]:
-    """Yield the hash of each block of BLOCK_BYTES in a buffer; the last block can be shorter."""
+    It detects accidents, not attacks.
+    """
     view = memoryview(data).cast("B")
-    for start in range(0, len(view), BLOCK_BYTES):
-        yield hash_block(view[start : start + BLOCK_BYTES])
+    blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
+    return np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], "<u8")
+
+
+def hash_bytes(data: bytes) -> str:
+    """Return the xxh3_128 hex of small files: block hashes and manifests of parts."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def check_hash(data: bytes, expected: str, where: str | Path) -> bytes:
+    """Return `data`. Raises DataError, naming the file `where`, unless it has this hash."""
+    actual = hash_bytes(data)
+    if actual != expected:
+        what = f"file is damaged: hash {actual}, expected {expected}"
+        raise DataError(what, where, RESTORE)
+    return data
 
 
 def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
@@ -173,10 +202,12 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
             shards=tuple(_decode_shard(row) for row in content["shards"]),
             source=content["source"],
             bytes=content.get("bytes", {}),
+            parts=tuple(_decode_part(row) for row in content.get("parts", ())),
         )
         tokenizer = manifest.tokenizer
         numbers = [tokenizer["vocab_size"], tokenizer["eot"], *manifest.documents.values()]
         numbers += [shard.tokens for shard in manifest.shards]
+        numbers += [count for part in manifest.parts for count in part.tokens.values()]
         has_types = isinstance(manifest.source, dict) and manifest.dtype in MAGICS
         texts = [tokenizer["name"], tokenizer["fingerprint"]]
         if not has_types or {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
@@ -195,21 +226,35 @@ def _encode_manifest(manifest: Manifest) -> bytes:
     def dump(value: Any) -> str:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
 
-    shards = ",\n".join(dump(asdict(shard)) for shard in manifest.shards)
+    def dump_rows(rows: Iterable[Shard | Part]) -> str:
+        return "[\n" + ",\n".join(dump(asdict(row)) for row in rows) + "\n]"
+
     counts = {split: manifest.tokens(split) for split in SPLITS}
     sizes = f'"bytes": {dump(manifest.bytes)},\n' if manifest.bytes else ""
+    parts = f'"parts": {dump_rows(manifest.parts)},\n' if manifest.parts else ""
     return (
         f'{{\n"format": "megatoken dataset",\n"version": {FORMAT_VERSION},\n'
         f'"dtype": {dump(manifest.dtype)},\n'
         f'"tokens": {dump(counts)},\n"documents": {dump(manifest.documents)},\n{sizes}'
-        f'"tokenizer": {dump(manifest.tokenizer)},\n"source": {dump(manifest.source)},\n'
-        f'"shards": [\n{shards}\n]'
+        f'"tokenizer": {dump(manifest.tokenizer)},\n"source": {dump(manifest.source)},\n{parts}'
+        f'"shards": {dump_rows(manifest.shards)}'
     ).encode("ascii")
 
 
 def _decode_shard(row: dict[str, Any]) -> Shard:
     shard = Shard(**row)
-    # Never read outside the folder.
-    if not re.fullmatch(r"\w[\w.-]*", shard.file) or shard.split not in SPLITS or shard.tokens < 0:
+    if not _is_inside(shard.file) or shard.split not in SPLITS or shard.tokens < 0:
         raise ValueError(f"bad shard {shard.file!r}")
     return shard
+
+
+def _decode_part(row: dict[str, Any]) -> Part:
+    part = Part(**row)
+    if not _is_inside(part.name) or any(part.tokens[split] < 0 for split in SPLITS):
+        raise ValueError(f"bad part {part.name!r}")
+    return part
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name is of something in the dataset's own folder."""
+    return bool(re.fullmatch(r"\w[\w.-]*", name))

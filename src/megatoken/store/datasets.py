@@ -23,13 +23,15 @@ from megatoken.base.system.file_lock import lock_folder
 from megatoken.data.remote import Report, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
+    HASH_BYTES,
     HEADER_BYTES,
     MANIFEST_NAME,
     PROGRESS_NAME,
     Shard,
+    check_hash,
     has_magic,
-    hash_block,
     hash_blocks,
+    make_header,
     parse_manifest,
     read_header,
 )
@@ -111,14 +113,29 @@ def list_remote(address: str) -> RemoteDataset:
     except MissingObjectError:
         return _list_external(store, "*")
     manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
-    token_bytes = np.dtype(manifest.dtype).itemsize
-    shards = {shard.file: shard for shard in manifest.shards}
     listed = store.list("tokenizer").items()
     sizes = {name: info.bytes for name, info in listed if name.count("/") == 1}
-    sizes |= {name: HEADER_BYTES + shard.tokens * token_bytes for name, shard in shards.items()}
+    shards: dict[str, tuple[ObjectStore, Shard]] = {}
+    for part in manifest.parts:
+        where = f"{part.name}/{MANIFEST_NAME}"
+        content = check_hash(store.read(where), part.hash, store.at(where))
+        sizes[where] = len(content)
+        for shard in parse_manifest(content, store.at(where)).shards:
+            shards[f"{part.name}/{shard.file}"] = store.below(part.name), shard
+    shards |= {shard.file: (store, shard) for shard in manifest.shards}
+    token_bytes = np.dtype(manifest.dtype).itemsize
+    for name, (_, shard) in shards.items():
+        n_bytes = shard.tokens * token_bytes
+        sizes[name] = HEADER_BYTES + n_bytes
+        hashes = Path(name).with_name(shard.hashes_file).as_posix()
+        sizes[hashes] = -(-n_bytes // BLOCK_BYTES) * HASH_BYTES
 
     def find_damage(name: str, read: Read) -> str:
-        return find_shard_damage(shards[name], token_bytes, read) if name in shards else ""
+        if name not in shards:
+            return ""
+        folder, shard = shards[name]
+        header = make_header(shard.tokens, manifest.dtype, manifest.tokenizer["fingerprint"])
+        return find_shard_damage(folder, shard, header, sizes[name], read)
 
     return RemoteDataset(store, sizes, find_damage, _damaged, len(shards), MANIFEST_NAME, raw)
 
@@ -144,20 +161,23 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
     return RemoteDataset(store, sizes, lambda _name, _read: "", _damaged, 0, LISTING_NAME, content)
 
 
-def find_shard_damage(shard: Shard, token_bytes: int, read: Read) -> str:
-    """Describe how a shard differs from its row in the manifest; return "" if it does not."""
-    actual = hash_block(read(0, HEADER_BYTES))
-    if actual != shard.header:
-        return f"its header has hash {actual}, expected {shard.header}"
-    end = HEADER_BYTES + shard.tokens * token_bytes
-    number = 0
-    for start in range(HEADER_BYTES, end, READ_BLOCKS * BLOCK_BYTES):
-        for actual in hash_blocks(read(start, min(start + READ_BLOCKS * BLOCK_BYTES, end))):
-            expected = shard.block_hash(number)
-            if actual != expected:
-                return f"block {number} has hash {actual}, expected {expected}"
-            number += 1
-    return f"block {number} is missing" if shard.block_hash(number) else ""
+def find_shard_damage(
+    folder: ObjectStore, shard: Shard, header: bytes, size: int, read: Read
+) -> str:
+    """Describe how a shard differs from its header and block hashes; return "" if it does not."""
+    if read(0, HEADER_BYTES) != header:
+        return "its header differs from the manifest"
+    name = shard.hashes_file
+    hashes = np.frombuffer(check_hash(folder.read(name), shard.hash, folder.at(name)), "<u8")
+    step = READ_BLOCKS * BLOCK_BYTES
+    for start in range(HEADER_BYTES, size, step):
+        first = (start - HEADER_BYTES) // BLOCK_BYTES
+        found = hash_blocks(read(start, min(start + step, size)))
+        bad = np.flatnonzero(found != hashes[first : first + len(found)])
+        if len(bad):
+            expected = hashes[first + bad[0]]
+            return f"block {first + bad[0]} has hash {found[bad[0]]:016x}, expected {expected:016x}"
+    return ""
 
 
 def begin_upload(address: str) -> Path:

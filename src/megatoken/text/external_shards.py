@@ -45,8 +45,8 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[ShardFile]
     for file, split in _find_files(path).items():
         header, offset = _read_layout(file)
         dtype = header.dtype
-        row = Shard(file=file.name, split=split, tokens=header.tokens, blocks="", header="")
-        shards.append(ShardFile(row, file, dtype, offset))
+        row = Shard(file=file.name, split=split, tokens=header.tokens, hash="")
+        shards.append(ShardFile(row, file, dtype, offset, ""))
         first = shards[0]
         if header.fingerprint:
             fix = f"name the folder with {MANIFEST_NAME}, or finish the preparation"

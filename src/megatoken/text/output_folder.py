@@ -197,7 +197,9 @@ def _find_finished(out: Path, recipe: dict[str, Any], source: Source) -> Manifes
         listing = (out / INPUTS_NAME).read_text().strip()
         if listing != source.digest(times=True):
             raise DataError("an input changed after it was prepared", out, _ANOTHER_OUT)
-    load_dataset(out)  # checks headers and sizes of the shards
+    dataset = load_dataset(out)
+    for file in (*dataset.train.files, *dataset.val.files):
+        file.check()
     for name in (PROGRESS_NAME, LOCK, OWNER):  # left if killed after writing the manifest
         with suppress(OSError):
             (out / name).unlink()

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
-from megatoken.data.shard_format import HEADER_BYTES, Shard, hash_block, hash_blocks, make_header
+from megatoken.base.system.atomic_write import replace_file
+from megatoken.data.shard_format import HEADER_BYTES, Shard, hash_blocks, hash_bytes, make_header
 
 _READ_TOKENS = 1 << 20
 
@@ -81,18 +82,16 @@ class ShardWriter:
             os.fsync(self._file.fileno())
 
     def finish(self) -> Iterator[Shard]:
-        """Close the last shard and yield the manifest row of each shard."""
+        """Close the last shard; write the hashes beside each shard and yield its manifest row."""
         self._close_shard()
         for index, tokens in enumerate(self._shard_sizes()):
             path = self._path(index)
             raw = np.memmap(path, np.uint8, "r")
-            yield Shard(
-                file=path.name,
-                split=self.split,
-                tokens=tokens,
-                blocks="".join(hash_blocks(raw[HEADER_BYTES:])),
-                header=hash_block(raw[:HEADER_BYTES]),
-            )
+            hashes = hash_blocks(raw[HEADER_BYTES:]).tobytes()
+            digest = hash_bytes(hashes)
+            shard = Shard(file=path.name, split=self.split, tokens=tokens, hash=digest)
+            replace_file(self.folder / shard.hashes_file, hashes, durable=True)
+            yield shard
 
     def close(self) -> None:
         """Close the open file without syncing it."""
