@@ -44,7 +44,9 @@ def join_often(rank: int, port: int) -> None:
     for _ in range(20):
         with join_process_group(dist_env, "cpu") as two:
             assert two.gather(rank) == [0, 1]
-            assert two.sum(torch.ones(1)) == 2
+            count = torch.tensor(2**34 + rank)
+            summed = two.sum_count(count, flag=rank == 1, value=1000 - rank)
+            assert summed == (2**35 + 1, True, 1000)
 
 
 @pytest.mark.parametrize("agent", [False, True])

@@ -33,7 +33,7 @@ class Job:
     fault: nan (the loss of a micro-batch), spike (the gradient times 1e3), flip (one bit after that
         step) or slow (three times as long, and 20 ms, from that batch on).
     rank, batches: where the fault occurs; rank -1: nowhere.
-    late: read numbers as on a GPU, when rank 0 asks for them.
+    late: read numbers as on a GPU, at steps that rank 0 chooses.
     stop: the step after which the run is stopped once and resumed.
     window: steps between two searches for slow ranks.
     skipped: batches that the data order lacks from the start.
@@ -60,14 +60,11 @@ def inject(job: Job, rank: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stragglers, "WINDOW", job.window)
         if job.late:
-            # After every second step or so.
-            patch.setattr(
-                step_log.StepLog,
-                "reads_each_step",
-                property(lambda _: False, lambda *_: None),
-                raising=False,
-            )
-            patch.setattr(step_log, "SYNC_SECONDS", 0.0 if rank == 0 else 1e9)
+            # After every second step, at which only rank 0 would read.
+            false = property(lambda _: False, lambda *_: None)
+            patch.setattr(step_log.StepLog, "_reads_each_step", false, raising=False)
+            patch.setattr(step_log, "SYNC_SECONDS", 1e9)
+            patch.setattr(step_log, "MAX_READ_STEPS", 2 if rank == 0 else 1000)
         skip_from_start(patch, job.skipped)
         if rank == job.rank:
             put_fault(job, patch)

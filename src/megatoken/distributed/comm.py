@@ -29,6 +29,9 @@ from megatoken.distributed.parallel_dims import ParallelDims
 JOIN_SECONDS = 120  # limit for all processes to join, and for collectives of device tensors
 ANSWER_SECONDS = 400  # torch waits forever if something else accepts connections at the address
 WAIT_SECONDS = 1800  # limit for flags and objects: rank 0 may be tuning, sampling or pruning
+COUNT_BITS = 36  # of the number in `sum_count`, below
+FLAG_BITS = 16
+VALUE_BITS = 10
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -56,6 +59,21 @@ class Comm:
             with peer_errors(self.dist_env):
                 dist.all_reduce(numbers)
         return numbers
+
+    def sum_count(self, count: Tensor, *, flag: bool, value: int) -> tuple[Tensor, bool, int]:
+        """Return the sum of `count`, whether `flag` is True on any process, and rank 0's `value`.
+
+        One number carries all three, because each further one takes gloo as long as the first. On
+        CUDA, the host waits for the sum.
+
+        count: 0-d int64 tensor, whose sum is below 2**COUNT_BITS. value: below 2**VALUE_BITS.
+        """
+        if self.is_single_process:
+            return count, flag, value
+        high = flag + (value << FLAG_BITS) * self.dist_env.is_main_process
+        total = self.sum(count + (high << COUNT_BITS))
+        value, n_flags = divmod(int(total) >> COUNT_BITS, 1 << FLAG_BITS)
+        return total % (1 << COUNT_BITS), n_flags > 0, value
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any process."""

@@ -118,8 +118,12 @@ class RolloutBatches(RowBatches):
         return self._last[1]
 
     def _sample(self, rollout: int) -> RolloutBatch:
-        """Sample and score this process's share of a rollout with the current model."""
+        """Sample and score this process's share of a rollout with the current model.
+
+        Raises StopRequested.
+        """
         run = self.run
+        run.check_stop()
         group = self._objective.group
         size = self.local_size
         first = run.state.dims.dp_rank * size  # of this process's sequences in the rollout

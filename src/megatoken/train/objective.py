@@ -68,7 +68,10 @@ class Objective:
         return resolved
 
     def stop_interval(self, config: Config) -> int:
-        """Return the number of steps between two steps at which a run can stop and resume."""
+        """Return the number of steps between two steps at which a run can stop and resume.
+
+        If it is not 1, `BatchSource.get` must call `Run.check_stop` at these steps.
+        """
         return 1
 
     def check_data(self, config: Config, dataset: Mixture) -> None:

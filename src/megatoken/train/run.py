@@ -172,16 +172,16 @@ class Run(RunPlan):
             finally:
                 self.log_file.begin(outer)
 
-    def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
+    def check_stop(self, next_seconds: float = 0.0) -> None:
         """Raise StopRequested on all ranks if any of them has to save and stop.
 
-        All ranks must call it. If nothing is raised, returns whether any rank set `flag`. A stop
-        waits for a step from which the objective can resume.
+        All ranks must call it. A stop waits for a step from which the objective can resume.
 
         next_seconds: expected duration of what comes next, which must fit in the time limit.
         """
-        must_stop = bool(self.stop.stop_before(next_seconds))
-        must_stop, flag = self.comm.any_of_each([must_stop, flag])
+        self.stop_if(self.comm.any(bool(self.stop.stop_before(next_seconds))))
+
+    def stop_if(self, must_stop: bool) -> None:
+        """Raise StopRequested if `must_stop` and the objective can resume from this step."""
         if must_stop and self.state.step % self.stop.steps == 0:
             raise StopRequested
-        return flag

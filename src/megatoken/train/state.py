@@ -189,7 +189,7 @@ class Loss(Protocol):
     """What a step minimizes: a sum over micro-batches, divided by a count over the global batch."""
 
     def count(self, state: TrainState, batch: Batch) -> Tensor:
-        """Return what this process's batch adds to the divisor, as a scalar."""
+        """Return what this process's batch adds to the divisor, as an int64 scalar."""
 
     def sums(
         self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int

@@ -82,16 +82,24 @@ def train_step(
 
 
 def train_step_async(
-    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    n_targets: Tensor | None = None,
 ) -> PendingStep:
     """Take a step without reading its numbers from the device.
 
     Waits for the device only if the optimizer cannot skip bad updates there.
+
+    n_targets: as in `compute_gradients`; None to sum it here.
     """
+    if n_targets is None:
+        n_targets = state.comm.sum(step_config.loss.count(state, batch))
     set_lr(state.optimizer, step_config.schedule.lr(state.step))
     set_momentum(state.optimizer, step_config.momentum_of(state.step))
     lr = state.optimizer.param_groups[0]["lr"]  # as applied: a user's optimizer may scale it
-    means = compute_gradients(state, step_config, device, batch)
+    means = compute_gradients(state, step_config, device, batch, n_targets)
     loss = means.pop("loss")
     unscale_gradients(state)
     grad_norm = state.global_grad_norm()
@@ -113,11 +121,12 @@ def forward_backward(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> Tensor:
     """Call `compute_gradients` and return only the loss."""
-    return compute_gradients(state, step_config, device, batch)["loss"]
+    n_targets = state.comm.sum(step_config.loss.count(state, batch))
+    return compute_gradients(state, step_config, device, batch, n_targets)["loss"]
 
 
 def compute_gradients(
-    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, n_targets: Tensor
 ) -> dict[str, Tensor]:
     """Compute the gradient of the global batch's mean loss, times the fp16 loss scale.
 
@@ -126,7 +135,8 @@ def compute_gradients(
     in buckets during the last backward, FSDP2 reduces them itself, and deterministic runs add them
     pairwise, in the same order on 1, 2, 4, ... processes.
 
-    batch: this data-parallel rank's sequences.
+    batch: this data-parallel rank's sequences. n_targets: the loss's count, summed over all
+    processes.
     """
     use_torch_threads(state.compute.threads)  # code in a callback may have changed it
     comm = state.comm
@@ -138,7 +148,6 @@ def compute_gradients(
     if state.compute.cuda_graphs:
         # Once per step, because the graphs' memory holds gradients of micro-batches.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    n_targets = comm.sum(step_config.loss.count(state, batch))
     totals: dict[str, Tensor] = {}
     pairwise = reducer = None
     if step_config.deterministic and state.dims.is_unsharded:

@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from megatoken.base.console import format_duration, format_step
 from megatoken.base.errors import ExitCode
 from megatoken.base.rooms import list_entries
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.model.flops import describe_mfu
 from megatoken.train.actions import is_due
@@ -18,6 +21,7 @@ from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps
 Show = Callable[[Mapping[str, Any]], list[str]]  # Objective.show
 
 SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
+MAX_READ_STEPS = 100  # between reads; if steps suddenly take longer, a stop has to wait for them
 
 
 class StepLog:
@@ -32,16 +36,41 @@ class StepLog:
         self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # step, batch_values
         self._every = run.step_config.steps(run.config.log.every)
         # To skip spikes, each step is compared with limits computed from all steps before it.
-        self.reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
+        self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
+        self._read_every = 1  # steps
         self._start = time.perf_counter()  # of the steps that were not read
         self._full_seconds = 0.0  # of a full batch
         self.stragglers = StragglerDetector(run.comm, run.device.type)
         run.state.compute_timer = self.stragglers.compute
 
     @property
-    def wants_read(self) -> bool:
-        """Whether losses are pending and the last read was more than SYNC_SECONDS ago."""
-        return bool(self._pending) and time.perf_counter() - self._start > SYNC_SECONDS
+    def is_settled(self) -> bool:
+        """Whether no steps are pending, so that the device has nothing queued."""
+        return not self._pending
+
+    @property
+    def must_read(self) -> bool:
+        """Whether to read after the current step: all ranks rewind together, so they agree."""
+        return self._reads_each_step or is_due(self._read_every, self._run.state.step)
+
+    def sum_targets(self, batch: Batch) -> Tensor | None:
+        """Return the divisor of a step's loss; None while steps are pending, which it waits for.
+
+        The same collective lets rank 0 choose when to read the next steps, and carries requests to
+        stop: if any rank has to, StopRequested is raised on all.
+
+        batch: this rank's share of the step's batch.
+        """
+        if not self.is_settled:
+            return None
+        run = self._run
+        n_targets, must_stop, self._read_every = run.comm.sum_count(
+            run.step_config.loss.count(run.state, batch),
+            flag=bool(run.stop.stop_reason),
+            value=self._read_every,
+        )
+        run.stop_if(must_stop)
+        return n_targets
 
     def begin_step(self) -> None:
         """Start timing a step, unless steps are pending: their timing still runs."""
@@ -96,7 +125,9 @@ class StepLog:
         n_devices = run.comm.dist_env.world_size * run.data.fills_context
         peak = run.device.peak_flops * n_devices
         mfu = describe_mfu(rate, run.data.model_config, peak)
-        return {"seconds": elapsed / steps, "tokens_per_second": rate, **mfu}
+        seconds = elapsed / steps
+        self._read_every = min(max(1, int(SYNC_SECONDS / seconds)), MAX_READ_STEPS)
+        return {"seconds": seconds, "tokens_per_second": rate, **mfu}
 
     def estimate_left(self, step: int) -> float:
         """Return the estimated seconds from `step` to the end of the run at the recent speed."""

@@ -267,18 +267,18 @@ def run_loop(
     try:
         with closing(batches):
             while state.step < run.step_config.total_steps:
-                # If a stop is requested, this raises StopRequested on all ranks. If any rank wants
-                # to read its losses, all ranks read theirs, because they rewind together.
-                must_read = run.check_stop(flag=log.wants_read)
                 call_actions(run, [action for action in actions if action.is_due(run)], poll)
                 if run.history.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
                     break
-                saver.commit_if_written()
+                if log.is_settled:
+                    saver.commit_if_written()
                 log.begin_step()
                 with log.stragglers.data:
                     batch = batches.get(state.position.next_batch)
-                pending = train_step_async(state, run.step_config, run.device, batch)
+                # If a stop is requested on any rank, this raises StopRequested on all.
+                n_targets = log.sum_targets(batch)
+                pending = train_step_async(state, run.step_config, run.device, batch, n_targets)
                 log.add(pending, batches.metrics)
                 # The step has advanced state.step; its loss may still be on the device.
                 must_check = (
@@ -286,7 +286,7 @@ def run_loop(
                     or is_due(REPLICA_CHECK_STEPS, state.step)
                     or any(action.is_due(run) for action in actions)
                 )
-                if must_read or must_check or log.reads_each_step:
+                if must_check or log.must_read:
                     settle_steps(run, saver, guard, log, compares=must_check)
         saver.try_save()  # in the background, while the last actions compute
         call_actions(run, [action for action in actions if action.at_end], poll)
