@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +29,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 400), st.integers(1, 30), st.integers(0, 2**63), st.integers(0, 3))
-def test_ledger(corpus: Corpus, seq_len: int, batch: int, seed: int, epoch: int):
+@given(
+    st.integers(1, 400),
+    st.integers(1, 30),
+    st.integers(0, 2**63),
+    st.integers(0, 3),
+    st.sampled_from(["shuffled", "spans"]),
+)
+def test_ledger(corpus: Corpus, seq_len: int, batch: int, seed: int, epoch: int, order: Any):
     """In an epoch, each window occurs once, even if the epoch ends within a batch."""
     tokens, ids = corpus
     n_windows = (len(ids) - 1) // seq_len
     batch = min(batch, n_windows)
-    loader = DataLoader(tokens, seq_len=seq_len, batch_size=batch, seed=seed)
+    loader = DataLoader(tokens, seq_len=seq_len, batch_size=batch, seed=seed, order=order)
     first = epoch * n_windows
     steps = range(first // batch, (first + n_windows - 1) // batch + 1)
     visited = np.concatenate([list_windows(loader, step) for step in steps])

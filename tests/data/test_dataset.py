@@ -86,7 +86,9 @@ def test_a_shard_written_to_in_use_gives_right_ids_or_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ):
     """A block is verified in the memory from which its ids are taken."""
-    monkeypatch.setattr("megatoken.data.dataset.CACHE_BLOCKS", 1)
+    monkeypatch.setattr(
+        "megatoken.data.dataset.CACHE_TOKENS", BLOCK_BYTES // np.dtype(dtype).itemsize
+    )
     block = BLOCK_BYTES // np.dtype(dtype).itemsize
     ids = write_dataset(tmp_path, {"train": [2 * block, 10]}, dtype)["train"]
     tokens, shard = load_dataset(tmp_path).train, tmp_path / "train_000000.bin"

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatoken.data.window_order import (
     CachedOrder,
@@ -9,6 +11,7 @@ from megatoken.data.window_order import (
     SequentialOrder,
     ShuffledOrder,
     floor_sum,
+    make_shuffled,
 )
 
 SIZES, WEIGHTS = (5000, 37, 1), (0.6, 0.3, 0.1)
@@ -33,8 +36,9 @@ def test_every_stretch_has_the_shares_to_within_a_few(seed: int):
         assert excess.max() - excess.min() < 5
 
 
-def test_each_source_is_shuffled_and_repeated_on_its_own():
-    windows = MixedOrder(SIZES, WEIGHTS, 3).windows(0, 30_000)
+@pytest.mark.parametrize("span", [None, (60, 7)])
+def test_each_source_is_shuffled_and_repeated_on_its_own(span: tuple[int, int] | None):
+    windows = MixedOrder(SIZES, WEIGHTS, 3, span).windows(0, 30_000)
     found = sources_of(windows)
     for number, size in enumerate(SIZES):
         order = windows[found == number] - sum(SIZES[:number])
@@ -46,8 +50,10 @@ def test_each_source_is_shuffled_and_repeated_on_its_own():
             assert not np.array_equal(epochs[0], np.arange(size))
 
 
-def test_entries_do_not_depend_on_where_one_begins():
-    order, chunked = MixedOrder(SIZES, WEIGHTS, 9), CachedOrder(MixedOrder(SIZES, WEIGHTS, 9), 64)
+@pytest.mark.parametrize("span", [None, (60, 7)])
+def test_entries_do_not_depend_on_where_one_begins(span: tuple[int, int] | None):
+    order = MixedOrder(SIZES, WEIGHTS, 9, span)
+    chunked = CachedOrder(order, 64)
     for origin in (0, 10**12):
         whole = order.windows(origin, 1000)
         for first, size in ((0, 1), (1, 999), (500, 300), (999, 1), (63, 130)):
@@ -55,13 +61,51 @@ def test_entries_do_not_depend_on_where_one_begins():
                 windows = each.windows(origin + first, size)
                 assert np.array_equal(windows, whole[first : first + size])
         counts = np.bincount(sources_of(whole), minlength=3)
-        assert counts == pytest.approx([600, 300, 100], abs=4)
+        assert counts == pytest.approx([600, 300, 100], abs=20 if span else 4)  # batches are sorted
 
 
 def test_seeds_differ_and_weights_need_no_sum():
     one, other = (MixedOrder(SIZES, WEIGHTS, seed).windows(0, 100) for seed in (1, 2))
     assert not np.array_equal(one, other)
     assert np.array_equal(one, MixedOrder(SIZES, (6, 3, 1), 1).windows(0, 100))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 30_000),
+    st.sampled_from([24, 60, 512]),
+    st.integers(1, 60),
+    st.integers(0, 2**63),
+)
+def test_spans(n_windows: int, batch: int, longest: int, seed: int):
+    """Every window once per epoch; each of three ranks reads only the spans of its own slots."""
+    order = make_shuffled(n_windows, seed, (batch, longest))
+    size, slots = order.span_windows, order.slots
+    if isinstance(order, ShuffledOrder):
+        assert n_windows < 512 + batch
+        return
+    n_spans = -(-n_windows // (slots * longest)) * slots
+    assert size <= longest
+    assert slots % batch == 0 <= slots < 512 + batch
+    for epoch in range(2):
+        windows = order.windows(epoch * n_windows, n_windows)
+        assert np.array_equal(np.sort(windows), np.arange(n_windows))
+        rank = (np.arange(n_windows) % batch) // (batch // 3)
+        reads = len(np.unique(np.stack([rank, windows // size]), axis=1).T)
+        n_moved = n_spans * size - n_windows
+        assert reads <= n_windows // size + 1 + max(0, n_moved)
+    in_use = [len(np.unique(order.windows(at, slots) // size)) for at in range(0, n_windows, slots)]
+    assert max(in_use) <= slots
+
+
+def test_spans_of_a_mixture_stay_with_their_ranks():
+    """Each of 8 ranks reads little more than an eighth of the spans that are in use."""
+    n_windows, batch, longest = (400_000, 250_000), 512, 64
+    order = MixedOrder(n_windows, (0.7, 0.3), 5, (batch, longest))
+    windows = order.windows(0, batch * 300).reshape(300, 8, -1)
+    spans = windows // min(source.span_windows for source in order._sources)
+    each = [len(np.unique(spans[:, rank])) for rank in range(8)]
+    assert sum(each) < 1.25 * len(np.unique(spans))
 
 
 def test_sequential_repeats():

@@ -23,11 +23,12 @@ from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Tokens
 from megatoken.data.vocabulary import Ids, Ints
 from megatoken.data.window_order import (
+    SPAN_TOKENS,
     CachedOrder,
     MixedOrder,
     SequentialOrder,
-    ShuffledOrder,
     WindowOrder,
+    make_shuffled,
 )
 
 
@@ -83,8 +84,9 @@ class DataLoader:
 
     `tokens` is cut into windows of seq_len + 1 tokens with stride seq_len. batch_size: windows per
     step over all ranks. ramp: schedule of smaller batches at the start of a run. order: "shuffled";
-    "sequential", which cuts each shard into batches and drops the rest, as build-nanogpt and llm.c
-    do; or "one-batch", which always repeats the first batch. sources: (number of tokens, weight) of
+    "spans", which is shuffled in a way that reads from few places at a time; "sequential", which
+    cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do; or "one-batch",
+    which always repeats the first batch. sources: (number of tokens, weight) of
     each source in `tokens`; each source is shuffled separately. document_start: the id that begins
     a document, if documents must not attend to each other. A subclass may cut rows that share no
     token, or add tensors to a batch.
@@ -126,12 +128,17 @@ class DataLoader:
         # Windows are numbered consecutively across all sources or shards.
         self._first_windows = np.cumsum([0, *counts[:-1]])
         self._first_tokens = np.cumsum([0, *lengths[:-1]])
-        window_order: WindowOrder = ShuffledOrder(self.n_windows, self.seed)
+        longest = max(1, SPAN_TOKENS // self.seq_len)
+        span = (self.batch_size, longest) if self.order == "spans" else None
+        window_order: WindowOrder
         if self.order == "sequential":
             window_order = SequentialOrder(self.n_windows)
         elif len(self.sources) > 1:
-            window_order = MixedOrder(counts, [weight for _, weight in self.sources], self.seed)
-        self._order = CachedOrder(window_order, self.n_windows)
+            weights = [weight for _, weight in self.sources]
+            window_order = MixedOrder(counts, weights, self.seed, span)
+        else:
+            window_order = make_shuffled(self.n_windows, self.seed, span)
+        self._order = CachedOrder(window_order, self.batch_size)
 
     def _check_ranks(self, key: str, size: int) -> None:
         if size < 1 or size % self.dp_size:

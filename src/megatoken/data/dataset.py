@@ -45,7 +45,8 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.vocabulary import CountBytes, Ids, Ints, Vocabulary, read_vocabulary
 
-CACHE_BLOCKS = (1 << 30) // BLOCK_BYTES  # blocks in memory, per split: 1 GiB
+# Tokens in memory, per split: all spans that a process uses at a time (window_order.py), and more.
+CACHE_TOKENS = 640 << 20
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
 
@@ -172,7 +173,7 @@ class Tokens:
         self.lists = lists
         self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
         self._starts = [0, *accumulate(shards.tokens for shards in lists)]
-        self._cached_block = lru_cache(CACHE_BLOCKS)(self._read_block)
+        self._cached_block = lru_cache(CACHE_TOKENS // self._block_tokens)(self._read_block)
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -14,7 +14,7 @@ def check_objective(config: Config) -> Conflicts:
         yield "model.value_head", problem, f"set model.value_head={str(not has_head).lower()}"
     if name not in OBJECTIVES:
         return
-    if config.data.order == "sequential":
+    if config.data.order in ("sequential", "spans"):
         yield "data.order", "conversations are always shuffled", "set data.order=shuffled"
     if config.machine.tensor_parallel > 1:
         problem = "not supported for conversations"

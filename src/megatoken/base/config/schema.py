@@ -18,7 +18,7 @@ from megatoken.base.config.model_config import ModelConfig, default_d_ff
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.rooms import list_entries, load_entry
 
-DataOrder = Literal["shuffled", "sequential", "one-batch"]
+DataOrder = Literal["shuffled", "spans", "sequential", "one-batch"]
 DEVICE_NAMES = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
 S = TypeVar("S")
