@@ -26,9 +26,10 @@ FAULTS = ("kill", "ENOSPC", "EIO")
 # The command with small chunks, so that a corpus of 60 kB has a dozen of them.
 SMALL_CHUNKS = """
 import sys
+from functools import partial
 from megatoken.cli.main import main
-from megatoken.text import corpus_reader, documents
-corpus_reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
+from megatoken.text import prepare
+prepare.PrepareOptions = partial(prepare.PrepareOptions, chunk_bytes=5000)
 sys.exit(main(["prepare", *sys.argv[1:], "--workers", "1"]))
 """
 # Many documents of two splits; one document, whose tokens move between the splits at the end.

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from pyarrow import parquet
 
 from megatoken.cli.main import main
 from megatoken.data.dataset import load_dataset
-from megatoken.text import corpus_reader, documents
+from megatoken.text import prepare as preparation
 from megatoken.text.chat_dataset import open_rows
+from megatoken.text.documents import PrepareOptions
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import open_tokenizer
 from tests.data.small_dataset import stop_after
@@ -242,8 +244,8 @@ def check(seed: int, folder: Path) -> str:
         words += [f"--{name.replace('_', '-')}", str(value)]
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
-        for module in (corpus_reader, documents):
-            patch.setattr(module, "CHUNK_BYTES", corpus.chunk)
+        options = partial(PrepareOptions, chunk_bytes=corpus.chunk)
+        patch.setattr(preparation, "PrepareOptions", options)
         if corpus.kind == "text" and expected and seed % 4 == 0:
             with contextlib.suppress(KeyboardInterrupt):
                 prepare(corpus.source, out, **corpus.options, workers=1, on_progress=stop_after(3))

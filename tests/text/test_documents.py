@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from pyarrow import parquet
 
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.text import corpus_reader as reader
-from megatoken.text import documents
 from megatoken.text.corpus_reader import Chunk, ReadPosition, read_chunks, sample_texts
 from megatoken.text.documents import (
     PrepareOptions,
@@ -26,6 +26,7 @@ from megatoken.text.documents import (
     read_documents,
 )
 from megatoken.text.sources import HUB, Source, find_source
+from megatoken.text.text_files import ParquetRows
 from megatoken.text.tokenizer import Tokenizer, load_tokenizer
 
 PROSE = "It was the best of times, it didn't hurt.\n\n  Élan — 中文字符 x 12 y\t\n"
@@ -136,15 +137,14 @@ NAMES = {name: form for form, names in FORMS.items() for name in names.split()}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_give_one_document_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_rows_give_one_document_each(tmp_path: Path, name: str):
     texts = ["one", 'tw\u00f6 "[2]"\r\n, {x}\t]', *(f"row {number} é" * 9 for number in range(30))]
     rows = [{"id": number, "text": text} for number, text in enumerate([*texts, "", "last"])]
     write_rows(tmp_path / name, NAMES[name], rows)
     source, expected = find_source(str(tmp_path)), ([*texts, "last"], {"empty": 1})
     assert read_all(source) == expected
-    shrink(monkeypatch, 50)
-    assert read_all(source) == expected
-    resume_everywhere(source, PrepareOptions())
+    assert read_all(source, chunk_bytes=50) == expected
+    resume_everywhere(source, PrepareOptions(chunk_bytes=50))
     place = ":1" if NAMES[name] == "lines" else ", row 1"
     assert f"{tmp_path / name}{place} " in refuse(source, text_key="body")
 
@@ -155,6 +155,16 @@ def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType):
     parquet.write_table(pyarrow.table({"day": [1.5, 2], "text": values}), tmp_path / "a.parquet")
     assert read_all(tmp_path) == (["one \ufffd", "é"], {"replaced": 1})
     assert read_all(tmp_path, invalid="skip") == (["é"], {"skipped": 1})
+
+
+def test_rows_of_parquet_are_read_from_any_row_on(tmp_path: Path):
+    draw, path = random.Random(0), tmp_path / "a.parquet"
+    texts = [f"{number} " * draw.randrange(300) for number in range(200)]
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=30)
+    rows = ParquetRows(find_source(str(path)).files[0], "text")
+    for _ in range(300):
+        first, end = sorted(draw.choices(range(201), k=2))
+        assert [row["text"].decode() for row in rows.read(first, end)] == texts[first:end]
 
 
 # --- bytes that are no text
@@ -194,11 +204,6 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(
 # ------------------------------------------------------------------------------------------------
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (reader, documents):
-        monkeypatch.setattr(module, "CHUNK_BYTES", size)
-
-
 PARTS = "a|Zebra| b|\n|  |\r\n|é|\u3000|\xa0|中文|'s|12|<"
 TEXTS = st.lists(
     st.sampled_from([part.encode() for part in (*PARTS.split("|"), "<|endoftext|>")])
@@ -225,45 +230,41 @@ def test_blocks_change_no_text_and_no_id(
         for invalid in ("replace", "skip")
     ]
     expected = [read_all(source, **choice) for choice in choices]
-    options, ids, seams = PrepareOptions(**choices[0]), [], 0
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch, size)
-        for choice, (texts, counts) in zip(choices, expected, strict=True):
-            found, found_counts = read_all(source, **choice)
-            found_counts.pop("seams", 0)
-            if "skipped" not in counts:  # invalid bytes of a long document are replaced
-                assert found == texts
-                if "replaced" not in counts:  # counted once a part here
-                    assert found_counts == counts
-        for chunk in read_chunks(source, options, ReadPosition()):
-            encoded = encode_segments(chunk.segments, options, bpe)
-            ids += encoded.train.tolist()
-            seams += chunk.counts.get("seams", 0) + encoded.counts.get("seams", 0)
+    options, ids, seams = PrepareOptions(chunk_bytes=size, **choices[0]), [], 0
+    for choice, (texts, counts) in zip(choices, expected, strict=True):
+        found, found_counts = read_all(source, chunk_bytes=size, **choice)
+        found_counts.pop("seams", 0)
+        if "skipped" not in counts:  # invalid bytes of a long document are replaced
+            assert found == texts
+            if "replaced" not in counts:  # counted once a part here
+                assert found_counts == counts
+    for chunk in read_chunks(source, options, ReadPosition()):
+        encoded = encode_segments(chunk.segments, options, bpe)
+        ids += encoded.train.tolist()
+        seams += chunk.counts.get("seams", 0) + encoded.counts.get("seams", 0)
     if not seams:
         texts, _ = expected[0]
         assert ids == [id for text in texts for id in (bpe.eot, *bpe.encode(text).tolist())]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_reading_continues_at_every_cursor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    shrink(monkeypatch, 50)
+def test_reading_continues_at_every_cursor(tmp_path: Path, name: str):
     write(tmp_path / name, pack(PROSE.encode() * 9, Path(name).suffix))
     write(tmp_path / "z.txt", "last")
-    chunks = resume_everywhere(find_source(str(tmp_path)), PrepareOptions(split_points="words"))
+    options = PrepareOptions(split_points="words", chunk_bytes=50)
+    chunks = resume_everywhere(find_source(str(tmp_path)), options)
     assert len(chunks) > 5
     assert chunks[-1].next == ReadPosition(2)
 
 
-def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shrink(monkeypatch, 40)
+def test_invalid_bytes_of_a_long_document(tmp_path: Path):
+    options = {"split_points": "words", "chunk_bytes": 40}
     prose = PROSE * 9
     data = f"one<|endoftext|>{prose}\udcff{prose}<|endoftext|>two\udcff"
     path = write(tmp_path / "a.txt", data.encode(errors="surrogateescape"))
     expected = (["one", f"{prose}\ufffd{prose}"], {"replaced": 1, "skipped": 1})
-    assert read_all(path, invalid="skip", split_points="words") == expected
-    message = refuse(path, invalid="fail", split_points="words")
+    assert read_all(path, invalid="skip", **options) == expected
+    message = refuse(path, invalid="fail", **options)
     assert f"{path}:{1 + prose.count(chr(10))}" in message
 
 
@@ -294,8 +295,7 @@ def test_seams(row: str):
 # --------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shrink(monkeypatch, 1000)
+def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path):
     for number in range(4):
         lines = (f"{number} line {line}\n" for line in range(2000))
         write(tmp_path / f"{number}.txt", "".join(lines))
@@ -304,7 +304,8 @@ def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: py
     write(tmp_path / "z.jsonl", '{"text": "json"}\nbroken\n' * 500)
 
     def sample(path: Path, count: int) -> str:
-        return "".join(sample_texts(find_source(str(path)), PrepareOptions(), count))
+        options = PrepareOptions(chunk_bytes=1000)
+        return "".join(sample_texts(find_source(str(path)), options, count))
 
     text = sample(tmp_path, 20_000)
     assert text == sample(tmp_path, 20_000)
@@ -412,11 +413,10 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    shrink(monkeypatch, 64)
     monkeypatch.setattr(reader, "LARGEST_ROW", 512)
     path = write(tmp_path / name, BAD_FILES[name])
     for invalid in ("replace", "skip"):
-        assert str(path) in refuse(path, invalid=invalid)
+        assert str(path) in refuse(path, invalid=invalid, chunk_bytes=64)
 
 
 @pytest.mark.fault(39)

@@ -29,25 +29,24 @@ from tokenizers.trainers import BpeTrainer
 from megatoken.base.errors import ExitCode, MegatokenError, PeerError, StorageError
 from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import read_manifest
-from megatoken.text import corpus_reader as reader
-from megatoken.text import documents
 from megatoken.text import prepare as preparation
-from megatoken.text.corpus_reader import Chunk
+from megatoken.text.corpus_reader import ReadPosition
 from megatoken.text.documents import SEPARATOR, PrepareOptions
-from megatoken.text.encode_workers import encode_chunks
+from megatoken.text.encode_workers import encode_corpus
 from megatoken.text.prepare import PrepareResult, Progress
+from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import Tokenizer
 from tests.data.small_dataset import stop_after
 from tests.processes import children, wait_for_group
 from tests.soak import prepare_soak
-from tests.text.test_documents import write
+from tests.text.test_documents import write, write_rows
 
 EOT = 256  # of the tokenizer "bytes"
 COUNTS = "empty replaced skipped binary_files seams val_from_tail_tokens"
 
 
 def make_corpus(folder: Path) -> Path:
-    """About 60 kB: small files, a long one, jsonl, some of it broken."""
+    """About 80 kB: small files, a long one, rows in several forms, some of it broken."""
     draw = random.Random(0)
     word_list = "the,cat,sat,naïve,中文,x1,(y),don't,\n,  "
     words = word_list.split(",")
@@ -62,14 +61,16 @@ def make_corpus(folder: Path) -> Path:
     files |= {"broken.txt": b"bad \xff byte", "binary.txt": b"\0\1\2", "empty.txt": " \n"}
     for name, content in files.items():
         write(folder / name, content)
+    rows = [{"text": text(30), "id": number} for number in range(30)]
+    for name, form in {"t.parquet": "parquet", "t.csv": ",", "t.jsonl.gz": "lines"}.items():
+        write_rows(folder / name, form, rows)
     return folder
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks, and several processes for a corpus of 60 kB."""
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(preparation, "PrepareOptions", partial(PrepareOptions, chunk_bytes=5000))
     monkeypatch.setattr(preparation, "WORKER_BYTES", 1)
 
 
@@ -168,7 +169,7 @@ def test_counts_are_exact_and_in_the_manifest(tmp_path: Path):
     zero = dict.fromkeys(COUNTS.split(), 0)
     kept = prepare(source, out, val_fraction=0.1)
     assert kept.counts == zero | {"empty": 1, "replaced": 1, "binary_files": 1}
-    assert kept.documents == 20 + 1 + 40 + 50 + 1
+    assert kept.documents == 20 + 1 + 40 + 50 + 1 + 3 * 30
     manifest = read_manifest(out)
     assert manifest.source["counts"] == kept.counts
     assert sum(manifest.documents.values()) == kept.documents
@@ -272,10 +273,10 @@ def fail_once(real: Any, calls: list[str], number: int, *arguments: Any, **optio
 
 WAITING = """
 import sys, time
+from functools import partial
 from pathlib import Path
-from megatoken.text import documents, corpus_reader as reader
 from megatoken.text import prepare as preparation
-reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
+preparation.PrepareOptions = partial(preparation.PrepareOptions, chunk_bytes=5000)
 preparation.WORKER_BYTES = 1
 def wait(progress):
     if "wait" in sys.argv and progress.tokens > 2_000:
@@ -331,7 +332,7 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path):
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     for name in (".progress.json.17.tmp", "tokenizer/.tokenizer.json.17.tmp"):
         write(out / name, "half")
-    state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
+    state = {"recipe": {}, "listing": "", "position": [0, 0, ""], "counts": {}}
     write(out / "progress.json", json.dumps(state))
     prepare(source, out)
     assert not list(out.rglob("*.tmp"))
@@ -463,12 +464,17 @@ def test_settings_out_of_range_are_refused_before_any_work(tmp_path: Path):
     assert not out.exists()
 
 
-def test_a_worker_that_dies_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_dies_while_it_starts_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A tokenizer larger than a pipe's buffer must not block the parent."""
     words = {f"word{number}": number for number in range(5000)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
     resource_tracker.ensure_running()  # a Python process as well, and it must not die
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    chunks = iter([Chunk([], None, 0, {})] * 2)
+    source, words = (
+        find_source(str(write(tmp_path / "a.txt", "text"))),
+        Tokenizer(inner, "words", 0),
+    )
     with pytest.raises(PeerError):
-        list(encode_chunks(chunks, PrepareOptions(), Tokenizer(inner, "words", 0), workers=2))
+        list(encode_corpus(source, PrepareOptions(), ReadPosition(), words, workers=2))

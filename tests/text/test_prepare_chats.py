@@ -254,7 +254,7 @@ def test_preparing_again_changes_nothing(tmp_path: Path):
     with pytest.raises(DataError):
         prepare(tmp_path, rows, "a")
     # As a killed preparation leaves it.
-    state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
+    state = {"recipe": {}, "listing": "", "position": [0, 0, ""], "counts": {}}
     state["tokens"] = {"train": 0, "val": 0}
     (first / "progress.json").write_text(json.dumps(state))
     prepare(tmp_path, rows, "a")

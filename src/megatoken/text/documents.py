@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from megatoken.base.errors import DataError
 from megatoken.data.vocabulary import Ids
 from megatoken.text.byte_bpe import EOT
-from megatoken.text.text_files import TextFormat
+from megatoken.text.sources import File
+from megatoken.text.text_files import TextFormat, open_text, read_part, skip
 from megatoken.text.tokenizer import SplitPoints, Tokenizer
 
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories
 DELIMITERS = {"separated": SEPARATOR, "lines": b"\n", "rows": b"\n"}  # by TextFormat
-CHUNK_BYTES = 1 << 20  # longest text encoded at once; encoding takes 200 times its size in memory
 SPLIT_BYTES = 4096  # hashed to choose a document's split, so duplicates share a split
 
 # A visible character before white space: no word of GPT-2 spans both. The upper bytes are those
@@ -40,19 +40,37 @@ class PrepareOptions:
     text_key: str = "text"  # key or column that holds the text of rows
     val_fraction: float = 0.0  # of the documents of files without a split
     split_points: SplitPoints = "nowhere"  # the tokenizer's
+    chunk_bytes: int = 1 << 20  # longest text encoded at once; that takes 200 times its memory
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive documents of a file, or a part of one long document."""
+    """Consecutive documents of a file, or a part of one long document.
 
-    file: str  # for messages
-    line: int  # number of its first line or row, from 1
+    start, size: where it is in the file, in bytes or rows of parquet. data: its content if the file
+    has to be read from the beginning, or else None. line: number of its first line or row, from 1,
+    or 0 if it was not counted.
+    """
+
+    file: File
     format: TextFormat
     split: str  # split of the long document that it continues, "" if it starts a document
     val_fraction: float  # share of documents for val
     ends: bool  # its last document ends here
-    data: bytes
+    start: int
+    size: int
+    data: bytes | None = None
+    line: int = 0
+
+    def read(self, text_key: str) -> bytes:
+        """Return the content. Raises DataError if the file cannot be read."""
+        if self.data is not None:
+            return self.data
+        return read_part(self.file, self.start, self.size, text_key)
+
+    def find_line(self) -> int:
+        """Return the number of its first line or row, from 1. Raises DataError as `read` does."""
+        return self.line or count_lines(self.file, self.start)
 
 
 @dataclass
@@ -123,11 +141,9 @@ def read_documents(
     """
     is_lines = segment.format in ("lines", "rows")
     delimiter = DELIMITERS.get(segment.format)
-    pieces = segment.data.split(delimiter) if delimiter else [segment.data]
-    next_line = segment.line
+    content = segment.read(options.text_key)
+    pieces = content.split(delimiter) if delimiter else [content]
     for number, data in enumerate(pieces, start=1):
-        line = next_line
-        next_line += data.count(b"\n") + is_lines
         if is_lines and not data.strip():
             continue
         begins = number > 1 or not segment.split
@@ -142,14 +158,24 @@ def read_documents(
             if policy == "skip":
                 counts["skipped"] += 1
                 continue
-            bad_line = line + data.count(b"\n", 0, getattr(error, "start", 0))
-            where = f", row {line}" if segment.format == "rows" else f":{bad_line}"
-            raise DataError(f"bad text: {error}", segment.file + where, FIX_ROW) from error
+            line = segment.find_line()
+            line += (
+                number - 1 if is_lines else sum(each.count(b"\n") for each in pieces[: number - 1])
+            )
+            line += data.count(b"\n", 0, getattr(error, "start", 0))
+            where = f", row {line}" if segment.format == "rows" else f":{line}"
+            raise DataError(f"bad text: {error}", segment.file.path + where, FIX_ROW) from error
         if is_complete and (not text or text.isspace()):
             counts["empty"] += 1
             continue
         counts["replaced"] += replaced
         yield text
+
+
+def count_lines(file: File, offset: int) -> int:
+    """Return the number of the line, from 1, at byte `offset` of a file."""
+    with open_text(file) as (stream, *_):
+        return 1 + skip(stream, offset)
 
 
 def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]:
@@ -177,10 +203,10 @@ def find_split_point(data: bytes, split_points: SplitPoints) -> tuple[int, bool]
 
 
 def _split_text(text: str, options: PrepareOptions, counts: Counter[str]) -> Iterator[str]:
-    """Yield a text in pieces of at most CHUNK_BYTES."""
+    """Yield a text in pieces of at most `options.chunk_bytes`."""
     data = text.encode()
-    while len(data) > CHUNK_BYTES:
-        length, is_exact = find_split_point(data[:CHUNK_BYTES], options.split_points)
+    while len(data) > options.chunk_bytes:
+        length, is_exact = find_split_point(data[: options.chunk_bytes], options.split_points)
         counts["seams"] += not is_exact
         yield data[:length].decode()
         data = data[length:]

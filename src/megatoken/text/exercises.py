@@ -9,7 +9,9 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -76,10 +78,20 @@ def write_prompts(*, held_out: bool) -> bytes:
 
 def find_exercises(name: str, _: Path | None = None) -> Source:
     """Return the corpus exercises, exercises-prompts or exercises-test."""
-    is_chat = name == "exercises"
-    content = write_conversations() if is_chat else write_prompts(held_out=name.endswith("test"))
-    opener = lambda _: io.BytesIO(content)  # noqa: E731
-    return Source(name, (File(f"{name}.jsonl", name, len(content), 0, "json", opener),))
+    size = len(_write_corpus(name))
+    return Source(name, (File(f"{name}.jsonl", name, size, 0, "json", open_exercises),))
+
+
+def open_exercises(file: File) -> BinaryIO:
+    """Open the corpus that `find_exercises` returned."""
+    return io.BytesIO(_write_corpus(file.path))
+
+
+@cache
+def _write_corpus(name: str) -> bytes:
+    if name == "exercises":
+        return write_conversations()
+    return write_prompts(held_out=name.endswith("test"))
 
 
 def _make_sums() -> Iterator[Exercise]:

@@ -16,9 +16,9 @@ from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import local_path
 from megatoken.base.system.machine import cpu_count
 from megatoken.data.shard_format import DESCRIPTION_NAME, SPLITS, Manifest
-from megatoken.text.corpus_reader import read_chunks, sample_texts
+from megatoken.text.corpus_reader import sample_texts
 from megatoken.text.documents import Invalid, PrepareOptions
-from megatoken.text.encode_workers import encode_chunks
+from megatoken.text.encode_workers import encode_corpus
 from megatoken.text.output_folder import DatasetWriter, PrepareResult, ResumeState, make_dataset
 from megatoken.text.shard_writer import ShardWriter
 from megatoken.text.sources import Source, find_corpus
@@ -128,14 +128,16 @@ class _TextWriter(DatasetWriter):
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
         """Encode and write the part of the corpus that `state` does not cover yet.
 
-        Raises the errors of `read_chunks` and `encode_chunks`, DataError for a tokenizer that drops
+        Raises the errors of `encode_corpus`, DataError for a tokenizer that drops
         much of the text, and StorageError.
         """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
-        chunks = read_chunks(self.corpus, options, self.state.position)
         n_workers = min(workers or cpu_count(), useful)
         counts, n_bytes = self.state.counts, self.corpus.size_bytes
-        with closing(encode_chunks(chunks, options, self.tokenizer, n_workers)) as encoded:
+        start = self.state.position
+        with closing(
+            encode_corpus(self.corpus, options, start, self.tokenizer, n_workers)
+        ) as encoded:
             for chunk, ids in encoded:
                 is_full = False
                 for split, writer in self.splits.items():

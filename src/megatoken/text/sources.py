@@ -67,13 +67,21 @@ def open_local(file: "File") -> BinaryIO:
     return stream
 
 
+def open_on_hub(file: "File") -> BinaryIO:
+    """Open a file on the Hugging Face hub."""
+    from huggingface_hub import HfFileSystem
+
+    stream: BinaryIO = HfFileSystem().open(file.path, "rb")
+    return stream
+
+
 @dataclass(frozen=True)
 class File:
     """An input file.
 
     name: path relative to the corpus. size: bytes on disk, or of generated text. changed: mtime in
-    ns, 0 if unknown. format: how it is divided into documents. opener: opens it. split: "val", or
-    "" if each document is assigned by a hash, if at all.
+    ns, 0 if unknown. format: how it is divided into documents. opener: opens it, in any process.
+    split: "val", or "" if each document is assigned by a hash, if at all.
     """
 
     name: str
@@ -226,15 +234,13 @@ def _find_on_hub(name: str, root: Path | None) -> Source:
     try:
         from huggingface_hub import HfFileSystem
 
-        hub = HfFileSystem()
-        open_remote: Any = lambda file: hub.open(file.path, "rb")  # noqa: E731
-        listing: dict[str, Any] = hub.glob(folder + pattern, detail=True)
+        listing: dict[str, Any] = HfFileSystem().glob(folder + pattern, detail=True)
     except Exception as error:  # the hub, its cache and the network raise their own exceptions
         what = f"cannot read {name}: {type(error).__name__}: {error!s:.200}"
         fix = f'pip install -e ".[data]", or name a folder with {pattern} by --root'
         raise DataError(what, f"dataset {repository}", fix) from error
     files = tuple(
-        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", open_remote)
+        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", open_on_hub)
         for path, row in sorted(listing.items())
     )
     return Source(name, files)

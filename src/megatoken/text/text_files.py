@@ -4,9 +4,13 @@ import codecs
 import csv
 import json
 import re
+import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megatoken.base.errors import DataError, MegatokenError
@@ -59,17 +63,13 @@ def _to_text(value: Any) -> str:
 
 
 @contextmanager
-def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
-    """Open a file for reading from its start.
+def file_errors(file: File) -> Iterator[None]:
+    """Convert any exception to a DataError that names the file.
 
-    text_key: the only column to read from a parquet file. Any exception inside the `with` block is
-    converted to a DataError that names the file, because gzip, zstd, parquet and network code each
-    raise their own types.
+    gzip, zstd, parquet and network code each raise their own types.
     """
     try:
-        with file.opener(file) as raw:
-            stream = decompress(raw, file.name)  # closes `raw` when it is collected
-            yield _convert(raw, stream, file, text_key)
+        yield
     except MegatokenError:
         raise
     except Exception as error:
@@ -77,13 +77,99 @@ def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
         raise DataError(f"cannot read: {reason:.200}", file.path, "fix or remove it") from error
 
 
-def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
+@contextmanager
+def open_text(file: File, text_key: str = "") -> Iterator[TextFile]:
+    """Open a file for reading from its start.
+
+    text_key: the only column to read from a parquet file. Raises DataError, also for any exception
+    inside the `with` block.
+    """
+    with file_errors(file):
+        if file.format == "parquet":
+            table = open_parquet(file, text_key)
+            rows = cast(BinaryIO, _RowStream(table.read(0, table.starts[-1])))
+            yield TextFile(rows, "rows", lambda: file.size, False)
+            return
+        with file.opener(file) as raw:
+            stream = decompress(raw, file.name)  # closes `raw` when it is collected
+            yield _convert(raw, stream, file)
+
+
+def read_part(file: File, start: int, size: int, text_key: str) -> bytes:
+    """Return `size` bytes of a file from byte `start` on, or rows of parquet as lines of JSON.
+
+    Raises DataError as `open_text` does.
+    """
+    with file_errors(file):
+        if file.format == "parquet":
+            rows = open_parquet(file, text_key).read(start, start + size)
+            return b"".join(_RowStream(rows))
+        with file.opener(file) as raw:
+            raw.seek(start)
+            return raw.read(size)
+
+
+class ParquetRows:
+    """The rows of an open parquet file.
+
+    text_key: the only column to read, if there is one of that name. starts: the number of rows
+    before each row group, and the number of all rows.
+    """
+
+    def __init__(self, file: File, text_key: str) -> None:
+        from pyarrow import parquet
+
+        raw = file.opener(file)
+        weakref.finalize(self, raw.close)
+        self._table = parquet.ParquetFile(raw)
+        self._key = text_key if text_key in self._table.schema_arrow.names else ""
+        groups = map(self._table.metadata.row_group, range(self._table.num_row_groups))
+        self.starts = [0, *accumulate(group.num_rows for group in groups)]
+        self._group = -1  # of `_batches`
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = None  # the last one that was read
+        self._start = 0  # number of its first row
+
+    def count_bytes(self, group: int) -> int:
+        """Return the bytes in a row group that `read` reads; a value that is repeated counts once."""
+        columns = self._table.metadata.row_group(group)
+        paths = [self._table.schema.column(index).path for index in range(columns.num_columns)]
+        if self._key in paths:
+            return int(columns.column(paths.index(self._key)).total_uncompressed_size)
+        return int(columns.total_byte_size)
+
+    def read(self, first: int, end: int) -> Iterator[Any]:
+        """Yield rows [first, end), each a dict. Fastest if `first` is not before the last `end`."""
+        while first < end:
+            group = bisect_right(self.starts, first) - 1
+            if group != self._group or first < self._start:
+                columns = [self._key] if self._key else None
+                self._batches = self._table.iter_batches(
+                    PARQUET_ROWS, row_groups=[group], columns=columns, use_threads=False
+                )
+                self._group = -1  # in case of an error
+                self._batch = next(self._batches)
+                self._group, self._start = group, self.starts[group]
+            while first >= self._start + self._batch.num_rows:
+                batch = next(self._batches)
+                self._start += self._batch.num_rows
+                self._batch = batch
+            batch = self._batch[first - self._start : end - self._start]
+            first += batch.num_rows
+            if self._key:  # may be invalid UTF-8
+                texts = batch[0].cast("large_binary").to_pylist()
+                yield from ({self._key: text} for text in texts)
+            else:
+                yield from batch.to_pylist()
+
+
+open_parquet = lru_cache(1)(ParquetRows)  # for the parts of a file
+
+
+def _convert(raw: BinaryIO, stream: Any, file: File) -> TextFile:
     def tell() -> int:
         return min(raw.tell(), file.size)
 
-    if file.format == "parquet":
-        rows = _read_parquet(raw, text_key)
-        return TextFile(cast(BinaryIO, _RowStream(rows)), "rows", tell, False)
     head = stream.peek(HEAD_BYTES)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError("UTF-16 text", file.path, "convert it to UTF-8")
@@ -118,6 +204,15 @@ def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
             return buffer, True
         buffer += part
     return buffer, False
+
+
+def skip(stream: BinaryIO, size: int) -> int:
+    """Read `size` bytes, or fewer if the stream ends before, and return how many lines ended."""
+    lines = 0
+    while size and (part := stream.read(min(size, 1 << 20))):
+        size -= len(part)
+        lines += part.count(b"\n")
+    return lines
 
 
 def _find_delimiter(head: bytes) -> str:
@@ -156,16 +251,3 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[Any]:
         except csv.Error as error:
             yield {str(error): None}
             again.extendleft(reversed(row_lines[1:]))
-
-
-def _read_parquet(raw: BinaryIO, text_key: str) -> Iterator[Any]:
-    from pyarrow import parquet
-
-    table = parquet.ParquetFile(raw)
-    columns = [text_key] if text_key in table.schema_arrow.names else None
-    for batch in table.iter_batches(PARQUET_ROWS, columns=columns, use_threads=False):
-        if columns:  # may be invalid UTF-8
-            texts = batch[0].cast("large_binary").to_pylist()
-            yield from ({text_key: text} for text in texts)
-        else:
-            yield from batch.to_pylist()
