@@ -22,12 +22,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatoken.base.errors import ExitCode, MegatokenError, PeerError
+from megatoken.base.system.machine import allow_open_files
 from megatoken.base.system.torch_compat import abort_nccl
-from megatoken.distributed.env import DistEnv
+from megatoken.distributed.env import DistEnv, prepare_gloo
 from megatoken.distributed.parallel_dims import ParallelDims
 
-JOIN_SECONDS = 120  # limit for all processes to join, and for collectives of device tensors
+# Limits for fewer than RANKS processes; for more, their multiples.
+JOIN_SECONDS = 120  # for all processes to join, and for collectives of device tensors
 ANSWER_SECONDS = 400  # torch waits forever if something else accepts connections at the address
+RANKS = 256
 WAIT_SECONDS = 1800  # limit for flags and objects: rank 0 may be tuning, sampling or pruning
 COUNT_BITS = 36  # of the number in `sum_count`, below
 FLAG_BITS = 16
@@ -157,18 +160,21 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
     if dist_env.world_size == 1:
         yield Comm(dist_env)
         return
+    prepare_gloo()
+    allow_open_files()  # rank 0 has a connection to each rank
     with _join_errors(dist_env):
-        timeout = timedelta(seconds=JOIN_SECONDS)
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
             store=_open_store(dist_env),
             rank=dist_env.rank,
             world_size=dist_env.world_size,
-            timeout=timeout,
+            timeout=_join_limit(dist_env),
         )
         gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
         comm = Comm(dist_env, gloo_group)
         comm.barrier()
+        if device_type != "cuda":
+            comm.sum(torch.zeros(1))  # connects neighbors, which then notice if one is lost
     try:
         with ignore_view_warning(), peer_errors(dist_env):
             yield comm
@@ -182,22 +188,31 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
             dist.destroy_process_group()
 
 
+def _patience(dist_env: DistEnv) -> int:
+    return 1 + dist_env.world_size // RANKS
+
+
+def _join_limit(dist_env: DistEnv) -> timedelta:
+    return timedelta(seconds=JOIN_SECONDS * _patience(dist_env))
+
+
 @contextmanager
 def _join_errors(dist_env: DistEnv) -> Iterator[None]:
     """Convert errors in joining to PeerError.
 
-    If joining takes more than ANSWER_SECONDS, prints an error and ends the process.
+    If joining takes longer than ANSWER_SECONDS permit, prints an error and ends the process.
     """
     rank = f"rank {dist_env.rank} of {dist_env.world_size}"
+    limit = ANSWER_SECONDS * _patience(dist_env)
     address = f"{dist_env.address}:{dist_env.port}"
     fix = "check that all ranks were started and rank 0 listens at this address"
 
     def fail() -> None:
-        error = PeerError(f"{rank} could not join within {ANSWER_SECONDS} s", address, fix)
+        error = PeerError(f"{rank} could not join within {limit} s", address, fix)
         sys.stderr.write(f"error: {error}\n")
         os._exit(ExitCode.PEER)
 
-    timer = threading.Timer(ANSWER_SECONDS, fail)
+    timer = threading.Timer(limit, fail)
     timer.daemon = True
     timer.start()
     try:
@@ -222,11 +237,11 @@ def _open_store(dist_env: DistEnv) -> Store:
     """
     if dist_env not in _stores:
         url = f"tcp://{dist_env.address}:{dist_env.port}"
-        timeout = timedelta(seconds=JOIN_SECONDS)
-        store, *_ = next(rendezvous(url, dist_env.rank, dist_env.world_size, timeout=timeout))
+        limit = _join_limit(dist_env)
+        store, *_ = next(rendezvous(url, dist_env.rank, dist_env.world_size, timeout=limit))
         _stores[dist_env] = store, itertools.count()
     store, group_numbers = _stores[dist_env]
-    store.set_timeout(timedelta(seconds=JOIN_SECONDS))
+    store.set_timeout(_join_limit(dist_env))
     return PrefixStore(f"megatoken-{next(group_numbers)}", store)
 
 

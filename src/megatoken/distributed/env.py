@@ -131,3 +131,11 @@ def prepare_torchrun() -> None:
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def prepare_gloo() -> None:
+    """Let two processes connect when they first communicate, if the user has not set otherwise.
+
+    Each then has connections to its neighbors in rings and trees, instead of to all processes.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
