@@ -87,6 +87,16 @@ def test_recomputation_that_was_chosen_is_named_or_refused(ask: Ask):
     assert ask("plan gpt2-124m --gpus 128xH100")["settings"] == ["machine.sharding=zero2"]
 
 
+def test_communication_of_many_reductions(ask: Ask):
+    tp = "machine.tensor_parallel=8 machine.sharding=zero2 machine.micro_batch=1"
+    result = ask(f"plan gpt3-175b --gpus 1024xH100 {tp}")
+    # An eighth of the gradients in fp32 for each of 12 micro-batches, and weights in bf16.
+    data = (12 * 4 + 2) * 174.6e9 / 8 * 127 / 128 / (0.75 * 400e9 / 8)
+    tensors = 12 * 96 * 8 * 2 * 2048 * 12288 * 7 / 8 / (0.75 * 450e9)
+    assert result["communication_seconds"] == pytest.approx(data + tensors, rel=0.01)
+    assert result["communication_seconds"] > 3 * result["computing_seconds"]
+
+
 def test_what_does_not_fit_has_no_price(ask: Ask):
     result = ask("plan gpt3-175b --gpus 8xH100 --deadline 1h")
     keys = ("hours", "gpu_hours", "dollars", "energy_kwh", "deadline")

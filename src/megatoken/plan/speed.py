@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.console import Console
 from megatoken.base.system.gpus import Gpu
 from megatoken.base.system.table import read_table
 from megatoken.model.extensions import count_additions
@@ -105,20 +106,35 @@ class StepTime:
     """The seconds of one step.
 
     parts: by kind of work; "host" and "communication" only where computation does not hide them.
-    tokens: tokens per step of all GPUs.
+    tokens: tokens per step of all GPUs. sent: duration of all communication, hidden or not.
     """
 
     parts: Mapping[str, float]
     tokens: int
+    sent: float
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
 
     @property
+    def computing(self) -> float:
+        """Seconds of a GPU's own work."""
+        return self.seconds - self.parts["host"] - self.parts["communication"]
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all GPUs together."""
         return self.tokens / self.seconds
+
+    def describe_communication(self) -> str:
+        return f"{self.sent:.3g} s per step, computing {self.computing:.3g} s"
+
+    def warn(self, console: Console) -> None:
+        """Print a warning if communication takes longer than computing."""
+        if self.sent > self.computing:
+            what = f"communication takes longer than computing: {self.describe_communication()}"
+            console.warn(f"{what}; fewer GPUs or larger micro-batches send less")
 
 
 def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
@@ -128,16 +144,17 @@ def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
     parts = micro_batch_seconds(model, gpu, layout)
     compute = sum(parts.values())
     update = update_seconds(model, gpu, layout)
-    waits = _data_parallel_seconds(model, gpu, layout, compute)
-    waits += _tensor_parallel_seconds(model, gpu, layout)
-    waits += WAIT_SHARE * math.log2(layout.gpus) * steps * compute  # for the slowest
+    sent, waits = _data_parallel_seconds(model, gpu, layout, compute)
+    in_tensors = _tensor_parallel_seconds(model, gpu, layout)
+    waits += in_tensors + WAIT_SHARE * math.log2(layout.gpus) * steps * compute  # for the slowest
     launches = LAUNCH * count_launches(model, layout)
     parts = {name: steps * seconds for name, seconds in parts.items()} | {
         "optimizer": update,
         "host": max(0.0, launches - steps * compute - update),
         "communication": waits,
     }
-    return StepTime(parts=parts, tokens=layout.micro_batch * model.seq_len * steps * ranks)
+    tokens = layout.micro_batch * model.seq_len * steps * ranks
+    return StepTime(parts=parts, tokens=tokens, sent=sent + in_tensors)
 
 
 def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[str, float]:
@@ -249,15 +266,15 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
 
 def _data_parallel_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
-) -> float:
-    """Return the seconds of data-parallel collectives that the backward does not hide.
+) -> tuple[float, float]:
+    """Return the seconds of data-parallel collectives, and those that the backward does not hide.
 
     micro_seconds: time to compute a micro-batch.
     """
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     if ranks == 1:
-        return 0.0
+        return 0.0, 0.0
     rate = LINK_SHARE * gpu.link_rate
     if layout.gpus > gpu.per_machine:
         rate = min(rate, NETWORK_SHARE * gpu.network_rate)
@@ -269,13 +286,15 @@ def _data_parallel_seconds(
     latency = LATENCY * (2 + machines + min(layout.gpus, gpu.per_machine))
     if layout.sharding == "none":
         seconds = 2 * reduce_bytes / rate
-        return max(0.0, seconds + latency - hidden) + UNHIDDEN_SHARE * seconds
+        waits = max(0.0, seconds + latency - hidden) + UNHIDDEN_SHARE * seconds
+        return seconds + latency, waits
     shards_weights = layout.sharding in ("zero3", "hybrid")
     reduces = 1 if layout.sharding == "zero1" else layout.micro_steps
     gathers = 2 * layout.micro_steps if shards_weights else 1
     seconds = (reduces * reduce_bytes + gathers * gather_bytes) / rate
     latencies = latency * (reduces + gathers) * (model.n_layer if shards_weights else 1)
-    return max(0.0, seconds + latencies - hidden * reduces) + UNHIDDEN_SHARE * seconds
+    waits = max(0.0, seconds + latencies - hidden * reduces) + UNHIDDEN_SHARE * seconds
+    return seconds + latencies, waits
 
 
 def _tensor_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:

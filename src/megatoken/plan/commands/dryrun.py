@@ -35,7 +35,8 @@ def run(options: Namespace, console: Console) -> Data:
     if options.gpus < 1:
         raise ConfigError(f"{options.gpus} GPUs", "--gpus", "give at least 1")
     modes = open_modes(resolved)
-    layout = plan_run(config, gpu, options.gpus, modes=modes).layout
+    plan = plan_run(config, gpu, options.gpus, modes=modes)
+    layout, step = plan.layout, plan.step
     chosen: dict[str, Any] = {
         "precision": layout.precision.replace("tf32", "fp32"),
         "micro_batch": layout.micro_batch,
@@ -50,9 +51,13 @@ def run(options: Namespace, console: Console) -> Data:
     fits, advice = check_fit(estimate, options.gpu, gpu.memory_bytes)
     name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
     rows = [("model", name), ("settings", settings), *describe_estimate(estimate)]
+    if options.gpus > 1:
+        rows.append(("", f"{step.describe_communication()}, by arithmetic"))
     console.table(rows)
     console.print(advice)
-    return {**asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
+    step.warn(console)
+    times = {"computing_seconds": step.computing, "communication_seconds": step.sent}
+    return {**asdict(estimate), **times, "gpu": options.gpu, "fits": fits, "advice": advice}
 
 
 def find_card(text: str) -> Gpu:

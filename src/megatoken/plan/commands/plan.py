@@ -190,6 +190,7 @@ def plan_gpus(
         data["picture"] = str(draw_plan(title, fitting, family, length, options.plot))
         rows.append(("picture", data["picture"]))
     console.table(rows)
+    plan.step.warn(console)
     ramp = " (no ramp)" if plan.ramp else ""
     title = f"by number of GPUs, at a constant batch of {config.batch_seqs:,} sequences{ramp}"
     print_plans(console, title, {options.recipe: scaled}, others)
@@ -308,6 +309,7 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
         ("layout", f"sharding {layout.sharding}{parallel}, {size}{recomputed}"),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
         ("", describe_parts(plan.step.parts, lambda part: f"{part / plan.step.seconds:.0%}")),
+        *[("sent", plan.step.describe_communication())] * (layout.gpus > 1),
     ]
     if not plan.tokens:
         return [*rows, ("length", "unknown without the dataset; for hours, give --tokens")]
@@ -440,6 +442,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory.total_bytes,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
+        "computing_seconds": plan.step.computing,
+        "communication_seconds": plan.step.sent,
         "hours": plan.hours,
         "dollars": plan.dollars[0] if plan.prices else None,
         "energy_kwh": plan.energy_kwh,
