@@ -28,6 +28,7 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file
 
 from megatoken.base.config.load import resolve
 from megatoken.base.errors import MegatokenError
@@ -390,17 +391,26 @@ def mutate_tensors(place: Path, rng: random.Random) -> Iterator[Read]:
     data = path.read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:end])
-    for key, text in header.get("__metadata__", {}).items():
-        header["__metadata__"][key] = json.loads(text)  # lists of sizes and parts
     sizes = [0, 7, 1 << 40, 1 << 63, (1 << 64) - 1]
     for number, mutant in enumerate(mutate(header, rng)):
-        metadata = mutant.get("__metadata__")
-        if isinstance(metadata, dict) and number % 2:
-            mutant["__metadata__"] = {key: json.dumps(it) for key, it in metadata.items()}
         raw = json.dumps(mutant).encode()
         size = sizes[number] if number < len(sizes) else len(raw)
         path.write_bytes(struct.pack("<Q", size) + raw + data[end:])
         yield lambda: load_sealed(path)
+
+
+def mutate_index(place: Path, rng: random.Random) -> Iterator[Read]:
+    """Return mutations of an index that describes full tensors as slices."""
+    path, groups = place / STEP / "model.index.json", []
+    for name, tensor in load_file(path.with_name("model.safetensors")).items():
+        rows, *columns = ([0, size] for size in tensor.shape)
+        slices = {"model.safetensors": [[rows], *(columns or [None])]}
+        groups.append(
+            {"dtype": "float32", "shape": [*tensor.shape], "slices": slices, "tensors": [name]}
+        )
+    path.write_text(json.dumps(groups))
+    load_sealed(path)
+    yield from mutate_json(f"{STEP}/{path.name}", load_sealed)(place, rng)
 
 
 def mutate_checkpoint_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
@@ -441,6 +451,7 @@ def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
 
 FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
     "tensors": mutate_tensors,
+    "index of tensors": mutate_index,
     "manifest of a checkpoint": mutate_checkpoint_manifest,
     "manifest of a dataset": mutate_dataset_manifest,
     ".npy": mutate_npy,

@@ -26,7 +26,9 @@ from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims
+from megatoken.distributed.parallelize import local_slice
 from megatoken.distributed.sharded_matrices import assign_owners
+from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.optim.muon import Muon, list_hidden_matrices
@@ -421,6 +423,34 @@ def test_four_shards_resume_with_other_dims(name: str, results: Results):
         again, saved = (read_all(saved_by(each, results), kind) for each in (name, source_of(name)))
         assert_equal_tensors(again, saved)
     assert results.ranks[0][name] == pytest.approx(results.plain[family_of(name)]["next"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in DIMS if "ddp" not in name])
+def test_a_rank_opens_only_the_files_that_hold_its_slices(name: str, results: Results):
+    (kind, tensor, local), saved = DIMS[name], saved_by(name, results)
+    written = build_dims(kind, tensor, DistEnv(world_size=WORLD, local_world_size=local))
+    full = torch.load(results.folder / f"{name}.pt", weights_only=True)
+    writers = {key: torch.empty(it.shape) for key, it in full.items()}
+
+    def cut(dims: ParallelDims) -> dict[str, TensorSlice]:
+        config = FAMILIES[family_of(name)]
+        return {key: local_slice(key, tuple(it.shape), config, dims) for key, it in full.items()}
+
+    for rank in reversed(range(WORLD)):  # the first of the ranks with the same slice saves it
+        for key, part in cut(replace(written, rank=rank)).items():
+            part.put(writers[key], torch.full(part.shape, float(rank)))
+    for dims in (written, ParallelDims(dp_shard=3), ParallelDims(dp_shard=2, tp_size=2)):
+        for rank in range(dims.world_size):
+            parts = cut(replace(dims, rank=rank))
+            needed = {
+                int(n) for key, part in parts.items() for n in part.take(writers[key]).flatten()
+            }
+            expected = {key: part.take(full[key]) for key, part in parts.items()}
+            found = {key: torch.empty(it.shape) for key, it in expected.items()}
+            reader = TensorReader(saved, verify(saved), MODEL)
+            assert reader.fill(found, parts, lambda _: False) == {}  # none is read in full
+            assert {*reader._opened} == {f"model-{n:05d}-of-00004.safetensors" for n in needed}
+            assert_equal_tensors(found, expected)
 
 
 @pytest.mark.fault(41)

@@ -18,11 +18,10 @@ from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError, StorageError
 from megatoken.convert.consolidate import consolidate
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.distributed.tensor_slice import TensorSlice, chunk
 from megatoken.model.gpt import GPT
 from megatoken.store import save as checkpoint_save
 from megatoken.store.commit import prune
-from megatoken.store.load import describe_optimizer, load_checkpoint_model, restore_state
+from megatoken.store.load import load_checkpoint_model, restore_state
 from megatoken.store.manifest import CheckpointManifest, verify
 from megatoken.store.save import AsyncSave
 from megatoken.text.load_pretrained import load_pretrained
@@ -97,19 +96,19 @@ def assert_equal_states(model: GPT, expected: GPT) -> None:
 def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hangs, goes_on = threading.Event(), threading.Event()
     seen, polls = list[int](), list[int]()
-    write, read_progress = checkpoint_save.write_tensors, AsyncSave._read_progress
+    write, read_progress = checkpoint_save.save_file, AsyncSave._read_progress
 
-    def hang(path: Path, **tensors: Any) -> None:
+    def hang(tensors: dict[str, Tensor], path: Path) -> None:
         if path.name == "optimizer.safetensors":
             hangs.set()
             assert goes_on.wait(HANG_SECONDS)
-        write(path, **tensors)
+        write(tensors, path)
 
     def poll(save: AsyncSave) -> int:
         polls.append(read_progress(save))
         return polls[-1]
 
-    monkeypatch.setattr(checkpoint_save, "write_tensors", hang)
+    monkeypatch.setattr(checkpoint_save, "save_file", hang)
     monkeypatch.setattr(checkpoint_save, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(AsyncSave, "_read_progress", poll)
     pending = begin_save(tmp_path, tiny_state())
@@ -206,44 +205,14 @@ def test_another_optimizer_or_model_is_refused_before_a_weight_changes(tmp_path:
 
 
 def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path):
-    for is_sharded, key, value in ((False, "count", 3), (True, "factor", torch.zeros(3))):
+    for shards, key, value in ((1, "count", 3), (2, "factor", torch.zeros(3))):
         state: Any = trained(1, "sgd")
-        state = shard(state, "sgd", rank=0, shards=2) if is_sharded else state
+        dims = ParallelDims(dp_shard=shards)
+        state = replace(state, sharded=replace(state.sharded, dims=dims))
         state.optimizer.state[state.sharded.local_params["norm.weight"]][key] = value
         with pytest.raises(ConfigError):
             save(state, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
-
-
-def shard(state: TrainState, optimizer: str, rank: int, shards: int) -> TrainState:
-    """Rows of every parameter as one of `shards` ranks holds them, with a new optimizer."""
-    dims = ParallelDims(sharding="zero1", dp_shard=shards, rank=rank)
-    parts, local = {}, {}
-    for name, size in state.sharded.full_shapes.items():
-        part = TensorSlice.full(size).cut_rows(*chunk(size[0], shards, rank))
-        if part.n_rows:
-            parts[name] = part
-            local[name] = part.take(state.sharded.local_params[name].detach()).clone()
-    sharded = replace(state.sharded, dims=dims, trained=local, local_params=local, slices=parts)
-    return replace(state, sharded=sharded, optimizer=OPTIMIZERS[optimizer](local.values()))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_shard_gets_its_rows_of_state_that_a_first_step_creates(optimizer: str, tmp_path: Path):
-    whole = trained(2, optimizer)
-    saved, manifest = save(whole, tmp_path)
-    for rank in range(3):
-        state = shard(new_state(seed=5), optimizer, rank, 3)
-        files = restore_state(saved, manifest, state, slice(rank, None, 3))
-        assert len(files) == 2 * (rank == 0)  # that it has read in full
-        for name, param in state.sharded.local_params.items():
-            expected = whole.sharded.local_params[name]
-            values = whole.optimizer.state[expected] | {"": expected}
-            for key, found in (state.optimizer.state[param] | {"": param}).items():
-                is_scalar = values[key].shape == ()
-                part = values[key] if is_scalar else state.sharded.slices[name].take(values[key])
-                assert torch.equal(found, part)
-        assert describe_optimizer(state.optimizer) == describe_optimizer(whole.optimizer)
 
 
 def test_the_shape_in_a_manifest_keeps_its_names(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.run import Run
 from megatoken.train.state import Position
 from tests.flip import flip_bit
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, train_on_ranks
 from tests.tiny_run import read_column, read_events, read_losses, train
 
 
@@ -69,10 +69,10 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
 CASES = {"none": (), "first": ((0, 4),), "second": ((1, 4),), "both": ((0, 2), (1, 4))}
 
 
-def train_on_nodes(rank: int, folder: Path, settings: str) -> None:
-    """Resume the runs on one of two machines, each of which has its own copy of them."""
+def train_on_nodes(rank: int, folder: Path, settings: str, cases: Iterable[str]) -> None:
+    """Resume the runs on one of two machines, each of which has its own folders."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for case in CASES:
+    for case in cases:
         try:
             train(folder / case / str(rank), settings)
         except CheckpointError as error:
@@ -91,7 +91,7 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_
             folder = step_folder(tmp_path / case / str(node) / "checkpoints", step)
             path = folder / "optimizer.safetensors"
             flip_bit(path, 4 * path.stat().st_size)
-    run_ranks(train_on_nodes, tmp_path, settings, nprocs=2)
+    run_ranks(train_on_nodes, tmp_path, settings, list(CASES), nprocs=2)
     for case in ("none", "first", "second"):
         out = tmp_path / case / "0"
         assert read_losses(out) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-6)
@@ -101,3 +101,20 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_
             assert "optimizer.safetensors" in message
             assert ("(read by rank 1)" in message) == (case == "second")
     assert len([*(tmp_path / "both").glob("error-?")]) == 2
+
+
+@pytest.mark.long
+def test_nodes_divide_the_files_of_a_folder_that_they_share(data: str, tmp_path: Path):
+    settings = f"{data} budget.steps=4 save.every=1steps machine.sharding=zero3 evaluate.every=0"
+    out, path = (
+        tmp_path / "shared" / "0",
+        "checkpoints/step-00000003/model-00001-of-00002.safetensors",
+    )
+    train_on_ranks(2, out, settings, stop=3)
+    out.with_name("1").symlink_to(out)
+    flip_bit(out / path, 4 * (out / path).stat().st_size)
+    run_ranks(train_on_nodes, tmp_path, settings, ["shared"], nprocs=2)
+    (event,) = read_events(out, "damaged checkpoint")
+    assert path in event["message"]
+    assert event["message"].endswith("(read by rank 1)")  # rank 0 has not hashed it
+    assert [*read_column(out, "loss")] == [1, 2, 3, 4]

@@ -30,7 +30,7 @@ def list_tensors(name: str, warn: Warn) -> list[TensorInfo]:
     if reader is None:
         folder, manifest = find_checkpoint(path, warn)
         file = TensorReader(folder, manifest, MODEL)
-        return [_describe(name, shape, file.dtype(name)) for name, shape in file.shapes.items()]
+        return [_describe(name, shape, file.dtypes[name]) for name, shape in file.shapes.items()]
     return [_describe(name, each.shape, each.dtype) for name, each in reader.read_content(path)[0]]
 
 

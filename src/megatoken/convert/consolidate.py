@@ -5,15 +5,11 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from megatoken.base.errors import StorageError, Warn
 from megatoken.store.commit import FileWriter, commit, find_checkpoint, step_folder
-from megatoken.store.tensor_files import (
-    MODEL,
-    OPTIMIZER,
-    TensorReader,
-    tensor_file_name,
-    write_tensors,
-)
+from megatoken.store.tensor_files import MODEL, OPTIMIZER, TensorReader, tensor_file_name
 
 
 def consolidate(source: Path, out: Path, warn: Warn) -> Path:
@@ -29,13 +25,13 @@ def consolidate(source: Path, out: Path, warn: Warn) -> Path:
 
     def write_full(name: str, path: Path) -> None:
         reader = TensorReader(folder, manifest, name)
-        write_tensors(path, {tensor: reader.read(tensor) for tensor in reader.shapes})
+        save_file({tensor: reader.read(tensor) for tensor in reader.shapes}, path)
 
     files: dict[str, FileWriter] = {
         tensor_file_name(name): partial(write_full, name) for name in (MODEL, OPTIMIZER)
     }
     for name in manifest.files:
-        if not name.endswith(".safetensors"):
+        if not name.startswith((MODEL, OPTIMIZER)):
             files[name] = partial(shutil.copyfile, folder / name)
     needed_bytes = sum(entry.bytes for entry in manifest.files.values())
     return commit(out, manifest.step, files, meta=manifest.meta, needed_bytes=needed_bytes)

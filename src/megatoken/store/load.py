@@ -1,8 +1,10 @@
 """Restore the training state, or only the model, from a checkpoint on any number of ranks."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +17,14 @@ from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.model.gpt import GPT, list_own_classes, set_attention
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
 from megatoken.optim.optimizer import AdamW, MatrixOptimizer
-from megatoken.store.commit import list_steps, step_folder
+from megatoken.store.commit import discard, list_steps, step_folder
 from megatoken.store.manifest import (
+    MANIFEST,
     CheckpointManifest,
     DamagedError,
     FileEntry,
     decode_model_config,
+    read_manifest,
     verify,
 )
 from megatoken.store.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
@@ -43,7 +47,10 @@ class TrainingState(Protocol):
 
 
 def restore_state(
-    folder: Path, manifest: CheckpointManifest, state: TrainingState, share: slice = slice(None)
+    folder: Path,
+    manifest: CheckpointManifest,
+    state: TrainingState,
+    is_mine: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, FileEntry]:
     """Restore a state from a checkpoint, and return the entries of the files that were verified.
 
@@ -51,9 +58,8 @@ def restore_state(
     model or optimizer. Raises DamagedError if a file is damaged; the state is then invalid until
     another checkpoint is restored.
 
-    share: which files this rank reads in full and verifies: a slice of the list of weight files,
-        also applied to the list of optimizer files. From other files it reads only what
-        it needs.
+    is_mine: returns for a file name whether this rank reads the file in full and verifies it. From
+        other files it reads only what it needs.
     """
     weights = TensorReader(folder, manifest, MODEL)
     saved = TensorReader(folder, manifest, OPTIMIZER)
@@ -71,8 +77,8 @@ def restore_state(
                 fix = "build the optimizer as before, or use another --out"
                 raise ConfigError(what, "optimizer", fix)
     with torch.no_grad():
-        verified = weights.fill(sharded.local_params, sharded.slices, share)
-        verified |= _restore_optimizer(saved, state, share)
+        verified = weights.fill(sharded.local_params, sharded.slices, is_mine)
+        verified |= _restore_optimizer(saved, state, is_mine)
     for group, numbers in zip(groups, saved_groups, strict=False):
         group.update(numbers)
     scaler_state = manifest.meta["scaler"]
@@ -97,52 +103,75 @@ def restore_newest(
     ranks with the folder of each damaged one and the first error of any rank.
     """
     steps = state.comm.run_on_rank0(lambda: list_steps(root))
+    if not steps:
+        return None
+    is_mine = _divide_files(root, state.comm)
     for step in reversed(steps):
         folder = step_folder(root, step)
-        manifest, damage = _restore_on_all(folder, state, check)
+        manifest, damage = _restore_on_all(folder, state, check, is_mine)
         if manifest is not None:
             return manifest
         on_damaged(folder, damage)
-    if steps:
-        raise CheckpointError("all checkpoints are damaged", root, "choose another --out")
-    return None
+    raise CheckpointError("all checkpoints are damaged", root, "choose another --out")
+
+
+def _divide_files(root: Path, comm: Comm) -> Callable[[str], bool]:
+    """Return a function that tells for a file name whether this rank reads and verifies the file.
+
+    All ranks divide the files if they share the folder. If not, each node may have its own copy,
+    and perhaps only one of these is damaged, so each node's ranks divide all files. A rank gets the
+    tensor files that the same one of equally many ranks wrote; rank 0 gets all other files.
+    """
+    env = comm.dist_env
+    rank, n_ranks = env.local_rank, env.local_world_size
+    if n_ranks < env.world_size:
+        token = root / comm.run_on_rank0(lambda: Path(mkdtemp(prefix=".tmp-", dir=root)).name)
+        if not comm.any(not token.exists()):
+            rank, n_ranks = env.rank, env.world_size
+        if env.is_main_process:
+            discard(token)
+
+    def is_mine(name: str) -> bool:
+        writer = re.search(r"-(\d+)-of-", name)
+        return int(writer[1] if writer else 0) % n_ranks == rank
+
+    return is_mine
 
 
 def _restore_on_all(
-    folder: Path, state: TrainingState, check: Callable[[CheckpointManifest], object]
+    folder: Path,
+    state: TrainingState,
+    check: Callable[[CheckpointManifest], object],
+    is_mine: Callable[[str], bool],
 ) -> tuple[CheckpointManifest | None, str]:
     """Restore a checkpoint on all ranks; return its manifest, or None and what is damaged.
 
-    Each node may have its own copy of the files, and perhaps only one of these is damaged. So all
-    files are verified on every node, divided among its ranks. Errors other than damage are raised
-    on all ranks.
+    Errors other than damage are raised on all ranks.
     """
-    rank = state.comm.dist_env.local_rank
-    share = slice(rank, None, state.comm.dist_env.local_world_size)
     files: dict[str, FileEntry] = {}
     error: MegatokenError | None = None
     try:
-        manifest = verify(
-            folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors")
-        )
+        if is_mine(MANIFEST):
+            manifest = verify(folder, hashes=lambda name: not name.endswith(".safetensors"))
+        else:
+            manifest = read_manifest(folder)
         check(manifest)
         files = {name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0}
-        files |= restore_state(folder, manifest, state, share)
+        files |= restore_state(folder, manifest, state, is_mine)
     except MegatokenError as raised:
         error = raised
+    if state.comm.any(error is not None):  # damage, found by any rank, may be the cause
         try:
-            verify(folder)  # report damage if that is the cause
+            verify(folder, hashes=is_mine)
         except CheckpointError as cause:
             error = cause
     reports = state.comm.gather((files, error))
-    damage = []
-    for number, (_, rank_error) in enumerate(reports):
-        if rank_error is not None and not isinstance(rank_error, DamagedError):
-            raise rank_error
+    for rank, (_, rank_error) in enumerate(reports):
+        if isinstance(rank_error, DamagedError):
+            return None, f"{rank_error} (read by rank {rank})" if rank else str(rank_error)
+    for _, rank_error in reports:
         if rank_error is not None:
-            damage.append(f"{rank_error} (read by rank {number})" if number else str(rank_error))
-    if damage:
-        return None, damage[0]
+            raise rank_error
     verified: dict[str, FileEntry] = {}
     for rank_files, _ in reversed(reports):
         verified |= rank_files
@@ -150,7 +179,7 @@ def _restore_on_all(
 
 
 def _restore_optimizer(
-    saved: TensorReader, state: TrainingState, share: slice
+    saved: TensorReader, state: TrainingState, is_mine: Callable[[str], bool]
 ) -> dict[str, FileEntry]:
     sharded = state.sharded
     groups = state.optimizer.param_groups
@@ -174,8 +203,8 @@ def _restore_optimizer(
         if name not in values:  # as the first step would create it
             # torch keeps `step` on the CPU unless the update runs on the device.
             device = "cpu" if key == "step" and param not in on_device else param.device
-            values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
-    verified = saved.fill(values, slices, share)
+            values[name] = torch.empty(shape, dtype=saved.dtypes[name], device=device)
+    verified = saved.fill(values, slices, is_mine)
     for name, tensor in values.items():
         owner, _, key = name.partition("/")
         state.optimizer.state[sharded.local_params[owner]][key] = tensor

@@ -62,7 +62,7 @@ class VerifiedFile:
         self._path = path
         self._entry = entry
         self._hash = xxhash.xxh3_128()
-        with _read_errors(path):
+        with read_errors(path):
             self._file = path.open("rb", buffering=0)
             self._mtime_ns = os.fstat(self._file.fileno()).st_mtime_ns
 
@@ -83,7 +83,7 @@ class VerifiedFile:
         """Fill a buffer with the next bytes, which are not verified until `finish` returns."""
         while len(buffer):
             block = buffer[:BLOCK_BYTES]
-            with _read_errors(self._path):
+            with read_errors(self._path):
                 size = self._file.readinto(block)
             if not size:
                 raise damaged(self._path, f"it ends before {self._entry.bytes:,} bytes")
@@ -117,7 +117,7 @@ def verify(
     """
     if not folder.is_dir():
         raise DamagedError("no checkpoint here", str(folder), "choose an existing folder")
-    with _read_errors(folder):
+    with read_errors(folder):
         manifest = read_manifest(folder)
         files = dict(manifest.files)
         statuses = list_files(folder)
@@ -150,9 +150,11 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     Raises what `verify` raises.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        raise damaged(path, "it is missing, so this was never committed")
-    return parse_manifest(read_small_file(path), path, folder.name)
+    with read_errors(path):
+        if not path.is_file():
+            raise damaged(path, "it is missing, so this was never committed")
+        raw = read_small_file(path)
+    return parse_manifest(raw, path, folder.name)
 
 
 def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
@@ -223,8 +225,8 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
 
 def list_files(folder: Path) -> dict[str, os.stat_result]:
     """Return the stat result of every file and link below a folder, by name. Raises OSError."""
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
+    statuses = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*")}
+    return {name: each for name, each in statuses.items() if not stat.S_ISDIR(each.st_mode)}
 
 
 def describe_hash(actual: str, entry: FileEntry) -> str:
@@ -239,7 +241,7 @@ def _check_hash(path: Path, actual: str, entry: FileEntry) -> None:
 
 
 @contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
+def read_errors(path: Path) -> Iterator[None]:
     """Convert OSError to DamagedError."""
     try:
         yield

@@ -1,8 +1,8 @@
 """Save checkpoints while training continues: each rank writes copies of its tensors in a thread.
 
 If every rank holds the full model, only rank 0 writes model.safetensors and optimizer.safetensors;
-if the model is sharded, each rank writes a file of its slices. Rank 0 commits the checkpoint. The
-threads never communicate with other ranks.
+if the model is sharded, each rank writes files of its slices, and rank 0 their index. Rank 0
+commits the checkpoint. The threads never communicate with other ranks.
 """
 
 import shutil
@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatoken.base.errors import MegatokenError, StorageError
@@ -31,7 +32,13 @@ from megatoken.store.commit import (
 )
 from megatoken.store.load import TrainingState, describe_optimizer, list_optimizer_tensors
 from megatoken.store.manifest import FileEntry, encode_model_config
-from megatoken.store.tensor_files import MODEL, OPTIMIZER, tensor_file_name, write_tensors
+from megatoken.store.tensor_files import (
+    MODEL,
+    OPTIMIZER,
+    index_file_name,
+    tensor_file_name,
+    write_index,
+)
 
 POLL_SECONDS = 0.5
 
@@ -183,15 +190,17 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
         copies = {name: copy_to_cpu(tensors[name].detach()) for name in names}
         n_bytes += sum(tensor.nbytes for tensor in copies.values())
         file = tensor_file_name(kind)
-        layout: dict[str, Any] = {}
         if not sharded.dims.is_unsharded:
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
-            layout["slices"] = {name: sharded.slices[param_of[name]] for name in names}
-            layout["shapes"] = {
-                name: sharded.full_shapes[param_of[name]] if copies[name].dim() else ()
-                for name in names
-            }
-        files[file] = partial(write_tensors, tensors=copies, **layout)
+            if dist_env.is_main_process:
+                files[index_file_name(kind)] = partial(
+                    write_index,
+                    name=kind,
+                    tensors=copies,
+                    sharded=sharded,
+                    model_config=state.model.config,
+                )
+        files[file] = partial(save_file, copies)
     device = next(state.model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
