@@ -96,19 +96,19 @@ def assert_equal_states(model: GPT, expected: GPT) -> None:
 def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hangs, goes_on = threading.Event(), threading.Event()
     seen, polls = list[int](), list[int]()
-    write, read_progress = checkpoint_save.save_file, AsyncSave._read_progress
+    write, read_progress = checkpoint_save.write_tensors, AsyncSave._read_progress
 
-    def hang(tensors: dict[str, Tensor], path: Path) -> None:
+    def hang(path: Path, **options: Any) -> None:
         if path.name == "optimizer.safetensors":
             hangs.set()
             assert goes_on.wait(HANG_SECONDS)
-        write(tensors, path)
+        write(path, **options)
 
     def poll(save: AsyncSave) -> int:
         polls.append(read_progress(save))
         return polls[-1]
 
-    monkeypatch.setattr(checkpoint_save, "save_file", hang)
+    monkeypatch.setattr(checkpoint_save, "write_tensors", hang)
     monkeypatch.setattr(checkpoint_save, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(AsyncSave, "_read_progress", poll)
     pending = begin_save(tmp_path, tiny_state())
@@ -117,6 +117,10 @@ def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytes
         finished = threads.submit(pending.finish, seen.append)
         wait_until(lambda: len(polls) > 7)
         assert seen == [1]  # of the checkpoint written before
+        unfinished = checkpoint_save.writing_folder(pending._draft, 0)
+        unfinished.mkdir()
+        (unfinished / ".tmp").write_bytes(bytes(9_999))
+        wait_until(lambda: seen == [1, 2])
         goes_on.set()
         assert finished.result().name == "step-00000000"
     assert seen == [*range(1, len(seen) + 1)] != [1]

@@ -119,16 +119,12 @@ class AsyncSave:
         self._n_bytes += n_bytes
 
     def _read_progress(self) -> int:
-        """Return a number that changes as long as writing makes progress.
-
-        On rank 0 it covers the files of all ranks, on other ranks only their own.
-        """
+        """Return a number that changes as long as this rank makes progress in writing."""
         total = self._n_bytes
-        if self.comm.dist_env.is_main_process and self._draft is not None:
-            # safetensors writes to a file of another name and of the final size.
-            for path in self._draft.rglob("*"):
-                with suppress(OSError):
-                    total += path.stat().st_size + path.stat().st_blocks
+        if self._draft is not None:
+            with suppress(OSError):
+                for path in writing_folder(self._draft, self.comm.dist_env.rank).iterdir():
+                    total += path.stat().st_blocks
         return total
 
     def is_written(self) -> bool:
@@ -200,11 +196,25 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
                     sharded=sharded,
                     model_config=state.model.config,
                 )
-        files[file] = partial(save_file, copies)
+        files[file] = partial(write_tensors, tensors=copies, rank=dist_env.rank)
     device = next(state.model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return files, n_bytes
+
+
+def writing_folder(draft: Path, rank: int) -> Path:
+    """Return where a rank writes tensors: safetensors chooses the name of an unfinished file."""
+    return draft / f".{rank}"
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], rank: int) -> None:
+    """Write a file of a draft, which appears under its name when it is complete."""
+    folder = writing_folder(path.parent, rank)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / path.name)
+    (folder / path.name).replace(path)
+    discard(folder)
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
