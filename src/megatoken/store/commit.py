@@ -297,20 +297,21 @@ def prune(
     keep_last: int,
     keep_every: int,
     keep: Collection[int | None] = (),
-    verified: dict[Path, Mapping[str, FileEntry]] | None = None,
+    verified: Mapping[Path, Mapping[str, FileEntry]] | None = None,
 ) -> list[Path]:
     """Remove old checkpoints, and return their former folders, oldest first. Raises StorageError.
 
     keep_last, keep_every, keep: as in `choose_surplus`.
-    verified: entries of files that this process has already hashed, by checkpoint folder. Only
-        files that have changed since are hashed again, and new hashes are added.
+    verified: entries of files that this run has already hashed, by checkpoint folder. Of these,
+        only files that have changed since are hashed again; of other folders, which may be large,
+        only the manifest, names and sizes are checked. None to hash all.
     """
-    known = {} if verified is None else verified
 
     def is_valid(step: int) -> bool:
         folder = step_folder(root, step)
+        hashed = None if verified is None else verified.get(folder, {})
         with suppress(CheckpointError):
-            known[folder] = verify(folder, known=known.get(folder)).files
+            verify(folder, hashes=None if hashed is None else hashed.__contains__, known=hashed)
             return True
         return False
 

@@ -81,7 +81,7 @@ class CheckpointSaver:
         )
         run.history.verified[folder] = pending.files
         self._link_best()
-        with run.during("prune", pending.step):  # may hash old checkpoints, each once
+        with run.during("prune", pending.step):  # may hash files that have changed
             self._prune()
 
     def finish(self) -> None:
@@ -90,7 +90,7 @@ class CheckpointSaver:
         self._prune()
 
     def _prune(self) -> None:
-        # Others wait here: rank 0 may need longer than the timeout of collectives.
+        # Others wait here: rank 0 may need longer than the timeout of device collectives.
         self._comm.run_on_rank0(self._prune_here)
 
     def _prune_here(self) -> None:
