@@ -66,8 +66,8 @@ class Comm:
     def sum_count(self, count: Tensor, *, flag: bool, value: int) -> tuple[Tensor, bool, int]:
         """Return the sum of `count`, whether `flag` is True on any process, and rank 0's `value`.
 
-        One number carries all three, because each further one takes gloo as long as the first. On
-        CUDA, the host waits for the sum.
+        One number carries all three, because gloo takes longer for several. On CUDA, the host waits
+        for the sum.
 
         count: 0-d int64 tensor, whose sum is below 2**COUNT_BITS. value: below 2**VALUE_BITS.
         """
