@@ -167,7 +167,39 @@ def test_slurm_options_of_a_site(tmp_path: Path):
     assert (done.returncode, done.stdout) == (1, "")
 
 
+def test_a_slurm_array_prepares_parts_and_a_dependent_job_joins_them(tmp_path: Path):
+    words = ["it's/", "--out", HOSTILE, "--workers", "4"]
+    arguments = [
+        "launch",
+        "slurm",
+        "--prepare",
+        shlex.join(words),
+        "--nodes",
+        "3",
+        "--partition=cpu",
+    ]
+    assert main([*arguments, "--write", f"{tmp_path}/script"]) == 0
+    # Slurm runs a copy of the script, each task of the array by itself.
+    array = (
+        'for SLURM_ARRAY_TASK_ID in 1 2 3; do export SLURM_ARRAY_TASK_ID; bash "$3" "$4"; done >&2'
+    )
+    join = 'echo "$1" >&2; bash "$2" "$3" >&2'
+    programs = {"sbatch": f'if [ "$1" = --parsable ]; then {array}; echo "7;here"; else {join}; fi'}
+    programs["megatoken"] = 'printf "%s\\n" "$@"'
+    done = run(tmp_path, (tmp_path / "script").read_text(), **programs)
+    expected = []
+    for number in (1, 2, 3):
+        expected += ["prepare", *words, "--part", f"{number}/3"]
+    expected += ["--dependency=afterok:7", "prepare", "--join", HOSTILE]
+    assert (done.returncode, done.stderr.splitlines()) == (0, expected)
+    assert not (tmp_path / "owned").exists()
+
+
 REFUSED = r"""
+k8s '--prepare=texts --out data'
+slurm '--prepare=texts'
+slurm '--prepare=texts --out data --part 1/2'
+slurm '--prepare=texts --out data --tokenizer bpe:300'
 k8s --partition=x
 slurm --image=x
 slurm --spot

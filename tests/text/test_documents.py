@@ -238,23 +238,13 @@ def test_blocks_change_no_text_and_no_id(
             assert found == texts
             if "replaced" not in counts:  # counted once a part here
                 assert found_counts == counts
-    for chunk in read_chunks(source, options, ReadPosition()):
+    for chunk in resume_everywhere(source, options):
         encoded = encode_segments(chunk.segments, options, bpe)
         ids += encoded.train.tolist()
         seams += chunk.counts.get("seams", 0) + encoded.counts.get("seams", 0)
     if not seams:
         texts, _ = expected[0]
         assert ids == [id for text in texts for id in (bpe.eot, *bpe.encode(text).tolist())]
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_reading_continues_at_every_cursor(tmp_path: Path, name: str):
-    write(tmp_path / name, pack(PROSE.encode() * 9, Path(name).suffix))
-    write(tmp_path / "z.txt", "last")
-    options = PrepareOptions(split_points="words", chunk_bytes=50)
-    chunks = resume_everywhere(find_source(str(tmp_path)), options)
-    assert len(chunks) > 5
-    assert chunks[-1].next == ReadPosition(2)
 
 
 def test_invalid_bytes_of_a_long_document(tmp_path: Path):

@@ -50,10 +50,12 @@ class Job:
     namespace: for Kubernetes.
     spot: line of SkyPilot's resources, or empty.
     volume: where SkyPilot mounts the volume `megatoken`, or empty.
+    prepare, out: arguments of `megatoken prepare`, to run that in parts instead of training, and its
+        --out.
     """
 
     name: str
-    train_args: Sequence[str]
+    train_args: Sequence[str] = ()
     nodes: int
     nproc: int
     gpus: str
@@ -66,6 +68,8 @@ class Job:
     namespace: str = ""
     spot: str = ""
     volume: str = WORK
+    prepare: Sequence[str] = ()
+    out: str = ""
 
 
 def check_options(engine: str, job: Job) -> None:
@@ -130,6 +134,8 @@ def write_script(engine: str, job: Job) -> str:
             "port": PORT,
             "max_restarts": MAX_RESTARTS if job.nodes > 1 else 0,  # else --nproc restarts ranks
             "train": train,
+            "prepare": shlex.join(job.prepare),
+            "out": shlex.quote(job.out),
             "train_in_quotes": json.dumps(train)[1:-1],  # escapes of a double-quoted YAML string
             "warn_seconds": WARN_SECONDS,
             "backoff_limit": 20 * job.nodes,
@@ -138,7 +144,8 @@ def write_script(engine: str, job: Job) -> str:
             "peer_lost": int(ExitCode.PEER),
         }
     )
-    template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()
+    file = TABLE["prepare"] if job.prepare else ENGINES[engine]
+    template = (Path(__file__).parent / "templates" / file).read_text()
     for name, value in values.items():
         if value == "":
             template = re.sub(rf".*%{{{name}}}.*\n", "", template)

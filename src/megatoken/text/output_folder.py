@@ -52,9 +52,9 @@ class PrepareResult:
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
     counts: dict[str, int]  # from the manifest: empty, replaced and skipped documents, ...
     bytes: dict[str, dict[str, int]]  # per split: `Tokenizer.measure_text`
-    skipped_files: dict[str, int]  # in the source, by extension or reason
-    resumed: bool  # an earlier call was interrupted
-    unchanged: bool  # the dataset existed already
+    skipped_files: dict[str, int] = field(default_factory=dict)  # by extension or reason
+    resumed: bool = False  # an earlier call was interrupted
+    unchanged: bool = False  # the dataset existed already
 
 
 @dataclass
@@ -143,32 +143,41 @@ def make_dataset(
     if finished:
         manifest = finished
     else:
-        with _hold_lock(out), storage_errors(out):
+        with hold_lock(out), storage_errors(out):
             new = ResumeState(recipe, source.digest(times=True))
             state, is_resumed = _start_or_resume(out, new)
             manifest = write(state)
             replace_file(out / INPUTS_NAME, state.listing + "\n", durable=True)
             write_manifest(out, manifest)
             (out / PROGRESS_NAME).unlink()
-    train, val = (manifest.tokens(split) for split in SPLITS)
-    return PrepareResult(
-        tokens=train + val,
-        documents=sum(manifest.documents.values()),
+    return summarize(
+        manifest,
+        started=started,
         shards=len(manifest.shards),
-        seconds=time.monotonic() - started,
-        train_tokens=train,
-        val_tokens=val,
-        tokenizer=manifest.tokenizer,
-        counts=manifest.source["counts"],
-        bytes=manifest.bytes,
         skipped_files=dict(source.skipped),
         resumed=is_resumed,
         unchanged=bool(finished),
     )
 
 
+def summarize(manifest: Manifest, *, started: float, **values: Any) -> PrepareResult:
+    """Return the summary of a dataset. values: fields that its manifest does not have."""
+    train, val = (manifest.tokens(split) for split in SPLITS)
+    return PrepareResult(
+        tokens=train + val,
+        documents=sum(manifest.documents.values()),
+        seconds=time.monotonic() - started,
+        train_tokens=train,
+        val_tokens=val,
+        tokenizer=manifest.tokenizer,
+        counts=manifest.source["counts"],
+        bytes=manifest.bytes,
+        **values,
+    )
+
+
 @contextmanager
-def _hold_lock(out: Path) -> Iterator[None]:
+def hold_lock(out: Path) -> Iterator[None]:
     """Create the folder, lock it, and remove temporary files of a killed preparation.
 
     Raises StorageError if another process holds the lock.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +48,19 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+@dataclass(frozen=True)
+class CorpusPart:
+    """Which part of a corpus a source is. number: from 1 to `total`."""
+
+    number: int
+    total: int
+    corpus: Source
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest says of it. The number and the files of all parts are equal."""
+        return {"part": self.number, "parts": self.total, "corpus": self.corpus.digest(times=False)}
+
+
 def prepare(
     source: str | Path | Source,
     out: str | Path,
@@ -60,6 +73,7 @@ def prepare(
     text_key: str = "text",
     val: str | None = None,
     root: Path | None = None,
+    part: CorpusPart | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> PrepareResult:
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
@@ -70,7 +84,7 @@ def prepare(
     number of processes, or 0 for one per core. With any number but 1, processes are spawned, so a
     script must call this function under `if __name__ == "__main__"`. val_fraction: share of
     documents held out if there are no validation files. invalid: what to do with documents that are
-    not UTF-8; "skip" also skips bad rows.
+    not UTF-8; "skip" also skips bad rows. part: what part of a corpus `source` is (parts.py).
 
     Raises ConfigError for a bad setting, DataError for unusable input or an `out` that holds
     something else, StorageError if the disk fails, and PeerError if a worker dies.
@@ -81,12 +95,9 @@ def prepare(
     corpus = source
     if not isinstance(corpus, Source):
         corpus = find_corpus(str(source), root, exclude=out, val=val)
-    val_fraction *= not corpus.has_val
-    loaded = None
-    if tokenizer.startswith("bpe:"):
-        parse_bpe(tokenizer)
-    else:
-        loaded = load_tokenizer(tokenizer)
+    val_fraction *= not (part.corpus if part else corpus).has_val
+    is_trained = tokenizer.startswith("bpe:") and parse_bpe(tokenizer) > 0
+    loaded = None if is_trained else load_tokenizer(tokenizer)
     options = PrepareOptions(invalid=invalid, text_key=text_key, val_fraction=val_fraction)
     recipe = {
         "tokenizer": f"{loaded.name} {loaded.fingerprint[:16]}" if loaded else tokenizer,
@@ -95,12 +106,14 @@ def prepare(
         "invalid": invalid,
         "text_key": text_key,
     }
+    recipe |= part.describe() if part else {}
 
     def write(state: ResumeState) -> Manifest:
         is_saved = (out / "tokenizer" / DESCRIPTION_NAME).exists()
         spec = str(out) if is_saved else tokenizer
-        chosen = loaded or load_tokenizer(spec, lambda: _sample(corpus, options, on_progress))
-        with closing(_TextWriter(out, state, chosen, shard_tokens, corpus, on_progress)) as writer:
+        chosen = loaded or load_tokenizer(spec, lambda: sample(corpus, options, on_progress))
+        shape = out, state, chosen, shard_tokens
+        with closing(_TextWriter(*shape, corpus, part, on_progress)) as writer:
             writer.write_documents(replace(options, split_points=chosen.split_points), workers)
             writer.balance_splits(val_fraction)
             return writer.finish_text()
@@ -108,7 +121,7 @@ def prepare(
     return make_dataset(out, corpus, recipe, write)
 
 
-def _sample(corpus: Source, options: PrepareOptions, on_progress: OnProgress) -> Iterator[str]:
+def sample(corpus: Source, options: PrepareOptions, on_progress: OnProgress) -> Iterator[str]:
     """Yield text to train a tokenizer on, and report progress."""
     sampled = 0
     size = min(corpus.size_bytes, SAMPLE_BYTES)
@@ -123,6 +136,7 @@ class _TextWriter(DatasetWriter):
     """Writes the documents of a corpus."""
 
     corpus: Source
+    part: CorpusPart | None
     on_progress: OnProgress
 
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
@@ -143,7 +157,8 @@ class _TextWriter(DatasetWriter):
                 for split, writer in self.splits.items():
                     added = getattr(ids, split)
                     # <|endoftext|> separates documents, so there is none before the first.
-                    is_full |= writer.append(added if writer.tokens else added[1:])
+                    follows = writer.tokens or (self.part and self.part.number > 1)
+                    is_full |= writer.append(added if follows else added[1:])
                 counts.update(chunk.counts)
                 counts.update(ids.counts)
                 self._check_loss()
@@ -158,8 +173,10 @@ class _TextWriter(DatasetWriter):
 
         If train is empty, all of val moves to train. Then, if val has fewer than MIN_VAL_TOKENS and
         less than half of all tokens, the end of train moves to val, unless val_fraction is 0.
-        Raises DataError if there is no text.
+        Nothing moves in a part of a corpus. Raises DataError if there is no text.
         """
+        if self.part:
+            return
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
         if not counts["train"] + bool(val_fraction) * counts["val"]:

@@ -1,11 +1,14 @@
 """`megatoken prepare SOURCE`: tokenize text, or conversations, into shards."""
 
+import re
 import shlex
+import shutil
 import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megatoken.base.console import (
@@ -15,13 +18,14 @@ from megatoken.base.console import (
     format_duration,
     format_quantity,
 )
-from megatoken.base.errors import ConfigError
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.address import is_address
 from megatoken.cli import Data
 
 if TYPE_CHECKING:
+    from megatoken.store.objects import ObjectStore
     from megatoken.text.output_folder import PrepareResult
-    from megatoken.text.prepare import Progress
+    from megatoken.text.prepare import OnProgress, Progress
     from megatoken.text.sources import Source
     from megatoken.text.tokenizer import Tokenizer
 
@@ -38,12 +42,20 @@ def run(options: Namespace, console: Console) -> Data:
     from megatoken.text.prepare import prepare
     from megatoken.text.sources import HUB, describe_skipped, find_corpus
 
+    if options.join:
+        return join(options.join, console)
+    if options.source is None or options.out is None:
+        raise ConfigError("no SOURCE or no --out", "prepare", "see `megatoken prepare --help`")
     exclude = None if is_address(options.out) else options.out
     source = find_corpus(options.source, options.root, exclude, options.val)
     if source.skipped:
         hint = "a pattern such as '**/*.py' reads any files, a folder only text and rows"
         console.print(f"files skipped: {describe_skipped(source.skipped)} ({hint})")
     row_format = None if options.source in HUB else peek_format(source, options.text_key)
+    if row_format and options.part:
+        raise ConfigError("conversations have no parts", "--part", "leave it out")
+    if options.part:
+        return prepare_parts(options, source, console)
     if row_format:
         return prepare_rows(options, source, RECIPES[row_format.kind], console)
     folder = begin_upload(options.out) if is_address(options.out) else options.out
@@ -59,6 +71,101 @@ def run(options: Namespace, console: Console) -> Data:
         console.print(f"uploaded; local copy in {folder}")
     name = Path(options.out).name
     print_summary(console, options.out, prepared, f"quickstart --out runs/{shlex.quote(name)}")
+    return asdict(prepared)
+
+
+def prepare_parts(options: Namespace, corpus: "Source", console: Console) -> Data:
+    """Prepare every Nth part of a corpus from part I on, each in its own folder of --out."""
+    from megatoken.data.shard_format import MANIFEST_NAME
+    from megatoken.store.datasets import begin_upload, upload_dataset
+    from megatoken.store.objects import ObjectStore
+    from megatoken.text.parts import divide
+    from megatoken.text.prepare import prepare
+
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", options.part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"cannot read {options.part!r}", "--part", "write I/N, such as 3/16")
+    is_remote = is_address(options.out)
+    root = begin_upload(options.out) if is_remote else options.out
+    settings = select(options, "tokenizer", "workers", "text_key", *COMMON)
+    settings["on_progress"] = PrepareBar(console).update
+    results = dict[str, Any]()
+    with closing(console):
+        if options.tokenizer.startswith("bpe:"):
+            trainer = corpus if match[1] == "1" else None
+            settings["tokenizer"] = find_trained(options, root, trainer, settings["on_progress"])
+        for name, files, part in divide(corpus)[int(match[1]) - 1 :: int(match[2])]:
+            target = f"{options.out}/{name}"
+            if is_remote and ObjectStore(target).size(MANIFEST_NAME) is not None:
+                console.print(f"{name} of {part.total:,}: already uploaded")
+                continue
+            folder = begin_upload(target) if is_remote else root / name
+            prepared = prepare(files, folder, part=part, **settings)
+            if is_remote:
+                upload_dataset(folder, target, console.print)
+                shutil.rmtree(folder)
+            results[name] = asdict(prepared)
+            console.print(f"{name} of {part.total:,}: {format_count(prepared.tokens, 'token')}")
+    command = f"megatoken prepare --join {shlex.quote(str(options.out))}"
+    console.print(f"when all parts are prepared: {command}")
+    return results
+
+
+def find_trained(
+    options: Namespace, root: Path, corpus: "Source | None", on_progress: "OnProgress"
+) -> str:
+    """Return the folder in `root` with the tokenizer bpe:N of all parts.
+
+    corpus: to train it on if it is not there, or None. Raises DataError if it is not there or has
+    another size.
+    """
+    from megatoken.base.system.atomic_write import hash_file
+    from megatoken.data.shard_format import DESCRIPTION_NAME
+    from megatoken.store.objects import ObjectStore
+    from megatoken.text.parts import train_tokenizer
+    from megatoken.text.tokenizer import load_tokenizer
+
+    folder, spec = root / "tokenizer", options.tokenizer
+    store = ObjectStore(f"{options.out}/tokenizer") if is_address(options.out) else None
+    if store:
+        fetch_all(store, folder)
+    if corpus and not (folder / DESCRIPTION_NAME).exists():
+        train_tokenizer(corpus, root, spec, options.text_key, on_progress)
+    if not (folder / DESCRIPTION_NAME).exists():
+        fix = f"start --part 1/{options.part.partition('/')[2]} first, which trains it"
+        raise DataError(f"{spec} is not trained yet", str(options.out), fix)
+    if (name := load_tokenizer(str(folder)).name) != spec:
+        raise DataError(f"the tokenizer here is {name}", str(options.out), "choose another --out")
+    if store and corpus:
+        names = {path.name for path in folder.iterdir()} - {DESCRIPTION_NAME}
+        store.commit(folder, {name: hash_file(folder / name) for name in names}, DESCRIPTION_NAME)
+    return str(folder)
+
+
+def fetch_all(store: "ObjectStore", folder: Path, pattern: str = ".*") -> None:
+    """Download the files whose names match a pattern."""
+    for name in store.list():
+        if re.fullmatch(pattern, name):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download(name, path)
+
+
+def join(out: Path | str, console: Console) -> Data:
+    """Make the parts at `out` one dataset."""
+    from megatoken.store.datasets import upload_dataset
+    from megatoken.store.objects import ObjectStore
+    from megatoken.text.parts import join_parts
+
+    with TemporaryDirectory(prefix="megatoken-") as temporary:
+        folder = Path(temporary) if is_address(out) else Path(out)
+        if is_address(out):
+            files = r"part-\d+/manifest\.json|part-00001/tokenizer/.*"
+            fetch_all(ObjectStore(str(out)), folder, files)
+        prepared = join_parts(folder, out)
+        if is_address(out):
+            upload_dataset(folder, str(out), console.print)
+    print_summary(console, out, prepared, "RECIPE")
     return asdict(prepared)
 
 
