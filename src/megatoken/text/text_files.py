@@ -17,6 +17,7 @@ from megatoken.base.errors import DataError, MegatokenError
 from megatoken.text.file_kinds import HEAD_BYTES, LARGEST_ROW, decompress
 from megatoken.text.sources import File, Source
 
+PARQUET_BUFFER = 1 << 20  # bytes
 PARQUET_ROWS = 8  # read at once; with dictionary encoding, a row can be as long as the file
 
 # The start of a JSON file that is not a row per line: an array or, in group 1, an object.
@@ -121,7 +122,8 @@ class ParquetRows:
 
         raw = file.opener(file)
         weakref.finalize(self, raw.close)
-        self._table = parquet.ParquetFile(raw)
+        # Without a buffer, a row group is held in memory, by each worker.
+        self._table = parquet.ParquetFile(raw, buffer_size=PARQUET_BUFFER)
         self._key = text_key if text_key in self._table.schema_arrow.names else ""
         groups = map(self._table.metadata.row_group, range(self._table.num_row_groups))
         self.starts = [0, *accumulate(group.num_rows for group in groups)]

@@ -143,12 +143,14 @@ def find_trained(
 
 
 def fetch_all(store: "ObjectStore", folder: Path, pattern: str = ".*") -> None:
-    """Download the files whose names match a pattern."""
+    """Download small files whose names match a pattern; another process may do the same."""
+    from megatoken.base.system.atomic_write import replace_file
+
     for name in store.list():
         if re.fullmatch(pattern, name):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.download(name, path)
+            replace_file(path, store.read(name))
 
 
 def join(out: Path | str, console: Console) -> Data:
