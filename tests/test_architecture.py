@@ -41,10 +41,12 @@ OWNERS = {
     },
     # Its python_command starts Python without the current folder.
     r"sys\.executable": {"base/system/environment.py"},
-    # They write the date. Durations come from monotonic clocks, because the date may jump.
+    # They write the date, or tell when credentials expire. Durations come from monotonic clocks,
+    # because the date may jump.
     r"time\.time\(|from time import|datetime\.(now|utcnow)|\.today\(": {
         "study/bench/report.py",
         "inference/protocol.py",
+        "store/s3_ranges.py",
     },
 }
 # Imports inside functions are allowed anywhere for optional extras and for modules that a platform
@@ -216,7 +218,7 @@ def test_rooms_and_the_loop_keep_to_their_budgets():
         if "/" in file:
             used[file.split("/")[0]] += sizes[module]
     check([f"{room}: {used[room]:,}" for room, most in budgets.items() if used[room] > most])
-    assert sum(sizes.get(module, 0) for module in find_imported("megatoken.train.train")) <= 78_800
+    assert sum(sizes.get(module, 0) for module in find_imported("megatoken.train.train")) <= 79_100
 
 
 def test_no_import_cycles():

@@ -46,8 +46,9 @@ def verify_folder(folder: Path | str) -> Report:
 
     Raises DataError if it is none of these. Damage is not raised, but reported in the result.
     """
-    from megatoken.data.dataset import load_dataset, verify_dataset
+    from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
+    from megatoken.data.verify import verify_dataset
 
     if isinstance(folder, str):
         return _verify_address(folder)
@@ -69,7 +70,7 @@ def verify_folder(folder: Path | str) -> Report:
 
 def _verify_address(address: str) -> Report:
     from megatoken.data.vocabulary import read_vocabulary
-    from megatoken.store.datasets import fetch_dataset, list_remote
+    from megatoken.store.datasets import fetch_dataset, fetch_tokenizer, list_remote
     from megatoken.store.mirror import list_mirrored, verify_mirror
 
     store = ObjectStore(address)
@@ -80,7 +81,7 @@ def _verify_address(address: str) -> Report:
         errors = remote.verify()
         with TemporaryDirectory(prefix="megatoken-") as fetched:
             errors += _catch(
-                lambda path: read_vocabulary(remote.fetch_tokenizer(path)), Path(fetched)
+                lambda path: read_vocabulary(fetch_tokenizer(store, path)), Path(fetched)
             )
         return Report("dataset", remote.n_shards, errors)
     return verify_folder(fetch_dataset(address))  # external shards, which have no hashes

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import ClassVar, Self
 
 import numpy as np
@@ -30,6 +31,8 @@ from megatoken.data.window_order import (
     WindowOrder,
     make_shuffled,
 )
+
+_STEPS_AHEAD = 8  # of which the spans are fetched
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ class DataLoader:
         else:
             window_order = make_shuffled(self.n_windows, self.seed, span)
         self._order = CachedOrder(window_order, self.batch_size)
+        self._span_tokens = self._stride * np.array(
+            [longest] if self.order == "sequential" else window_order.span_windows
+        )
 
     def _check_ranks(self, key: str, size: int) -> None:
         if size < 1 or size % self.dp_size:
@@ -152,6 +158,9 @@ class DataLoader:
         Steps may be requested in any order, repeatedly and from any thread. Raises DataError as
         `Tokens.gather` does.
         """
+        if self.tokens.loads:
+            later = (self._find_spans(step + number) for number in range(1, _STEPS_AHEAD))
+            self.tokens.load(self._find_spans(step), chain.from_iterable(later))
         return self.tokens.gather(self.find_tokens(step), self.seq_len + 1)
 
     def batch(self, step: int) -> Batch:
@@ -164,13 +173,25 @@ class DataLoader:
 
     def find_tokens(self, step: int) -> Ints:
         """Return the token index at which each of this rank's windows of a step starts."""
+        source, in_source = self._find_windows(step)
+        starts: Ints = self._first_tokens[source] + in_source * self._stride
+        return starts
+
+    def _find_spans(self, step: int) -> list[tuple[int, int]]:
+        """Return the range of tokens of each span that a step uses."""
+        source, in_source = self._find_windows(step)
+        size = self._span_tokens[source % len(self._span_tokens)]
+        starts = self._first_tokens[source] + in_source * self._stride // size * size
+        ends = np.minimum(starts + size + self.shared_tokens, len(self.tokens))
+        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def _find_windows(self, step: int) -> tuple[Ints, Ints]:
+        """Return the source of each of this rank's windows of a step, and its number in it."""
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
         source = np.searchsorted(self._first_windows, windows, side="right") - 1
-        in_source = windows - self._first_windows[source]
-        starts: Ints = self._first_tokens[source] + in_source * self._stride
-        return starts
+        return source, windows - self._first_windows[source]
 
     def _entries(self, step: int) -> tuple[int, int]:
         """Return (first, count): the entries of the endless window list that a step uses."""
@@ -237,7 +258,9 @@ class EvaluationWindows:
 
     def rows(self, first: int, count: int) -> Ids:
         """Return windows [first, first + count), or fewer at the end, as ids (n, seq_len + 1)."""
-        return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
+        starts, length = self.starts(first, count), self.seq_len + 1
+        self.tokens.load((start, start + length) for start in starts.tolist())
+        return self.tokens.gather(starts, length)
 
     def starts(self, first: int, count: int) -> Ints:
         """Return the token index at which each of the windows [first, first + count) starts."""
@@ -292,6 +315,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the thread and wait for it. Can be called twice."""
+        if self.loader.tokens.loads:
+            self.loader.tokens.loads.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _select_device(self) -> None:

@@ -1,27 +1,29 @@
 """Open a dataset: a prepared folder, or token shards of other programs.
 
 Only the manifest is read when a dataset is opened. A shard is checked against it when the shard is
-first used, and a block of tokens whenever it is read. `verify_dataset` checks everything at once.
+first used, and a block of tokens whenever it is read. verify.py checks everything at once.
 """
 
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, Protocol, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatoken.base.errors import DataError, MegatokenError
+from megatoken.base.errors import DataError
 from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import read_small_file
 from megatoken.base.system.machine import allow_open_files
-from megatoken.data.remote import Report, local_dataset, no_report
+from megatoken.data.remote import ALL, Report, local_dataset, no_report, open_stream
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HASH_BYTES,
@@ -50,6 +52,9 @@ CACHE_TOKENS = 640 << 20
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
 
+Range = tuple[int, int]  # tokens [start, end)
+Fetch = Callable[[int, int], None]
+
 
 class ShardFile:
     """A shard file that can be read at any block.
@@ -58,11 +63,14 @@ class ShardFile:
     memory-mapped, because a truncated file or a failing disk would then kill the process (SIGBUS).
     """
 
-    def __init__(self, shard: Shard, path: Path, dtype: str, offset: int, tokenizer: str) -> None:
+    def __init__(
+        self, folder: "Folder", shard: Shard, dtype: str, offset: int, tokenizer: str = ""
+    ) -> None:
         """shard: its row in the manifest. offset: number of bytes before the tokens. tokenizer:
         the fingerprint in its header; "" if external."""
+        self.folder = folder
         self.shard = shard
-        self.path = path
+        self.path = folder.path / shard.file
         self.offset = offset
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokenizer = tokenizer
@@ -77,17 +85,44 @@ class ShardFile:
         """Number of blocks of BLOCK_BYTES; the last one can be shorter."""
         return -(-(self.size - self.offset) // BLOCK_BYTES)
 
-    def check(self) -> None:
-        """Raise DataError unless the file has the size, header and hashes of its manifest."""
-        _open_shard(self)
+    @property
+    def opened(self) -> "OpenShard":
+        """The open file. Raises DataError as `open` does."""
+        return _open_shard(self)
+
+    def open(self) -> "OpenShard":
+        """Open the file. Raises DataError if its size, header or hashes differ from the manifest's."""
+        is_external = not (self.tokenizer or self.shard.hash)
+        hashes = np.empty(0, np.uint64) if is_external else self.read_hashes()
+        with read_errors(self.path):
+            opened = OpenShard(os.open(self.path, os.O_RDONLY), hashes)
+            raw = os.pread(opened.descriptor, HEADER_BYTES, 0)
+            size = os.fstat(opened.descriptor).st_size
+        if is_external:
+            return opened
+        header = read_header(raw, self.path)
+        expected_raw = make_header(self.shard.tokens, self.dtype.name, self.tokenizer)
+        for name, (actual, expected) in {
+            "token type": (header.dtype, self.dtype.name),
+            "token count": (header.tokens, self.shard.tokens),
+            "size": (size, self.size),
+            "tokenizer fingerprint": (header.fingerprint, self.tokenizer),
+            "hash of the header": (hash_bytes(raw), hash_bytes(expected_raw)),
+        }.items():
+            if actual != expected:
+                what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
+                raise DataError(what, self.path, RESTORE)
+        return opened
 
     def read_block(self, number: int) -> Ids:
         """Return the ids of a block. Raises DataError if the file is too short or damaged."""
-        opened = _open_shard(self)
-        per_block = BLOCK_BYTES // self.dtype.itemsize
-        ids = np.empty(min(per_block, self.shard.tokens - number * per_block), self.dtype)
+        opened = self.opened
+        first = number * BLOCK_BYTES
+        ids = np.empty(
+            min(BLOCK_BYTES, self.size - self.offset - first) // self.dtype.itemsize, self.dtype
+        )
         buffer = ids.data.cast("B")
-        position = start = self.offset + number * BLOCK_BYTES
+        position = self.offset + first
         while buffer:
             with read_errors(f"{self.path}, byte offset {position:,}"):
                 count = os.preadv(opened.descriptor, (buffer,), position)
@@ -96,61 +131,92 @@ class ShardFile:
                 raise DataError(what, self.path, RESTORE)
             buffer = buffer[count:]
             position += count
-        if len(opened.hashes):
-            (actual,) = hash_blocks(ids)
-            if actual != opened.hashes[number]:
-                what = (
-                    f"block {number} has hash {actual:016x}, expected {opened.hashes[number]:016x}"
-                )
-                where = f"{self.path}, byte offset {start:,} (token {number * per_block:,})"
-                raise DataError(f"shard is damaged: {what}", where, RESTORE)
+        self.check_block(number, ids, str(self.path))
         return ids
 
-    def check_header(self, descriptor: int) -> NDArray[np.uint64]:
-        """Check the open file against the manifest; return the hashes of its blocks, if it has any."""
-        if not (self.tokenizer or self.shard.hash):
-            return np.empty(0, np.uint64)  # external, made from its header
-        raw = os.pread(descriptor, HEADER_BYTES, 0)
-        header = read_header(raw, self.path)
-        expected_raw = make_header(self.shard.tokens, self.dtype.name, self.tokenizer)
-        for name, (actual, expected) in {
-            "token type": (header.dtype, self.dtype.name),
-            "token count": (header.tokens, self.shard.tokens),
-            "size": (os.fstat(descriptor).st_size, self.size),
-            "tokenizer fingerprint": (header.fingerprint, self.tokenizer),
-            "hash of the header": (hash_bytes(raw), hash_bytes(expected_raw)),
-        }.items():
+    def check_block(self, number: int, block: Any, where: str) -> None:
+        """Raise DataError unless a block has its hash. where: the file, for the error message."""
+        if len(self.opened.hashes):
+            actual, expected = (*hash_blocks(block), 0)[0], self.opened.hashes[number]
             if actual != expected:
-                what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
-                raise DataError(what, self.path, RESTORE)
-        return np.frombuffer(self._read_hashes(), "<u8")
+                what = f"block {number} has hash {actual:016x}, expected {expected:016x}"
+                token = number * BLOCK_BYTES // self.dtype.itemsize
+                offset = self.offset + number * BLOCK_BYTES
+                where = f"{where}, byte offset {offset:,} (token {token:,})"
+                raise DataError(f"shard is damaged: {what}", where, RESTORE)
 
-    def _read_hashes(self) -> bytes:
+    def read_hashes(self) -> NDArray[np.uint64]:
+        """Return the hashes of all blocks. Raises DataError if their file is damaged."""
         path = self.path.with_name(self.shard.hashes_file)
-        with read_errors(path):
-            return check_hash(
-                read_small_file(path, HASH_BYTES * self.n_blocks), self.shard.hash, path
-            )
+        content = self.folder.read_checked(path, HASH_BYTES * self.n_blocks, self.shard.hash)
+        return np.frombuffer(content, "<u8")
+
+    def load(self, first: int, end: int) -> None:
+        """Fetch blocks [first, end) if the file is at an address."""
 
 
-class _OpenShard:
+class OpenShard:
     """A file descriptor, closed when the last reference is gone, and the hashes of the blocks."""
 
-    def __init__(self, file: ShardFile) -> None:
-        with read_errors(file.path):
-            self.descriptor = os.open(file.path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self.descriptor)
-            self.hashes = file.check_header(self.descriptor)
+    def __init__(self, descriptor: int, hashes: NDArray[np.uint64]) -> None:
+        self.descriptor = descriptor
+        self.hashes = hashes
+        if descriptor >= 0:
+            weakref.finalize(self, os.close, descriptor)
 
 
-_open_shard = lru_cache(_MOST_OPEN)(_OpenShard)
+@lru_cache(_MOST_OPEN)
+def _open_shard(file: ShardFile) -> OpenShard:
+    return file.open()
+
+
+class Folder:
+    """A folder with a manifest and shards: a dataset or a part of one."""
+
+    loads: "Loads | None" = None  # of blocks that are fetched when they are first read
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def below(self, name: str) -> Self:
+        """Return the folder of a part."""
+        folder = copy(self)
+        folder.path = self.path / name
+        return folder
+
+    def open_shard(self, shard: Shard, dtype: str, tokenizer: str) -> ShardFile:
+        """Return a shard of a prepared dataset."""
+        return ShardFile(self, shard, dtype, HEADER_BYTES, tokenizer)
+
+    def read_checked(self, path: Path, limit: int, expected: str) -> bytes:
+        """Return the content of a file of at most `limit` bytes with this hash.
+
+        Raises DataError if it is missing or damaged.
+        """
+        with read_errors(path):
+            return check_hash(read_small_file(path, limit), expected, path)
+
+
+class Loads(Protocol):
+    """Loads of blocks at an address (store/stream.py)."""
+
+    def load(self, fetch: Fetch, now: Iterable[Range], later: Iterable[Range]) -> None:
+        """Call `fetch` with each range in threads; wait for those of `now`."""
+        ...
+
+    def close(self) -> None:
+        """Cancel what has not begun."""
+        ...
 
 
 class ShardList:
     """Consecutive shards of a split. tokens: in all. list_files: called on first use."""
 
-    def __init__(self, tokens: int, list_files: Callable[[], Sequence[ShardFile]]) -> None:
+    def __init__(
+        self, tokens: int, list_files: Callable[[], Sequence[ShardFile]], loads: Loads | None = None
+    ) -> None:
         self.tokens = tokens
+        self.loads = loads
         self._list_files = list_files
 
     @cached_property
@@ -173,7 +239,8 @@ class Tokens:
         self.lists = lists
         self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
         self._starts = [0, *accumulate(shards.tokens for shards in lists)]
-        self._cached_block = lru_cache(CACHE_TOKENS // self._block_tokens)(self._read_block)
+        self.loads: Loads | None = next((each.loads for each in lists if each.loads), None)
+        self._cached_block = lru_cache(CACHE_TOKENS // self._block_tokens)(self.read_block)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -209,29 +276,40 @@ class Tokens:
             self._copy(start, row)
         return out
 
-    def verify(self) -> Iterator[MegatokenError]:
-        """Verify every block and yield one DataError for each bad one."""
-        for file in self.files:
-            for number in range(file.n_blocks):
-                try:
-                    self._read_block(file, number)
-                except MegatokenError as error:
-                    yield error
+    def load(self, now: Iterable[Range], later: Iterable[Range] = ()) -> None:
+        """Fetch the blocks that hold tokens [start, end) of ranges, if they are at an address.
+
+        Returns once those of `now` are in the cache. Raises DataError and StorageError.
+        """
+        if self.loads:
+            self.loads.load(self._load, now, later)
+
+    def _load(self, start: int, end: int) -> None:
+        while start < end:
+            file, at = self._locate(start)
+            stop = min(at + end - start, file.shard.tokens)
+            file.load(at // self._block_tokens, -(-stop // self._block_tokens))
+            start += stop - at
 
     def _copy(self, start: int, out: Ids) -> None:
         """Fill `out` with the tokens from `start` on."""
         while len(out):
-            index = bisect_right(self._starts, start) - 1
-            shards = self.lists[index]
-            in_list = start - self._starts[index]
-            shard = bisect_right(shards.starts, in_list) - 1
-            number, offset = divmod(in_list - shards.starts[shard], self._block_tokens)
-            found = self._cached_block(shards.files[shard], number)[offset : offset + len(out)]
+            file, at = self._locate(start)
+            number, offset = divmod(at, self._block_tokens)
+            found = self._cached_block(file, number)[offset : offset + len(out)]
             out[: len(found)] = found
             start += len(found)
             out = out[len(found) :]
 
-    def _read_block(self, file: ShardFile, number: int) -> Ids:
+    def _locate(self, token: int) -> tuple[ShardFile, int]:
+        """Return the shard that holds a token, and the token's index in it."""
+        index = bisect_right(self._starts, token) - 1
+        shards, at = self.lists[index], token - self._starts[index]
+        shard = bisect_right(shards.starts, at) - 1
+        return shards.files[shard], at - shards.starts[shard]
+
+    def read_block(self, file: ShardFile, number: int) -> Ids:
+        """Return the ids of a shard's block. Raises DataError as `gather` does."""
         ids = file.read_block(number)
         if int(ids.max()) >= self.vocab_size:
             index = int(np.argmax(ids >= self.vocab_size))
@@ -329,81 +407,63 @@ class Dataset:
 
 
 def load_dataset(
-    path: str | Path, *, external_tokenizer: str = "gpt2", report: Report = no_report
+    path: str | Path,
+    *,
+    external_tokenizer: str = "gpt2",
+    cache: str = ALL,
+    report: Report = no_report,
 ) -> Dataset:
     """Open a prepared dataset, or token shards of another program.
 
-    path: a prepared folder, external shards, or an address such as s3://bucket/data, which is
-    fetched first. External shards are .npy files, or .bin files of llm.c, modded-nanogpt or
-    nanoGPT, given as a folder, a file or a glob pattern. external_tokenizer: the tokenizer of
-    shards that do not record one. report: called with progress lines while data is fetched. Raises
-    DataError, naming the file, if one is missing, damaged or not a token shard, and StorageError if
-    the data cannot be fetched.
+    path: a prepared folder, external shards, or an address such as s3://bucket/data. External
+    shards are .npy files, or .bin files of llm.c, modded-nanogpt or nanoGPT, given as a folder, a
+    file or a glob pattern. external_tokenizer: the tokenizer of shards that do not record one.
+    cache: the most that is kept on this machine of a text dataset at an address, such as 100GB, in
+    which case blocks are fetched as they are used; "all" fetches everything first, like other
+    datasets. report: called with progress lines while data is fetched. Raises DataError, naming the
+    file, if one is missing, damaged or not a token shard, and StorageError if the data cannot be
+    fetched.
     """
-    path = local_dataset(path, report)
-    manifest, shards = _list_shards(path, external_tokenizer)
+    folder: Folder | None = open_stream(path, cache, report)
+    if folder is None:
+        folder = Folder(local_dataset(path, report))
+    manifest, shards = list_shards(folder, external_tokenizer)
     allow_open_files()
     vocab_size = manifest.tokenizer["vocab_size"]
     train, val = (Tokens(shards[split], manifest.dtype, vocab_size) for split in SPLITS)
-    return Dataset(path, manifest, train, val, external_tokenizer)
-
-
-def verify_dataset(path: Path) -> Iterator[MegatokenError]:
-    """Verify every byte of a dataset; yield one MegatokenError for each defect.
-
-    External shards record no hashes, so only their headers, sizes and ids are checked.
-    """
-    try:
-        manifest, shards = _list_shards(path, "gpt2")
-    except MegatokenError as error:
-        yield error
-        return
-    vocab_size = manifest.tokenizer["vocab_size"]
-    for each in (each for split in SPLITS for each in shards[split]):
-        try:
-            files = each.files
-        except MegatokenError as error:
-            yield error
-            continue
-        for file in files:
-            try:
-                file.check()
-            except MegatokenError as error:
-                yield error
-            else:
-                alone = ShardList(file.shard.tokens, partial(tuple, [file]))
-                yield from Tokens([alone], manifest.dtype, vocab_size).verify()
+    return Dataset(folder.path, manifest, train, val, external_tokenizer)
 
 
 _Lists = dict[str, list[ShardList]]  # by split
 
 
-def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, _Lists]:
+def list_shards(folder: Folder, external_tokenizer: str) -> tuple[Manifest, _Lists]:
     """Return the manifest and its shards.
 
     The manifest is read from the folder or, for external shards, derived by the room that reads
-    their format: its entry takes (path, external_tokenizer) and returns None for other files.
+    their format: its entry takes (folder, external_tokenizer) and returns None for other files.
     """
+    path = folder.path
     with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)
-            if manifest.parts:
-                return manifest, {
-                    split: [
-                        ShardList(
-                            part.tokens[split], partial(_list_part, path, part, manifest, split)
-                        )
-                        for part in manifest.parts
-                    ]
-                    for split in SPLITS
-                }
-            files = _list_files(path, manifest)
-            return manifest, _divide(files)
+            files = _open_shards(folder, manifest)
+            lists = _divide(files, folder.loads)
+            for split in SPLITS:
+                lists[split] += [
+                    ShardList(
+                        part.tokens[split],
+                        partial(_list_part, folder.below(part.name), part, split),
+                        folder.loads,
+                    )
+                    for part in manifest.parts
+                ]
+            return manifest, lists
         if (path / PROGRESS_NAME).exists():
             fix = "run the same `megatoken prepare` again"
             raise DataError("dataset is not finished", path, fix)
         for name in list_entries("shards"):
-            if found := load_entry("shards", name)(path, external_tokenizer):
+            if found := load_entry("shards", name)(folder, external_tokenizer):
                 manifest, files = found
                 return manifest, _divide(files)
     fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
@@ -412,29 +472,24 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, _Lists]
     raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
 
 
-def _list_files(path: Path, manifest: Manifest) -> list[ShardFile]:
+def _open_shards(folder: Folder, manifest: Manifest) -> list[ShardFile]:
     tokenizer = manifest.tokenizer["fingerprint"]
-    return [
-        ShardFile(shard, path / shard.file, manifest.dtype, HEADER_BYTES, tokenizer)
-        for shard in manifest.shards
-    ]
+    return [folder.open_shard(shard, manifest.dtype, tokenizer) for shard in manifest.shards]
 
 
-def _divide(files: Sequence[ShardFile]) -> _Lists:
+def _divide(files: Sequence[ShardFile], loads: Loads | None = None) -> _Lists:
     """Return the shards of each split."""
     lists = {}
     for split in SPLITS:
         chosen = [file for file in files if file.shard.split == split]
-        lists[split] = [
-            ShardList(sum(file.shard.tokens for file in chosen), partial(tuple, chosen))
-        ]
+        tokens = sum(file.shard.tokens for file in chosen)
+        lists[split] = [ShardList(tokens, partial(tuple, chosen), loads)]
     return lists
 
 
-def _list_part(path: Path, part: Part, dataset: Manifest, split: str) -> list[ShardFile]:
-    """Return the shards of a split in a part. Raises DataError if it does not fit the dataset."""
-    where = path / part.name / MANIFEST_NAME
-    with read_errors(where):
-        content = check_hash(read_small_file(where, LARGEST_MANIFEST), part.hash, where)
-    files = _list_files(path / part.name, parse_manifest(content, where))
+def _list_part(folder: Folder, part: Part, split: str) -> list[ShardFile]:
+    """Return the shards of a split in a part. Raises DataError if its manifest is damaged."""
+    where = folder.path / MANIFEST_NAME
+    manifest = parse_manifest(folder.read_checked(where, LARGEST_MANIFEST, part.hash), where)
+    files = _open_shards(folder, manifest)
     return [file for file in files if file.shard.split == split]

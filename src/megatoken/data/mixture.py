@@ -8,7 +8,7 @@ import xxhash
 
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
-from megatoken.data.remote import Report, no_report
+from megatoken.data.remote import ALL, Report, no_report
 from megatoken.data.vocabulary import Vocabulary
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
@@ -71,11 +71,11 @@ class Mixture:
 
 
 def load_mixture(
-    spec: str, *, external_tokenizer: str = "gpt2", report: Report = no_report
+    spec: str, *, external_tokenizer: str = "gpt2", cache: str = ALL, report: Report = no_report
 ) -> Mixture:
     """Open the datasets of `spec`: a path, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer, report: as in `load_dataset`. Raises ConfigError for an unusable spec, and
+    external_tokenizer, cache, report: as in `load_dataset`. Raises ConfigError for an unusable spec, and
     DataError if `load_dataset` does or if the datasets have different tokenizers.
     """
     if not spec:
@@ -83,7 +83,8 @@ def load_mixture(
         raise ConfigError("no dataset given", "data.path", fix)
     weights = _parse_spec(spec)
     datasets = [
-        load_dataset(path, external_tokenizer=external_tokenizer, report=report) for path in weights
+        load_dataset(path, external_tokenizer=external_tokenizer, cache=cache, report=report)
+        for path in weights
     ]
     total = sum(weights.values())
     components = tuple(

@@ -12,7 +12,7 @@ from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
 from megatoken.data.vocabulary import Ints
 
 SPAN_TOKENS = 1 << 20  # consecutive tokens in a span, at most: 2 MiB of uint16
-_SPANS = 512  # read in turn, or as many as a batch has windows
+_SPANS = 512  # in use at a time, or as many as a batch has windows
 _FEWEST_SPANS = 16  # of a source in a mixture
 _CHUNK_WINDOWS = 4096  # windows computed at once, to amortize numpy's overhead
 _FIRST_SOURCE_KEY = 2**32  # above the keys of epochs
@@ -20,7 +20,12 @@ _ONE = 2**64  # 1.0 in units of 2**-64
 
 
 class WindowOrder(Protocol):
-    """An endless list of window numbers, which goes through 0 to n - 1 again and again."""
+    """An endless list of window numbers, which goes through 0 to n - 1 again and again.
+
+    span_windows: for each source, how many consecutive windows are used at about the same time.
+    """
+
+    span_windows: tuple[int, ...]
 
     def windows(self, first: int, size: int) -> Ints:
         """Return entries [first, first + size) of the endless list."""
@@ -29,6 +34,8 @@ class WindowOrder(Protocol):
 
 class SequentialOrder:
     """Windows 0, 1, ..., n - 1, 0, 1, ..."""
+
+    span_windows: tuple[int, ...] = (1,)
 
     def __init__(self, n_windows: int) -> None:
         self._n_windows = n_windows
@@ -40,7 +47,8 @@ class SequentialOrder:
 class ShuffledOrder:
     """Every window once per epoch, in an order keyed by (seed, epoch)."""
 
-    slots = span_windows = 1
+    slots = 1
+    span_windows: tuple[int, ...] = (1,)
 
     def __init__(self, n_windows: int, seed: int) -> None:
         self._n_windows = n_windows
@@ -82,7 +90,8 @@ class SpanOrder:
             rows: -(-n_windows // (slots * rows)) for rows in range(fewest, fewest * 17 // 16 + 1)
         }
         self._rows = min(sizes, key=lambda rows: rows * sizes[rows])
-        self.span_windows = sizes[self._rows]
+        self._size = sizes[self._rows]
+        self.span_windows: tuple[int, ...] = (self._size,)
 
     def windows(self, first: int, size: int) -> Ints:
         parts = [np.empty(0, np.int64)]
@@ -102,7 +111,7 @@ class SpanOrder:
     def _find(self, index: Ints, key: int) -> Ints:
         """Return the windows of entries of an epoch; some may be beyond the last window."""
         turn, slot = np.divmod(index, self.slots)
-        size = self.span_windows
+        size = self._size
         fraction = slot.astype(np.uint64) * np.uint64(GOLDEN) >> np.uint64(32)  # in units of 2**-32
         used = (fraction * np.uint64(size) >> np.uint64(32)).astype(np.int64)
         row, in_span = np.divmod((turn + used) % (self._rows * size), size)
@@ -161,6 +170,7 @@ class MixedOrder:
         ]
         self._first_windows = np.cumsum([0, *n_windows])
         self._batch_size = span[0] if span else 1
+        self.span_windows = tuple(each.span_windows[0] for each in self._sources)
 
     def windows(self, first: int, size: int) -> Ints:
         skipped = first % self._batch_size

@@ -8,7 +8,7 @@ One process per machine fetches while the others wait.
 import re
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -55,11 +55,22 @@ class RemoteDataset(StoredFiles):
     marker: str
     content: bytes
 
-    def fetch_tokenizer(self, folder: Path) -> Path:
-        """Fetch the tokenizer into a folder, and return its own folder there."""
-        sizes = {name: size for name, size in self.sizes.items() if "/" in name}
-        replace(self, sizes=sizes).fetch(folder)
-        return folder / "tokenizer"
+
+def fetch_tokenizer(store: ObjectStore, folder: Path) -> Path:
+    """Fetch the tokenizer of a dataset into a folder, and return its own folder there."""
+    StoredFiles(store, _list_tokenizer(store), lambda _name, _read: "", _damaged).fetch(folder)
+    return folder / "tokenizer"
+
+
+def _list_tokenizer(store: ObjectStore) -> dict[str, int]:
+    listed = store.list("tokenizer").items()
+    return {name: info.bytes for name, info in listed if name.count("/") == 1}
+
+
+def is_pattern(address: str) -> bool:
+    """Return whether an address names external shards: one, or a glob pattern."""
+    last = address.rstrip("/").rpartition("/")[2]
+    return last.endswith(SUFFIXES) or any(char in last for char in "*?[")
 
 
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
@@ -104,8 +115,8 @@ def list_remote(address: str) -> RemoteDataset:
     Raises DataError if there is no dataset or its upload has not finished, and StorageError if the
     store cannot be read.
     """
-    folder, _, last = address.rstrip("/").rpartition("/")
-    if last.endswith(SUFFIXES) or any(char in last for char in "*?["):
+    if is_pattern(address):
+        folder, _, last = address.rstrip("/").rpartition("/")
         return _list_external(ObjectStore(folder), last)
     store = ObjectStore(address)
     try:
@@ -113,8 +124,7 @@ def list_remote(address: str) -> RemoteDataset:
     except MissingObjectError:
         return _list_external(store, "*")
     manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
-    listed = store.list("tokenizer").items()
-    sizes = {name: info.bytes for name, info in listed if name.count("/") == 1}
+    sizes = _list_tokenizer(store)
     shards: dict[str, tuple[ObjectStore, Shard]] = {}
     for part in manifest.parts:
         where = f"{part.name}/{MANIFEST_NAME}"

@@ -22,6 +22,7 @@ import xxhash
 
 from megatoken.base.errors import ConfigError, MegatokenError, StorageError
 from megatoken.base.redact import redact
+from megatoken.base.rooms import load_entry
 from megatoken.base.system.address import is_address
 from megatoken.base.system.atomic_write import NO_PATH, sync_file
 
@@ -102,6 +103,8 @@ class ObjectStore:
             fix = "write it as s3://bucket/folder"
             raise ConfigError(f"not an address: {error}", address, fix) from error
         self._root = root.rstrip("/")
+        is_s3 = self._fs.protocol[0] == "s3"
+        self._ranges = load_entry("address", "s3_ranges")(self._root) if is_s3 else None
 
     def below(self, folder: str) -> Self:
         """Return the store of the files below a folder of this one."""
@@ -137,6 +140,9 @@ class ObjectStore:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the content of a file, or its bytes [start, end). Raises MissingObjectError."""
         path = self._path(name)
+        if self._ranges and start is not None and end is not None:
+            key = path.partition("/")[2]
+            return bytes(self._call("read", name, self._ranges, key, start=start, end=end))
         return bytes(self._call("read", name, self._fs.cat_file, path, start=start, end=end))
 
     def download(self, name: str, path: Path) -> None:

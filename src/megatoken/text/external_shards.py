@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.base.errors import DataError
-from megatoken.data.dataset import ShardFile
+from megatoken.data.dataset import Folder, ShardFile
 from megatoken.data.shard_format import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -35,18 +35,18 @@ _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files of uint16 ids
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
 
 
-def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[ShardFile]] | None:
+def list_external(folder: Folder, tokenizer: str) -> tuple[Manifest, list[ShardFile]] | None:
     """Return a manifest derived from the shards' headers, and the shards; None if there are none.
 
-    path: a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
+    folder: its path is a folder, file or glob pattern. tokenizer: name of the tokenizer that made the shards.
     Raises DataError for shards of several formats, or a dataset in a format that is not read.
     """
     shards: list[ShardFile] = []
-    for file, split in _find_files(path).items():
+    for file, split in _find_files(folder.path).items():
         header, offset = _read_layout(file)
         dtype = header.dtype
         row = Shard(file=file.name, split=split, tokens=header.tokens, hash="")
-        shards.append(ShardFile(row, file, dtype, offset, ""))
+        shards.append(ShardFile(Folder(file.parent), row, dtype, offset))
         first = shards[0]
         if header.fingerprint:
             fix = f"name the folder with {MANIFEST_NAME}, or finish the preparation"

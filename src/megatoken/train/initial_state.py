@@ -76,7 +76,7 @@ def copy_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     data = resolved.config.data
     objective = load_objective(resolved.config.objective.name)
     if objective.is_chat:  # the dataset's tokenizer may add control tokens
-        dataset = load_mixture(data.path, external_tokenizer=data.tokenizer)
+        dataset = load_mixture(data.path, external_tokenizer=data.tokenizer, cache=data.cache)
         sizes["vocab_size"] = max(sizes["vocab_size"], dataset.vocabulary.vocab_size)
     config = replace(resolved.config, model=replace(model, **sizes))
     for key, what, fix in validate(config):

@@ -76,7 +76,10 @@ def open_data(config: Config, objective: Objective, context: RunContext) -> RunD
     divide among ranks.
     """
     dataset = load_mixture(
-        config.data.path, external_tokenizer=config.data.tokenizer, report=context.console.print
+        config.data.path,
+        external_tokenizer=config.data.tokenizer,
+        cache=config.data.cache,
+        report=context.console.print,
     )
     vocabulary = dataset.vocabulary
     objective.check_data(config, dataset)

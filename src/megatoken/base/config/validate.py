@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from megatoken.base.config.fields import Duration, parse_time
 from megatoken.base.config.model_config import validate_model
 from megatoken.base.config.presets import PRESETS, suggest_preset
-from megatoken.base.config.schema import DEVICE_NAMES, END_DECAYS, Config
+from megatoken.base.config.schema import CACHE, DEVICE_NAMES, END_DECAYS, Config
 from megatoken.base.rooms import list_entries, load_entry
 
 Conflicts = Iterator[tuple[str, str, str]]
@@ -76,6 +76,8 @@ def _validate_length(config: Config) -> Conflicts:
 
 def _validate_machine(config: Config) -> Conflicts:
     machine, mask = config.machine, config.data.document_mask
+    if not re.fullmatch(CACHE, config.data.cache):
+        yield "data.cache", f"not a size: {config.data.cache}", "use 100GB, 2TB or all"
     if not re.fullmatch(DEVICE_NAMES, machine.device):
         problem = f"unknown device {machine.device!r}"
         yield "machine.device", problem, "use auto, cpu, cuda, cuda:N or mps"

@@ -131,7 +131,9 @@ def open_contender(label: str, options: Namespace) -> Contender:
     if options.tokens and not any(each.partition("=")[0] in ALTERNATIVES for each in overrides):
         overrides.insert(0, f"budget.tokens={options.tokens}")
     config = resolve(recipe, overrides).config
-    data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
+    data = load_mixture(
+        config.data.path, external_tokenizer=config.data.tokenizer, cache=config.data.cache
+    )
     return Contender(label, (recipe, *overrides), config, data)
 
 

@@ -109,7 +109,7 @@ def check_data(recipe: str, space: Space, settings: Sequence[str]) -> None:
     config = resolve(recipe, settings).config.data
     paths = space["data.path"].choices if "data.path" in space else [config.path]
     for path in paths:
-        if not load_mixture(path, external_tokenizer=config.tokenizer).n_val:
+        if not load_mixture(path, external_tokenizer=config.tokenizer, cache=config.cache).n_val:
             raise DataError("no held-out text", path, "prepare it again with --val-fraction 0.05")
 
 
