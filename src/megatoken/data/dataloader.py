@@ -6,6 +6,7 @@ a consecutive slice of the batch, and each micro-batch a consecutive slice of th
 the order of the data does not depend on the number of ranks or micro-batches.
 """
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -297,7 +298,7 @@ class Prefetcher:
         self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch]] | None = None
-        self.metrics: dict[str, float] = {}  # always empty; only other batch sources have metrics
+        self.metrics: dict[str, float] = {}  # of the last batch
 
     def get(self, number: int) -> Batch:
         """Return a batch on the device, and start making the next one.
@@ -309,14 +310,17 @@ class Prefetcher:
         else:
             future = self._pool.submit(self._make, number)
         self._next = None
+        started = time.perf_counter()
         made = future.result()
+        if self.loader.tokens.loads:
+            self.metrics = {"data_seconds": time.perf_counter() - started}
         self._next = number + 1, self._pool.submit(self._make, number + 1)
         return made.to(self._device)
 
     def close(self) -> None:
         """Stop the thread and wait for it. Can be called twice."""
         if self.loader.tokens.loads:
-            self.loader.tokens.loads.close()
+            self.loader.tokens.loads.cancel()
         self._pool.shutdown(cancel_futures=True)
 
     def _select_device(self) -> None:

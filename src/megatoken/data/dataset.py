@@ -204,7 +204,7 @@ class Loads(Protocol):
         """Call `fetch` with each range in threads; wait for those of `now`."""
         ...
 
-    def close(self) -> None:
+    def cancel(self) -> None:
         """Cancel what has not begun."""
         ...
 

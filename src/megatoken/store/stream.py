@@ -80,8 +80,10 @@ class ThreadedLoads:
         for key in needed:
             self._pending[key].result()
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def cancel(self) -> None:
+        for future in self._pending.values():
+            future.cancel()
+        self._pending = {}
 
 
 class BlockCache:
