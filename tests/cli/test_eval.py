@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -87,29 +86,18 @@ def test_tasks_score_the_same_during_training_and_afterwards(run: Path, data: Pa
     assert result["model"] == f"{run} at step 20"
 
 
-def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, ask: Ask, call: Call):
+def test_several_models_score_as_each_alone(run: Path, data: Path, tmp_path: Path, ask: Ask):
     """One of them has a context that no choice fits into."""
     short = tmp_path / "short"
     short.mkdir()
     model_config = replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)
     write_hf(short, draw_model(model_config), load_tokenizer("bytes"), "fp32")
     tasks = f"--tasks hellaswag,lambada --data {data}/tasks"
-    picture = tmp_path / "scores.svg"
-    lines = call(f"eval {run} {short} {tasks} --plot {picture}")[1].splitlines()[-14:]
-    assert [line.split()[:4] for line in lines[:4]] == [
-        [str(model), size, task, "40"]
-        for model, size in ((run, "35,744"), (short, "21,248"))
-        for task in ("hellaswag", "lambada")
-    ]
-    assert " 40 with a choice longer" in lines[2]
-    names = ("hellaswag", "lambada", "short, 21.25 k", "run, 35.74 k", "chance", "GPT-2 1558M,")
-    assert all(f"<!-- {name} -->" in picture.read_text() for name in names)
-    together = ask(f"eval {run} {short} {tasks}")["models"]
+    together = ask(f"eval {run} {short} {tasks} --plot {tmp_path}/scores.svg")["models"]
     assert [result.pop("parameters") for result in together] == [35744, 21248]
     alone = [ask(f"eval {model} {tasks}") for model in (run, short)]
     assert [*map(without_seconds, together)] == [*map(without_seconds, alone)]
-    call(f"eval {run} {short} --data {data}/text.txt --plot {picture}")
-    assert "<!-- bits per byte -->" in picture.read_text()
+    assert (tmp_path / "scores.svg").is_file()
 
 
 def test_predictions_are_in_file_order_and_give_the_scores(run: Path, data: Path, ask: Ask):
@@ -166,19 +154,6 @@ def test_losses_of_shards_and_text(run: Path, data: Path, ask: Ask):
     n_bytes = sum(map(len, LINES)) - 1  # the first byte is not a target
     assert text["text_bytes"] == n_bytes
     assert text["target_tokens"] == n_bytes + len(LINES) - 1
-
-
-def test_relative_data_of_a_run_are_named_from_another_folder(
-    run: Path, data: Path, tmp_path: Path, call: Call
-):
-    shutil.copytree(run, tmp_path / "copy")
-    config = tmp_path / "copy/config.yaml"
-    config.write_text(config.read_text().replace(f"{data}/shards", "moved/shards"))
-    for line in (f"eval {config.parent}", f"train {config.parent} budget.steps=20"):
-        code, _, error = call(line)
-        assert code in (ExitCode.CONFIG, ExitCode.DATA)
-        assert "moved/shards" in error
-        assert "began" in error
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])

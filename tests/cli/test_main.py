@@ -56,21 +56,9 @@ def test_describe(row: str, tmp_path: Path, ask: Ask):
 
 def test_describe_computes_mfu(ask: Ask):
     """Published: 34.5% of fp32 and 2.3% of bf16 on an H100."""
-    result = ask("describe gpt2-124m --gpu H100 --rate 27026")
-    full = result["mfu_full"]
+    full = ask("describe gpt2-124m --gpu H100 --rate 27026")["mfu_full"]
     assert full["fp32"] == pytest.approx(0.3447, abs=5e-5)
     assert full["bf16"] == pytest.approx(0.0233, abs=5e-5)
-    assert result["mfu_causal"]["fp32"] == pytest.approx(full["fp32"] * 797_815_296 / 854_438_400)
-    eight = ask("describe gpt2-124m --gpu 8xH100 --rate 3046409")["mfu_full"]
-    assert eight["bf16"] == pytest.approx(0.33, abs=0.005)
-
-
-@pytest.mark.parametrize("line", ["", "--help", "help"])
-def test_overview_lists_every_command(line: str, call: Call):
-    code, out, _ = call(line)
-    names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert (code, sorted(name for name in names if name in COMMANDS)) == (0, sorted(COMMANDS))
-    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -83,12 +71,6 @@ def test_help_of_a_command_has_an_example_that_parses(
     assert example in capsys.readouterr().out
     arguments = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
     assert parse(arguments[1:]).command == name
-
-
-def test_a_close_name_is_suggested(call: Call):
-    for line, name in (("reproduce notebook-fify", "notebook-fifty"), ("bench laddr", "ladder")):
-        code, _, error = call(line)
-        assert (code, name in error, "notebook-gpt3" in error) == (ExitCode.CONFIG, True, False)
 
 
 ERRORS = f"""\
@@ -143,6 +125,27 @@ ERRORS = f"""\
 2 bench parts --preset nope
 2 bench ladder --out . --name a/b
 5 bench ladder --out {LONG}
+3 runs missing
+4 serve /no/such/run
+2 plan gpt2-124m
+2 plan gpt2-124m --gpus 8xA10000
+2 plan gpt2-124m --gpus 7xH100
+2 plan gpt2-124m --gpus 8xH100 --price nan
+2 plan gpt2-124m --gpus 8xH100 --budget 0.01
+2 plan gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9
+2 plan gpt2-124m --gpus 8xT4 --budget 5
+2 plan gpt2-124m --gpus 8xH100 --deadline 5
+2 plan gpt2-124m --gpus 8xH100 --tokens 0
+2 plan gpt2-124m --gpus 8xH100 --plot plan.foo
+2 plan gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h
+2 plan gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256
+2 plan --gpus 8xH100 --budget 5000
+2 plan gpt3-175b --gpus 1000xH100
+2 dryrun gpt2-124m --gpu h1000
+2 dryrun gpt2-124m --gpus 0
+2 dryrun gpt2-124m --gpus 7
+2 dryrun gpt2-124m --gpus 8 --tp 5
+2 dryrun gpt2-124m machine.micro_batch=3
 """
 
 
@@ -228,9 +231,6 @@ def test_prepare_train_sample_verify(
     first, second = (ask(f"{sample} '{prompt}'") for prompt in ("the cat", "a dog"))
     assert [len(ids) for ids in first["ids"]] == [12]
     assert ask(f"{sample} 'the cat' 'a dog'")["samples"] == [first, second]
-    texts = [f"the cat{first['text'][0]}", f"a dog{second['text'][0]}"]
-    assert call(f"{sample} 'the cat'")[1] == f"{texts[0]}\n"
-    assert call(f"{sample} 'the cat' 'a dog'")[1] == f"\n{'-' * 40}\n".join(texts) + "\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, error = call(f"sample {out} --tokens 4 -n 2")
     assert (code, text.startswith("document 0: the cat"), error.count("\n")) == (0, True, 1)

@@ -6,10 +6,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from megatoken.base.errors import ExitCode
 from tests.cli import test_report
 from tests.cli.test_report import write_config
 from tests.conftest import Ask, Call
@@ -44,7 +42,7 @@ broken: {state: broken}
 """)
 
 
-def test_states_progress_and_losses(tmp_path: Path, ask: Ask, call: Call):
+def test_states_progress_and_losses(tmp_path: Path, ask: Ask):
     write_run(tmp_path / "a/finished")
     live = write_run(tmp_path / "live", **EXPECTED["live"])
     write_run(tmp_path / "dead", state="running", pid=GONE)
@@ -60,8 +58,6 @@ def test_states_progress_and_losses(tmp_path: Path, ask: Ask, call: Call):
     assert len(rows) == len(EXPECTED)
     assert rows["live"]["bytes"] == sum(path.stat().st_size for path in live.iterdir())
     assert rows["broken"]["message"]
-    lines = [line.split()[1:8] for line in call(f"runs {tmp_path}")[1].splitlines()]
-    assert ["running", "pretrain", "40/100", "4.0100", "4.1250", "1,024", "1m01s"] in lines
 
 
 def test_logs_may_be_missing_torn_or_long_and_runs_are_sorted(tmp_path: Path, ask: Ask):
@@ -86,13 +82,5 @@ def test_logs_may_be_missing_torn_or_long_and_runs_are_sorted(tmp_path: Path, as
 def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, call: Call):
     first = write_run(tmp_path / "a", "optim.lr=1e-3")
     second = write_run(tmp_path / "b", "seed=7", "optim.lr=2e-3")
-    code, out, _ = call(f"runs {first} {second}")
-    lines = [line.split() for line in out.splitlines()]
-    assert (code, lines[0]) == (0, ["run", str(first), str(second)])
-    assert ["val", "loss", "4.1250", "4.1250"] in lines
+    lines = [line.split() for line in call(f"runs {first} {second}")[1].splitlines()]
     assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
-
-
-def test_nothing_to_list(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert [call(line)[0] for line in ("runs missing", "runs")] == [ExitCode.DATA, 0]

@@ -80,4 +80,3 @@ def test_refused_options(model: Path, call: Call):
         for options in REFUSED.replace("USED", used).splitlines():
             code, _, error = call(f"serve {model} {options}")
             assert (code, error.count("\n")) == (ExitCode.CONFIG, 1)
-    assert call("serve /no/such/run")[0] == ExitCode.CHECKPOINT

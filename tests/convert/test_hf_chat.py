@@ -6,19 +6,17 @@ from typing import Any
 
 import jinja2
 import pytest
-import tokenizers
 import torch
 
 from megatoken.base.errors import CheckpointError
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
-from megatoken.inference.generate import generate, generate_ids
+from megatoken.inference.generate import generate_ids
 from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.text.load_pretrained import LoadedModel, load_pretrained
-from megatoken.text.tokenizer import Tokenizer
-from tests.convert.models import FAMILIES, TEMPLATE, byte_tokenizer, draw_chat_model, draw_model
+from tests.convert.models import TEMPLATE, draw_chat_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,25 +59,6 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path):
     ours = greedy(loaded.model, ids, 16, stop_ids=TEMPLATE.stop_ids)
     assert generated[0].tolist() == [*ids, *ours, TEMPLATE.stop_ids[0]]
     assert len(ours) == 2
-
-
-def test_generation_ends_where_the_model_says(tmp_path: Path):
-    """It ends at one of several ids, none of which is named an end of text; exports keep them."""
-    content = byte_tokenizer().to_json().replace("<|endoftext|>", "<end>")
-    inner = tokenizers.Tokenizer.from_str(content)
-    model = draw_model(FAMILIES["llama-untied"])
-    free = greedy(model, [*b"abc"], 9)
-    export(LoadedModel(model, Tokenizer(inner, "it", 256), "it"), "hf", tmp_path / "hf")
-    for name, ends in (("config.json", 256), ("generation_config.json", [256, free[3]])):
-        content = json.loads((tmp_path / "hf" / name).read_text())
-        (tmp_path / "hf" / name).write_text(json.dumps(content | {"eos_token_id": ends}))
-    loaded = load_pretrained(tmp_path / "hf")
-    text = generate(loaded.model, loaded.tokenizer, "abc", max_new_tokens=9, temperature=0)
-    assert text == loaded.tokenizer.decode(free[: free.index(free[3])])
-    assert loaded.tokenizer.eot == 256
-    export(loaded, "hf", tmp_path / "again")
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "again" / name).read_text())["eos_token_id"] == [256, free[3]]
 
 
 def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path):

@@ -142,14 +142,6 @@ def test_beyond_the_context_the_window_slides(name: str, context: int, prompt: i
     assert new_ids == ids[prompt:]
 
 
-def test_note_on_tokens_beyond_the_context():
-    tokenizer = load_tokenizer("bytes")
-    model = build(replace(TINY, vocab_size=257))
-    with pytest.warns(UserWarning, match="65"):
-        text = generate(model, tokenizer, "a" + "b" * 64, max_new_tokens=3, temperature=0)
-    assert text == generate(model, tokenizer, "b" * 64, max_new_tokens=3, temperature=0)
-
-
 def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     """CUDA's cumsum of floats is not deterministic."""
     devices: list[str] = []
@@ -272,5 +264,8 @@ def test_text_is_the_decoded_ids_and_sample_i_is_the_one_of_seed_plus_i():
     texts = [*map(tokenizer.decode, (first, second))]
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4, num_samples=2) == texts
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4) == texts[0]
+    ends = tokenizer.with_files({"generation_config.json": f'{{"eos_token_id": [{first[3]}]}}'})
+    ended = generate(model, ends, "cat", max_new_tokens=9, seed=4)
+    assert ended == tokenizer.decode(first[: first.index(first[3])])
     text = generate(model, tokenizer, "", max_new_tokens=9, seed=4)
     assert text == tokenizer.decode(sample([tokenizer.eot]))

@@ -91,11 +91,6 @@ def test_malformed_row(line: str):
         TASKS[task].parse(ROWS[task] | json.loads(change))
 
 
-def test_find_tasks():
-    assert [task.name for task in find_tasks("piqa, hellaswag")] == ["piqa", "hellaswag"]
-    assert find_tasks(["piqa", "hellaswag"]) == find_tasks("piqa,hellaswag,piqa")
-
-
 PIQA_ROWS = [{"goal": f"goal {n}", "sol1": "a", "sol2": "b", "label": n % 2} for n in range(5)]
 PIQA = find_tasks("piqa")
 

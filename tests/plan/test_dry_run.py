@@ -8,10 +8,8 @@ import torch
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config, build_config
-from megatoken.base.errors import ExitCode
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import GPUS
-from megatoken.cli.main import main
 from megatoken.data.dataloader import Batch
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
@@ -137,14 +135,6 @@ def test_communication_of_each_sharding():
         assert estimate.parameter_bytes == pytest.approx(kept, rel=tolerance)
         found = {name: estimate.communication[name] for name in sent}
         assert found == pytest.approx(sent, rel=max(tolerance, 1e-3))
-
-
-@pytest.mark.parametrize(
-    "arguments", ["--gpu h1000", "--gpus 0", "--gpus 7", "--gpus 8 --tp 5", "machine.micro_batch=3"]
-)
-def test_refused_commands(arguments: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["dryrun", "gpt2-124m", *arguments.split()]) == ExitCode.CONFIG
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_gpt2_124m_needs_the_memory_of_an_h200(ask: Ask):

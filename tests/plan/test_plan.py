@@ -11,7 +11,6 @@ import pytest
 from megatoken.base.config.load import load_config
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import Config
-from megatoken.base.errors import ExitCode
 from megatoken.base.system.gpus import GPUS
 from megatoken.cli.arguments import parse
 from megatoken.cli.recipe import find_model
@@ -232,10 +231,8 @@ def test_json_of_the_command(ask: Ask):
     fewer = plan_recipe(f"gpt3-1.3b {gpus // 2}xA100-40GB", tokens=result["tokens"])
     assert hours <= 60 < fewer.hours
     assert {row["gpus"] for row in result["scaling"]} >= {1, 8, 128}
-    family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
-    assert {name: row["tokens"] for name, (row,) in result["family"].items()} == {
-        name: 20 * count_parameters(model) for name, model in family.items()
-    }
+    for name, (row,) in result["family"].items():
+        assert row["tokens"] == 20 * count_parameters(PRESETS[name])
     spent = 6 * result["budget"]["parameters"] * result["budget"]["tokens"]
     assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * result["mfu"], rel=0.15)
 
@@ -268,22 +265,10 @@ def test_the_ladder_has_what_the_card_has(gpu: str, ask: Ask):
     assert rows[-1]["speedup"] == rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"]
 
 
-def test_the_ladder_is_next_to_published_rows_of_that_card_and_model(ask: Ask):
-    rows = ask("plan gpt2-124m --gpus H100 --ladder")["ladder"]
-    published = {row["name"]: row["published"] for row in rows}
-    assert (published["fp32"], published["8 GPUs"]) == (27026, 3046409)
-    assert published["our fused kernels"] is None
-    for arguments in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
-        assert not any(row["published"] for row in ask(f"plan {arguments} --ladder")["ladder"])
-
-
-def test_pictures(tmp_path: Path, ask: Ask):
-    pytest.importorskip("matplotlib")
-    for arguments, name in (("8xH100", "plan"), ("H100 --ladder", "ladder")):
-        result = ask(f"plan gpt2-124m --gpus {arguments} --plot {tmp_path}/{name}")
-        target = tmp_path / f"{name}.png"
-        assert result.get("picture", str(target)) == str(target)
-        assert target.read_bytes().startswith(b"\x89PNG")
+def test_published_rates_are_those_of_that_card_and_model(ask: Ask):
+    runs = {"gpt2-124m --gpus H100": 27026, "gpt2-355m --gpus H100": None}
+    for run, rate in (runs | {"gpt2-124m --gpus H200": None}).items():
+        assert ask(f"plan {run} --ladder")["ladder"][0]["published"] == rate
 
 
 def test_explicit_attention_holds_the_scores():
@@ -294,11 +279,6 @@ def test_explicit_attention_holds_the_scores():
         for name in ("explicit", "flash")
     )
     assert explicit - flash == 12 * 12 * 1024**2 * 6 == pytest.approx(859 * 2**20, rel=0.01)
-
-
-def test_list_of_gpus(ask: Ask):
-    rows = {row["name"]: row["peaks"] for row in ask("plan --gpus list")["gpus"]}
-    assert (rows.keys(), rows["T4"]) == (GPUS.keys(), {"fp32": 8.1e12, "fp16": 65e12})
 
 
 def test_recipes_of_other_programs(ask: Ask):
@@ -317,39 +297,6 @@ def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
     assert (result["fits"], result["sharding"], result["micro_batch"]) == (True, "zero1", 64)
     assert result["tokens_per_second"] > 1e6
     assert {row["hours"] for row in result["scaling"]} == {None}
-
-
-def test_an_output_has_one_speedup_and_one_time(call: Call):
-    """The rows of the family and of the run are relative to one GPU. The head adds the ramp's time."""
-    _, printed, _ = call("plan gpt3-1.3b --gpus 128xA100-40GB --tokens 1e9")
-    rate = f"{plan_recipe('gpt3-1.3b 128xA100-40GB').tokens_per_second:,.0f}"
-    first, second = re.findall(rf" 128 +([\d.]+) +{rate} +[\d.]+% +(\w+) ", printed)
-    assert first == second
-    assert f"{first[1]}, with the batch ramp" in printed
-
-
-REFUSED = """
-gpt2-124m
-gpt2-124m --gpus 8xA10000
-gpt2-124m --gpus 7xH100
-gpt2-124m --gpus 8xH100 --price nan
-gpt2-124m --gpus 8xH100 --budget 0.01
-gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9
-gpt2-124m --gpus 8xT4 --budget 5
-gpt2-124m --gpus 8xH100 --deadline 5
-gpt2-124m --gpus 8xH100 --tokens 0
-gpt2-124m --gpus 8xH100 --plot plan.foo
-gpt2-124m --gpus 8xH100 budget.epochs=1 --deadline 1h
-gpt3-125m --gpus 1xT4 --price 1 --budget 5 machine.micro_batch=256
---gpus 8xH100 --budget 5000
-gpt3-175b --gpus 1000xH100
-"""
-
-
-@pytest.mark.parametrize("arguments", REFUSED.strip().splitlines())
-def test_refused_commands(arguments: str, call: Call):
-    code, _, printed = call(f"plan {arguments}")
-    assert (code, printed.count("\n")) == (ExitCode.CONFIG, 1)
 
 
 def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
