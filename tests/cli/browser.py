@@ -7,7 +7,6 @@ import select
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any, Self
 
 from tests.processes import HANG_SECONDS, wait_until
@@ -82,10 +81,10 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return dict(answer["result"])
 
-    def open(self, page: Path | str) -> None:
-        """Load a page from a file or an address, and wait until it is loaded."""
+    def open(self, address: str) -> None:
+        """Load a page, and wait until it is loaded."""
         self.events.clear()
-        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
+        self.call("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
         for event in self.events:

@@ -47,9 +47,3 @@ def test_a_tab_at_the_terminal(
         typed, completed = line.split(" => ")
         terminal.type(f"{typed}\t#")
         terminal.read(completed)
-
-
-def test_zsh_script_names_recipes_and_settings(call: Call):
-    code, script, _ = call("completion zsh")
-    assert (code, "gpt3-175b" in script) == (ExitCode.DONE, True)
-    assert "optim.min_lr_ratio=" in script

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -51,33 +50,15 @@ def test_a_failed_check_sets_the_exit_code(
     assert call(f"doctor {tmp_path}")[0] == ExitCode.CONFIG
 
 
-def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(doctor, "find_compiler", lambda: "")
+def test_too_small_a_disk_is_lacking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(doctor, "MIN_DISK", 1e30)
-    monkeypatch.setattr("megatoken.model.native.selection.find_library", lambda: None)
-    for check in (doctor.check_compiler, doctor.check_disk, doctor.check_native):
-        state, _, remedy = check(tmp_path)
-        assert (state, bool(remedy)) == ("lacking", True)
+    assert doctor.check_disk(tmp_path)[0] == "lacking"
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not hold root")
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path):
     tmp_path.chmod(0o500)
     assert doctor.check_disk(tmp_path)[0] == "bad"
-
-
-def test_amx_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch):
-    for name, fault, state, found in (
-        ("amx", "", "good", "amx, which passed"),
-        ("avx512_bf16", "at matmul", "lacking", "at matmul"),
-    ):
-        library = SimpleNamespace(instruction_set=name)
-        monkeypatch.setattr("megatoken.model.native.selection.find_library", lambda: library)  # noqa: B023
-        monkeypatch.setattr("megatoken.model.native.selection.find_amx_fault", lambda: fault)  # noqa: B023
-        finding = doctor.check_native(HERE)
-        assert (finding.state, bool(finding.remedy)) == (state, bool(fault))
-        assert name in finding.found
-        assert found in finding.found
 
 
 def test_our_own_errors_are_findings(monkeypatch: pytest.MonkeyPatch):

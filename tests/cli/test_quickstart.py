@@ -2,32 +2,19 @@
 
 import asyncio
 import lzma
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import megatoken
-from megatoken.base.config.load import list_recipes, prepare_arguments, resolve
+from megatoken.base.config.load import resolve
 from megatoken.base.errors import ExitCode
-from megatoken.data.dataset import load_dataset
 from megatoken.inference.settings import SampleConfig
 from megatoken.text import sources
-from megatoken.text.commands.quickstart import find_prompt
 from tests.conftest import Ask, Call
 
 SHORT = """budget.steps=2 model.n_layer=1 model.n_head=2 model.d_model=32 machine.micro_batch=2
     evaluate.tokens=512"""
-
-
-def test_recipes_name_the_command_that_makes_their_dataset():
-    of_users = {"finetune", "sft", "dpo", "kto", "reward", "grpo", "ppo"}
-    for recipe in {*list_recipes()} - of_users:
-        data = resolve(recipe).config.data.path
-        command = f"# Data: megatoken {' '.join(prepare_arguments(data, data))}"
-        lines = re.split(r"\n|  +", list_recipes()[recipe].read_text())
-        assert lines.count(command) == 1, recipe
 
 
 def test_quickstart_makes_everything(
@@ -44,20 +31,6 @@ def test_quickstart_makes_everything(
     assert first["eval"]["target_tokens"] == first["prepare"]["val_tokens"] - 1
     # Another run is in the folder.
     assert call(f"quickstart {SHORT} budget.steps=3")[0] == ExitCode.CONFIG
-
-
-PROMPTS = {
-    "?\n\nGREMIO: Good morrow, neighbour": "GREMIO: Good morrow,",
-    "\n--- \n  def f(x): return x": "def f(x): return",
-    "...": "...",
-}
-
-
-@pytest.mark.parametrize("text", PROMPTS)
-def test_a_prompt_of_own_text_has_letters(text: str, tmp_path: Path):
-    (tmp_path / "a.txt").write_text(text)
-    megatoken.prepare(f"{tmp_path}/a.txt", f"{tmp_path}/data", tokenizer="bytes", val_fraction=0)
-    assert find_prompt(load_dataset(f"{tmp_path}/data")) == PROMPTS[text]
 
 
 def test_quickstart_on_own_text_is_one_command_and_a_rerun_skips_what_is_done(

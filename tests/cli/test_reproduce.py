@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatoken.base.errors import ExitCode
-from megatoken.base.published import LADDER, MODELS, RUNS, SCORES, SOURCES
-from megatoken.base.system.gpus import GPUS
+from megatoken.base.published import MODELS, RUNS
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.dataset import load_dataset
 from megatoken.study.commands import reproduce
@@ -31,13 +30,6 @@ def text(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def replay(call: Call, arguments: str) -> tuple[int, dict[str, Any]]:
     code, out, _ = call(f"reproduce {arguments} --json")
     return code, json.loads(out.splitlines()[-1])
-
-
-def test_published_facts_are_complete():
-    assert {each.source for each in (*LADDER, *SCORES, *RUNS.values())} == SOURCES.keys()
-    assert {each.device for each in LADDER if "laptop" not in each.device} < GPUS.keys()
-    assert {each["name"] for each in MODELS.values()} < {each.model for each in SCORES}
-    assert all(len(run.losses) == 50 for name, run in RUNS.items() if name.startswith("notebook"))
 
 
 @pytest.mark.parametrize("name", RUNS)

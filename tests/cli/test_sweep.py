@@ -1,7 +1,6 @@
 """A sweep tries the values in its ranges, keeps the best recipe, and continues after a stop."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, ExitCode
 from megatoken.cli.arguments import parse
 from megatoken.study import experiment
-from megatoken.study.commands.sweep import Sweep, draw_losses, format_values, parse_space, report
+from megatoken.study.commands.sweep import Sweep, format_values, parse_space, report
 from tests.cli.conftest import TEXT, ForkedChild, prepare_text, run_command, run_forked
 from tests.conftest import Ask, Call
 from tests.processes import wait_until
@@ -126,7 +125,7 @@ def test_combinations_of_choices_are_tried_once(tmp_path: Path):
     assert {*first, *rest} == {*combinations}
 
 
-def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(tmp_path: Path):
+def test_a_loss_of_zero_is_the_best(tmp_path: Path):
     search = open_sweep(CHOICES, tmp_path, 3)
     for loss in (0.7, 0.0, None):
         state = optuna.trial.TrialState.PRUNED if loss is None else None
@@ -134,8 +133,6 @@ def test_choices_are_on_the_axis_in_their_order_and_a_loss_of_zero_is_the_best(t
         assert run
         search.study.tell(run.trial, loss, state)
     assert [row["loss"] for row in report(search)["trials"]] == [0.0, 0.7, None]
-    picture = draw_losses(search.study, search.space, tmp_path / "sweep.svg").read_text()
-    assert re.findall(r"<!-- (\de-\d) -->", picture) == ["4e-3", "1e-3", "2e-3"]
 
 
 def test_a_restarted_search_draws_the_same_values(tmp_path: Path):

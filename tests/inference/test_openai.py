@@ -1,7 +1,6 @@
 """What OpenAI's clients send and read: choices, log-probabilities, tools, many clients, metrics."""
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -184,7 +183,6 @@ def test_64_clients_get_the_texts_they_get_alone():
 def test_metrics(served: Served):
     def read() -> dict[str, float]:
         lines = served.client.get("/metrics").text.splitlines()
-        assert "# TYPE megatoken_cache_tokens gauge" in lines
         rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name.removeprefix("megatoken_"): float(value) for name, value in rows}
 
@@ -196,8 +194,6 @@ def test_metrics(served: Served):
     assert change['requests_total{status="200"}'] == change['requests_total{status="400"}'] == 1
     assert change["prompt_tokens_total"] == change["generation_tokens_total"] == 5
     assert change["time_to_first_token_seconds_count"] == 1
-    assert 0 < change["time_to_first_token_seconds_sum"] < math.inf
-    assert after["requests_running"] == after["requests_waiting"] == 0
     assert 0 < after["cache_tokens"] <= after["cache_tokens_bound"] == 40 * SIZES.seq_len
 
 

@@ -290,10 +290,3 @@ def test_a_ramp_is_fitted_as_in_the_plan(nodes: int, start: int, ask: Ask):
     script = ask(f"launch slurm gpt3-1.3b --nodes {nodes}")["script"]
     planned = ask(f"plan gpt3-1.3b --gpus {8 * nodes}xA100-40GB")["settings"]
     assert (setting in script) == (setting in planned) == (nodes > 2)
-
-
-def test_settings_in_messages_can_be_typed(capsys: pytest.CaptureFixture[str]):
-    arguments = ["launch", "slurm", "gpt2-124m", "--nproc", "7"]
-    assert main(arguments) == ExitCode.CONFIG
-    (setting, *_) = re.findall(r"budget\.\w+=\d+", capsys.readouterr().err)
-    assert main([*arguments, setting]) == ExitCode.DONE

@@ -18,7 +18,6 @@ from megatoken.inference.batch import Completion
 from megatoken.posttrain.answer_scores import AnswerScorer
 from megatoken.posttrain.batches import RolloutBatch
 from megatoken.posttrain.losses import PolicyLoss
-from megatoken.posttrain.objectives import Policy
 from megatoken.posttrain.policy_loss import clipped_loss, clipped_value_loss, group_advantages
 from megatoken.posttrain.rollouts import Prompt, RolloutBatches, Score, build_rows, sequence_seed
 from megatoken.posttrain.settings import ObjectiveConfig
@@ -245,11 +244,3 @@ def test_rollouts_without_a_difference_are_logged_once(
         assert metrics.loss == metrics.grad_norm == 0.0
     assert run.events[0]["what"] == "no difference in rewards"
     assert batches.metrics["groups_without_difference"] == 1.0
-
-
-def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0():
-    row = {"loss": 0.0, "reward": 0.0, "stopped": 1.0, "groups_without_difference": 1.0}
-    texts = ["reward 0.000", "no difference 1.000", "stopped 1.000"]
-    assert Policy().show(row) == texts
-    texts[1] = "no difference 0.500"
-    assert Policy().show(row | {"groups_without_difference": 0.5}) == [*texts, "loss 0.0000"]

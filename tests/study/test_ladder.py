@@ -7,7 +7,6 @@ import pytest
 
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, PeerError
-from megatoken.base.markdown_table import format_cell
 from megatoken.base.system.metrics_log import Row
 from megatoken.cli.main import main
 from megatoken.study.bench import ladder
@@ -15,7 +14,6 @@ from megatoken.study.bench.ladder import (
     PLAIN,
     Rung,
     describe_rung,
-    list_published,
     list_rungs,
     list_scalings,
     measure_rungs,
@@ -62,11 +60,7 @@ def test_rungs_that_this_hardware_lacks(monkeypatch: pytest.MonkeyPatch):
 def test_processes_double_up_to_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
     scalings = list_scalings(CPU, 2)
-    rungs, fields = (
-        [(rung.fields["nproc"], rung.fields["batch_seqs"], rung.linear) for rung in each]
-        for each in (list_rungs(CPU, TINY_GPT, 2)[12:], scalings)
-    )
-    assert [rung[:2] for rung in rungs] == [(2, 4), (4, 8)]
+    fields = [(each.fields["nproc"], each.fields["batch_seqs"], each.linear) for each in scalings]
     assert fields == [(1, 2, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4), (4, 8, 4)]
     assert [rung.name for rung in scalings if rung.missing] == ["4 strong (one batch divided)"]
 
@@ -91,8 +85,7 @@ def bench(arguments: str, tmp_path: Path, ask: Ask) -> list[Row]:
         ratio = rung["tokens_per_second"] / rung["plain_tokens_per_second"]
         assert rung["speedup"] == pytest.approx(ratio), "relative to the first"
         assert rung["batch_tokens"] / rung["seconds"] == pytest.approx(rung["tokens_per_second"])
-    assert format_cell("seconds", rungs[1]["seconds"]) in (tmp_path / "new.md").read_text()
-    assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new.png").is_file()
     return rungs
 
 
@@ -115,9 +108,3 @@ def test_processes_divide_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["nproc"] for row in (one, strong, weak)] == [1, 2, 2]
     assert strong["share_of_linear"] == strong["speedup"] / 2
     assert strong["loss"] == pytest.approx(one["loss"], rel=1e-4)
-
-
-def test_published_rungs_are_compared_with_the_first_of_their_device():
-    speedups = {row["name"]: row["speedup"] for row in list_published()}
-    assert speedups["T4, notebook: fused AdamW"] == pytest.approx(1200 / 250)
-    assert speedups["H100, journey: 8 GPUs"] == pytest.approx(3_046_409 / 27_026)

@@ -19,7 +19,6 @@ from megatoken.model.native.selection import find_library
 from megatoken.study.bench.parts import (
     GROUPS,
     KERNELS,
-    describe_kernels,
     find_group,
     measure,
     profile_step,
@@ -150,12 +149,6 @@ other: void at::native::sum_and_scatter<c10::BFloat16, long>
 def test_kernels_of_cuda(row: str):
     group, name = row.split(": ", 1)
     assert find_group(make_event(name), KERNELS) == group
-
-
-def test_longest_kernels_come_first():
-    result = describe_kernels([*map(make_event, [*map(str, range(14)), "nvjet", "nvjet"])])
-    assert (result["launches"], len(result["kernels"])) == (16, 12)
-    assert result["kernels"][0] == {"name": "nvjet", "calls": 2, "seconds": 4.0}
 
 
 def test_sums_are_sums():

@@ -136,22 +136,6 @@ def test_other_names_of_settings_lead_to_ours():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fix"),
-    [
-        ("a.py", "n_layer = 2\n", "--nanogpt"),
-        ("a.toml", "[model]\nname = 'llama3'\n", "TOML"),
-        ("a.yaml", "model: {name: mpt_causal_lm}\nmax_seq_len: 2048\n", "--composer"),
-        ("a.yaml", "train_loader:\n  dataset: {}\noptimizer: {betas: [0.9, 0.95]}\n", "--composer"),
-    ],
-)
-def test_recipes_of_other_programs_are_named(tmp_path: Path, name: str, text: str, fix: str):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=fix):
-        load_config(path)
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         "optim.name=adamw optim.matrix_lr=0.03",
