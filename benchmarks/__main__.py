@@ -29,6 +29,7 @@ MODULES = {
     "peers": "benchmarks.peers",
     "busy": "benchmarks.busy",
     "loader": "benchmarks.data",
+    "scale": "benchmarks.data",
     "prepare": "benchmarks.data",
     "generate": "benchmarks.generate",
     "report": "benchmarks.report",
@@ -89,6 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     arg = add("loader", "tokens/s of the data loader on one core, in the first epoch and later")
     arg("--shards", type=count, default=4, help="shards of random ids (default 4)")
     arg("--shard-tokens", type=count, default=12_500_000, help="tokens per shard")
+    arg = add("scale", "opening and reading a dataset of many shards, on sparse files")
+    arg("--tokens", type=float, default=15e12, help="in all (default 15e12)")
     arg = add("prepare", "MB/s of `prepare`, and of the tokenizers library alone")
     arg("--megabytes", type=count, default=20, help="text to prepare (default 20)")
     arg("--tokenizer", help="gpt2, bytes, bpe:N or a tokenizer.json")

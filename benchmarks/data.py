@@ -1,9 +1,11 @@
-"""`loader` and `prepare`: how fast tokens are read, and how fast text becomes tokens."""
+"""`loader`, `scale` and `prepare`: how fast tokens are read, and how fast text becomes tokens."""
 
 import argparse
 import json
+import resource
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -13,23 +15,29 @@ import numpy as np
 import tokenizers
 
 from megatoken.base.config.presets import GPT2_VOCABULARY
+from megatoken.base.config.schema import DataOrder
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError, NumericsError
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.timing import time_interleaved
 from megatoken.data.dataloader import DataLoader
-from megatoken.data.dataset import load_dataset
+from megatoken.data.dataset import Tokens, load_dataset
 from megatoken.data.shard_format import (
+    HEADER_BYTES,
+    MANIFEST_NAME,
     Manifest,
+    Part,
     Shard,
     hash_blocks,
     hash_bytes,
     make_header,
     write_manifest,
 )
+from megatoken.data.window_order import SPAN_TOKENS
 from megatoken.text.gpt2_vocab import find_local_merges
 from megatoken.text.output_folder import MAX_SHARD_TOKENS
+from megatoken.text.parts import MOST_PARTS
 from megatoken.text.prepare import prepare
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import load_tokenizer
@@ -46,6 +54,8 @@ SIZES = (
 )
 FINGERPRINT = "ab" * 32  # belongs to no tokenizer, because the ids are random
 FALLBACK = "bpe:4096"
+SPARSE_SHARD = 100_000_000  # tokens
+MIDDLE = 5_000_000  # a step in the middle of an epoch
 TRAIN_DOCUMENTS = 2000  # for a vocabulary trained here
 COMPARED_DOCUMENTS = 200  # all encoders must produce the same ids
 
@@ -97,22 +107,122 @@ def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
         shard = Shard(file=name, split="train", tokens=shard_tokens, hash=hash_bytes(hashes))
         (folder / shard.hashes_file).write_bytes(hashes)
         shards.append(shard)
+    write_manifest(folder, make_manifest(shards=tuple(shards)))
+
+
+def make_manifest(**rows: Any) -> Manifest:
+    """Return the manifest of shards or parts made here."""
     tokenizer = {
         "name": "gpt2",
         "vocab_size": GPT2_VOCABULARY,
         "eot": GPT2_VOCABULARY - 1,
         "fingerprint": FINGERPRINT,
     }
-    write_manifest(
-        folder,
-        Manifest(
-            tokenizer=tokenizer,
-            dtype="uint16",
-            documents={"train": 1},
-            shards=tuple(shards),
-            source={},
-        ),
+    return Manifest(
+        tokenizer=tokenizer,
+        dtype="uint16",
+        documents={"train": 1},
+        source={},
+        **{"shards": (), **rows},
     )
+
+
+def run_scale(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Measure what opening and reading a very large dataset costs, on sparse files.
+
+    For each order and number of ranks: the bytes that a rank reads over those it uses, its system
+    calls and its CPU time, after the batches in which the spans of the first ones are met. Needs
+    Linux, whose /proc/self/io counts reads.
+    """
+    n_shards = -(-int(options.tokens) // SPARSE_SHARD)
+    with tempfile.TemporaryDirectory() as name:
+        console.step(f"writing {n_shards:,} shards")
+        write_sparse(Path(name), n_shards)
+        reads, cpu, memory = count_reads(), time.process_time(), read_memory()
+        dataset = load_dataset(name)
+        assert dataset.fingerprint
+        opening = {
+            "read_calls": count_reads()[1] - reads[1],
+            "bytes": count_reads()[0] - reads[0],
+            "cpu_seconds": time.process_time() - cpu,
+            "memory_bytes": read_memory() - memory,
+        }
+        rows = [
+            measure_rank(dataset.train, order, ranks, batch, console)
+            for order in ("shuffled", "spans")
+            for ranks, batch in ((1, 512), (8, 512), (1024, 4096))
+        ]
+    console.close()
+    console.print(f"{n_shards:,} shards of {SPARSE_SHARD:,} tokens; opening them: {opening}")
+    heads = {"order": "order", "ranks": "ranks", "batch": "batch", "ratio": "read / used"}
+    heads |= {"read_calls": "read calls a batch", "cpu_ms": "CPU ms a batch"}
+    show_rows(heads, rows, console)
+    yield {"shards": n_shards, "shard_tokens": SPARSE_SHARD, "opening": opening, "rows": rows}
+
+
+def measure_rank(
+    tokens: Tokens, order: DataOrder, ranks: int, batch: int, console: Console
+) -> dict[str, Any]:
+    """Return what the batches of a rank in the middle cost."""
+    console.step(f"reading in order {order} as one of {ranks}")
+    tokens.set_vocab_size(tokens.vocab_size)  # forgets what was read
+    loader = DataLoader(tokens, 1024, batch, 0, ranks // 2, ranks, order=order)
+    first, count = MIDDLE, SPAN_TOKENS // 1024 if order == "spans" else 20
+    for step in range(first, first + count):
+        used = loader.rows(step).nbytes * count
+    reads, cpu = count_reads(), time.process_time()
+    for step in range(first + count, first + 2 * count):
+        loader.rows(step)
+    n_bytes, calls = (after - before for before, after in zip(reads, count_reads(), strict=True))
+    return {
+        "order": order,
+        "ranks": ranks,
+        "batch": batch,
+        "ratio": n_bytes / used,
+        "read_calls": calls / count,
+        "cpu_ms": 1e3 * (time.process_time() - cpu) / count,
+    }
+
+
+def write_sparse(folder: Path, n_shards: int) -> None:
+    """Write a dataset in parts whose shards are holes and share one file of hashes."""
+    header = make_header(SPARSE_SHARD, "uint16", FINGERPRINT)
+    hashes = hash_blocks(bytes(2 * SPARSE_SHARD)).tobytes()
+    parts = []
+    per_part = -(-n_shards // MOST_PARTS)
+    for number in range(0, n_shards, per_part):
+        part, shards = folder / f"part-{number // per_part + 1:05d}", []
+        part.mkdir()
+        shared = part / "hashes"
+        shared.write_bytes(hashes)
+        for index in range(min(per_part, n_shards - number)):
+            shard = Shard(
+                file=f"train_{index:06d}.bin",
+                split="train",
+                tokens=SPARSE_SHARD,
+                hash=hash_bytes(hashes),
+            )
+            with (part / shard.file).open("wb") as file:
+                file.write(header)
+                file.truncate(HEADER_BYTES + 2 * SPARSE_SHARD)
+            (part / shard.hashes_file).hardlink_to(shared)
+            shards.append(shard)
+        write_manifest(part, make_manifest(shards=tuple(shards)))
+        tokens = {"train": len(shards) * SPARSE_SHARD, "val": 0}
+        digest = hash_bytes((part / MANIFEST_NAME).read_bytes())
+        parts.append(Part(name=part.name, tokens=tokens, hash=digest))
+    write_manifest(folder, make_manifest(parts=tuple(parts)))
+
+
+def count_reads() -> tuple[int, int]:
+    """Return the bytes and calls with which this process has read."""
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(rows["rchar"]), int(rows["syscr"])
+
+
+def read_memory() -> int:
+    """Return the bytes of memory that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def time_epochs(

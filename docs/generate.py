@@ -42,6 +42,7 @@ PACKAGES = {
     "harness": "model eval",
     "prepare": "data",
     "loader": "data",
+    "scale": "data",
     "character": f"data {STEP}",
     "quickstart": f"config data {STEP} sampling",
     "race": f"config data {STEP}",

@@ -84,7 +84,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     store: ObjectStore, address: str, tmp_path: Path
 ):
     flip(store, "train_000001.bin", 1024 + 65_536 + 5)  # in its second block
-    message = r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
+    message = r"dataset is damaged: block 1 has hash .*/data/train_000001\.bin"
     with pytest.raises(DataError, match=message):
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()

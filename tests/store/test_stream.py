@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,8 +141,34 @@ def test_without_a_cache_or_a_store(
     ):
         tokens.read(450_008, 100_000)
     store.remove(NAMES[0])
-    with pytest.raises(StorageError, match=rf"{address}/part-00000/train_000000\.bin .*block 0"):
+    with pytest.raises(
+        StorageError, match=rf"cannot fetch block 0: .*{address}/part-00000/train_000000\.bin"
+    ):
         tokens.read(0, 10)
+
+
+@pytest.mark.parametrize("address", ["memory"], indirect=True)
+def test_batches_and_validation_at_the_same_time(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    read = ObjectStore.read
+
+    def be_slow(*arguments: Any) -> bytes:
+        time.sleep(0.01)
+        return read(*arguments)
+
+    monkeypatch.setattr(ObjectStore, "read", be_slow)
+    data = load_mixture(address, cache="1GB")
+    loader = DataLoader(data.train, 60, 16, 5, order="spans")
+    windows = evaluation_windows(data.components[0].dataset.val, seq_len=60, limit_tokens=9000)
+    with ThreadPoolExecutor(2) as threads:
+        batches = [threads.submit(loader.rows, step) for step in range(20)]
+        held_out = [windows.rows(first, 5) for first in range(0, 150, 5)]
+    made = load_mixture(str(tmp_path / "made"))
+    expected = DataLoader(made.train, 60, 16, 5, order="spans")
+    assert all(np.array_equal(b.result(), expected.rows(step)) for step, b in enumerate(batches))
+    val = evaluation_windows(made.components[0].dataset.val, seq_len=60, limit_tokens=9000)
+    assert np.array_equal(np.concatenate(held_out), val.rows(0, 150))
 
 
 @pytest.mark.parametrize("address", ["memory"], indirect=True)

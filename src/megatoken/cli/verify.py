@@ -70,7 +70,7 @@ def verify_folder(folder: Path | str) -> Report:
 
 def _verify_address(address: str) -> Report:
     from megatoken.data.vocabulary import read_vocabulary
-    from megatoken.store.datasets import fetch_dataset, fetch_tokenizer, list_remote
+    from megatoken.store.datasets import fetch_dataset, list_remote, list_tokenizer
     from megatoken.store.mirror import list_mirrored, verify_mirror
 
     store = ObjectStore(address)
@@ -80,9 +80,8 @@ def _verify_address(address: str) -> Report:
     if remote.n_shards:
         errors = remote.verify()
         with TemporaryDirectory(prefix="megatoken-") as fetched:
-            errors += _catch(
-                lambda path: read_vocabulary(fetch_tokenizer(store, path)), Path(fetched)
-            )
+            list_tokenizer(store).fetch(Path(fetched))
+            errors += _catch(read_vocabulary, Path(fetched) / "tokenizer")
         return Report("dataset", remote.n_shards, errors)
     return verify_folder(fetch_dataset(address))  # external shards, which have no hashes
 

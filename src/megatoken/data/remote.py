@@ -35,5 +35,5 @@ def open_stream(path: str | Path, cache: str, report: Report = no_report) -> Any
     """
     if cache == ALL or not is_address(strip_file_scheme(str(path))):
         return None
-    limit = round(float(cache[:-2]) * {"GB": 1e9, "TB": 1e12}[cache[-2:]])
+    limit = round(float(cache[:-2]) * {"MB": 1e6, "GB": 1e9, "TB": 1e12}[cache[-2:]])
     return load_entry("address", "stream")(str(path), limit, report)

@@ -18,6 +18,7 @@ from megatoken.base.system.device import Device, choose_device
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Dataset, load_dataset
 from megatoken.data.remote import local_dataset
+from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.inference.dclm_core import CoreTask, center_accuracy, encode_core_task, read_bundle
@@ -178,7 +179,8 @@ def open_text(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -
     Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
     requested.
     """
-    if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
+    files = (data, *data.glob("*"))
+    if any(path.suffix in (".bin", ".npy") or path.name == MANIFEST_NAME for path in files):
         yield open_shards(data, tokenizer)
         return
     if split:

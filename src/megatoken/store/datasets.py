@@ -56,15 +56,11 @@ class RemoteDataset(StoredFiles):
     content: bytes
 
 
-def fetch_tokenizer(store: ObjectStore, folder: Path) -> Path:
-    """Fetch the tokenizer of a dataset into a folder, and return its own folder there."""
-    StoredFiles(store, _list_tokenizer(store), lambda _name, _read: "", _damaged).fetch(folder)
-    return folder / "tokenizer"
-
-
-def _list_tokenizer(store: ObjectStore) -> dict[str, int]:
+def list_tokenizer(store: ObjectStore) -> StoredFiles:
+    """Return the files of a dataset's tokenizer."""
     listed = store.list("tokenizer").items()
-    return {name: info.bytes for name, info in listed if name.count("/") == 1}
+    sizes = {name: info.bytes for name, info in listed if name.count("/") == 1}
+    return StoredFiles(store, sizes, lambda _name, _read: "", _damaged)
 
 
 def is_pattern(address: str) -> bool:
@@ -124,11 +120,16 @@ def list_remote(address: str) -> RemoteDataset:
     except MissingObjectError:
         return _list_external(store, "*")
     manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
-    sizes = _list_tokenizer(store)
+    sizes = dict(list_tokenizer(store).sizes)
+    if beside := manifest.source.get("files_beside"):
+        sizes |= {name: info.bytes for name, info in store.list().items() if name in beside}
     shards: dict[str, tuple[ObjectStore, Shard]] = {}
     for part in manifest.parts:
         where = f"{part.name}/{MANIFEST_NAME}"
-        content = check_hash(store.read(where), part.hash, store.at(where))
+        try:
+            content = check_hash(store.read(where), part.hash, store.at(where))
+        except MissingObjectError as error:
+            raise _damaged(store.at(where), "its manifest is missing") from error
         sizes[where] = len(content)
         for shard in parse_manifest(content, store.at(where)).shards:
             shards[f"{part.name}/{shard.file}"] = store.below(part.name), shard
@@ -236,4 +237,4 @@ def cache_folder(kind: str, address: str, content: bytes) -> Path:
 
 def _damaged(where: str, damage: str) -> DataError:
     fix = "upload it again: remove manifest.json there, then run the same `megatoken prepare`"
-    return DataError(f"shard is damaged: {damage}", where, fix)
+    return DataError(f"dataset is damaged: {damage}", where, fix)

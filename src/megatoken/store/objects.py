@@ -196,7 +196,8 @@ class ObjectStore:
                 raise MissingObjectError(f"cannot {verb}: {error}", self.at(name), FIX) from error
             except Exception as error:  # each library has its own
                 if pause is None or type(error).__name__ in FINAL_ERRORS:
-                    what = f"cannot {verb}: {str(error)[:300] or type(error).__name__}"
+                    reason = str(error).partition("\n\nDebug source")[0][:300]  # obstore's
+                    what = f"cannot {verb}: {reason or type(error).__name__}"
                     raise StorageError(what, self.at(name), FIX) from error
             time.sleep(pause)
         raise AssertionError("not reached")

@@ -6,9 +6,11 @@ So the cache needs no index, the processes of a machine share it, and none harms
 """
 
 import os
+import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +30,12 @@ from megatoken.data.shard_format import (
     parse_manifest,
 )
 from megatoken.data.vocabulary import Ids
-from megatoken.store.datasets import cache_folder, fetch_tokenizer, is_pattern
+from megatoken.store.datasets import cache_folder, is_pattern, list_tokenizer
 from megatoken.store.objects import MissingObjectError, ObjectStore
 
 LOADS = 16  # requests at once
 TRIES = 3  # for a block that arrives damaged
+RESERVE = 10**9  # bytes of the disk that the cache leaves free
 SWEEPS = 32  # the size of the cache is measured whenever 1/SWEEPS of its limit was written
 
 
@@ -65,49 +68,58 @@ class StreamedFolder(Folder):
 
 
 class ThreadedLoads:
-    """Fetches blocks in threads."""
+    """Fetches blocks in threads. Used by several threads, each with its own `fetch`."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOADS, "megatoken-load")
-        self._pending: dict[tuple[Fetch, Range], Future[None]] = {}
+        self._pending: dict[Fetch, dict[Range, Future[None]]] = {}
 
     def load(self, fetch: Fetch, now: Iterable[Range], later: Iterable[Range]) -> None:
-        needed = dict.fromkeys((fetch, each) for each in now)
-        self._pending = {
-            key: self._pending.get(key) or self._threads.submit(fetch, *key[1])
-            for key in (needed | dict.fromkeys((fetch, each) for each in later))
-        }
-        for key in needed:
-            self._pending[key].result()
+        needed = list(now)
+        pending: dict[Range, Future[None]] = {}
+        for each in chain(needed, later):
+            earlier = self._pending.get(fetch, {}).get(each)
+            if earlier is None or (earlier.done() and earlier.exception()):
+                earlier = pending.get(each) or self._threads.submit(fetch, *each)
+            pending[each] = earlier
+        self._pending[fetch] = pending
+        for each in needed:
+            pending[each].result()
 
     def cancel(self) -> None:
-        for future in self._pending.values():
-            future.cancel()
-        self._pending = {}
+        for pending in self._pending.values():
+            for future in pending.values():
+                future.cancel()
+        self._pending.clear()
 
 
 class BlockCache:
-    """Keeps the shards in a folder below a size. limit: in bytes."""
+    """Keeps the shards in a folder below a size, and RESERVE of the disk free.
+
+    limit: in bytes.
+    """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
-        self._limit = limit
-        self._written = 0  # since the size was last measured
+        self._limit = self._allowed = limit
+        self._written = limit  # since the size was last measured, which is done at once
 
     def write(self, shard: "StreamedShard", number: int, block: memoryview) -> None:
         """Write a block to its place, if possible. Empty the shards written to longest ago."""
         with suppress(OSError):  # without room, training goes on without the cache
-            position = shard.offset + number * BLOCK_BYTES
-            self._written += os.pwrite(shard.opened.descriptor, block, position)
-            if self._written * SWEEPS >= self._limit:
+            if self._written * SWEEPS >= self._allowed > 0:
                 self._written = 0
                 self._sweep()
+            if self._allowed > 0:
+                position = shard.offset + number * BLOCK_BYTES
+                self._written += os.pwrite(shard.opened.descriptor, block, position)
 
     def _sweep(self) -> None:
         shards = [(path, path.stat()) for path in self.path.rglob("*.bin")]
         used = sum(512 * status.st_blocks for _, status in shards)
+        self._allowed = min(self._limit, used + shutil.disk_usage(self.path).free - RESERVE)
         for path, status in sorted(shards, key=lambda each: each[1].st_mtime_ns):
-            if used * SWEEPS <= self._limit * (SWEEPS - 1):
+            if used * SWEEPS <= self._allowed * (SWEEPS - 1):
                 break
             os.truncate(path, 0)  # not removed, because processes have it open
             used -= 512 * status.st_blocks
@@ -152,7 +164,7 @@ class StreamedShard(ShardFile):
         try:
             content = store.read(name, start, min(self.offset + end * BLOCK_BYTES, self.size))
         except StorageError as error:
-            raise StorageError(f"{error} (block {first:,})") from error
+            raise StorageError(f"cannot fetch block {first:,}: {error}") from error
         for number in range(first, end):
             block = memoryview(content)[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
             try:
@@ -184,9 +196,10 @@ def open_stream(address: str, limit: int, report: Report = no_report) -> Streame
     if manifest.source.get("kind", "text") != "text":
         return None  # has labels beside its shards
     path = cache_folder("streams", address, content)
-    with storage_errors(path), lock_folder(path, "download", on_wait=lambda: None):
-        if not (path / MANIFEST_NAME).exists():
-            fetch_tokenizer(store, path)
+    tokenizer = list_tokenizer(store)
+    if tokenizer.list_missing(path) or not (path / MANIFEST_NAME).exists():
+        with storage_errors(path), lock_folder(path, "download", on_wait=lambda: None):
+            tokenizer.fetch(path)
             replace_file(path / MANIFEST_NAME, content, durable=True)
     report(f"streaming {address}; at most {format_quantity(limit, 'B')} are kept in {path}")
     return StreamedFolder(store, BlockCache(path, limit))

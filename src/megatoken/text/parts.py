@@ -81,7 +81,13 @@ def join_parts(folder: Path, out: Path | str) -> PrepareResult:
     started = time.monotonic()
     folders = sorted(path.parent for path in folder.glob(f"part-*/{MANIFEST_NAME}"))
     made = {path.name: read_manifest(path) for path in folders}
-    total = max((manifest.source.get("parts", 0) for manifest in made.values()), default=1)
+    made = {name: manifest for name, manifest in made.items() if "parts" in manifest.source}
+    if not made:
+        fix = "run megatoken prepare SOURCE --part I/N --out OUT on each of N machines"
+        raise DataError("no parts here", str(out), fix)
+    total = max(manifest.source["parts"] for manifest in made.values())
+    if (folder / MANIFEST_NAME).exists() and read_manifest(folder).shards:
+        raise DataError("the folder holds another dataset", str(out), "choose another --out")
     names = list(map(name_part, range(1, total + 1)))
     for number, name in enumerate(names, start=1):
         fix = f"run megatoken prepare SOURCE --part {number}/{total} --out {out}"

@@ -19,7 +19,7 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.rooms import list_entries, load_entry
 
 DataOrder = Literal["shuffled", "spans", "sequential", "one-batch"]
-CACHE = r"all|\d+(\.\d+)?[GT]B"
+CACHE = r"all|\d+(\.\d+)?[MGT]B"
 DEVICE_NAMES = r"auto|cpu|mps|cuda(:\d{1,2})?"
 END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
 S = TypeVar("S")
