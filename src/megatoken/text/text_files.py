@@ -18,6 +18,7 @@ from megatoken.text.file_kinds import HEAD_BYTES, LARGEST_ROW, decompress
 from megatoken.text.sources import File, Source
 
 PARQUET_BUFFER = 1 << 20  # bytes
+SMALL_GROUP = 2 << 20  # bytes; writers limit dictionaries to 1 MiB by default
 PARQUET_ROWS = 8  # read at once; with dictionary encoding, a row can be as long as the file
 
 # The start of a JSON file that is not a row per line: an array or, in group 1, an object.
@@ -124,6 +125,7 @@ class ParquetRows:
         weakref.finalize(self, raw.close)
         # Without a buffer, a row group is held in memory, by each worker.
         self._table = parquet.ParquetFile(raw, buffer_size=PARQUET_BUFFER)
+        self._raw = raw
         self._key = text_key if text_key in self._table.schema_arrow.names else ""
         groups = map(self._table.metadata.row_group, range(self._table.num_row_groups))
         self.starts = [0, *accumulate(group.num_rows for group in groups)]
@@ -133,12 +135,31 @@ class ParquetRows:
         self._start = 0  # number of its first row
 
     def count_bytes(self, group: int) -> int:
-        """Return the bytes in a row group that `read` reads; a value that is repeated counts once."""
+        """Return the bytes in a row group that `read` reads.
+
+        In a large group, a value that is repeated counts once. A small one may consist of a few
+        long values, repeated many times, so its values are measured.
+        """
         columns = self._table.metadata.row_group(group)
         paths = [self._table.schema.column(index).path for index in range(columns.num_columns)]
-        if self._key in paths:
-            return int(columns.column(paths.index(self._key)).total_uncompressed_size)
-        return int(columns.total_byte_size)
+        if self._key not in paths:
+            return int(columns.total_byte_size)
+        size = int(columns.column(paths.index(self._key)).total_uncompressed_size)
+        return self._measure(group) if size < SMALL_GROUP else size
+
+    def _measure(self, group: int) -> int:
+        from pyarrow import DictionaryArray, compute, parquet
+
+        metadata = self._table.metadata
+        table = parquet.ParquetFile(self._raw, metadata=metadata, read_dictionary=[self._key])
+        size = 0
+        for chunk in table.read_row_group(group, [self._key], use_threads=False)[0].chunks:
+            if isinstance(chunk, DictionaryArray):
+                lengths = compute.binary_length(chunk.dictionary)
+                size += compute.sum(compute.take(lengths, chunk.indices)).as_py() or 0
+            else:  # not text
+                size += chunk.nbytes
+        return size
 
     def read(self, first: int, end: int) -> Iterator[Any]:
         """Yield rows [first, end), each a dict. Fastest if `first` is not before the last `end`."""
