@@ -33,7 +33,7 @@ from megatoken.data.window_order import (
     make_shuffled,
 )
 
-_STEPS_AHEAD = 8  # of which the spans are fetched
+_STEPS_AHEAD = 8  # their spans are fetched in advance
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class DataLoader:
 
     `tokens` is cut into windows of seq_len + 1 tokens with stride seq_len. batch_size: windows per
     step over all ranks. ramp: schedule of smaller batches at the start of a run. order: "shuffled";
-    "spans", which is shuffled in a way that reads from few places at a time; "sequential", which
+    "spans", a shuffle that reads from few places at a time; "sequential", which
     cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do; or "one-batch",
     which always repeats the first batch. sources: (number of tokens, weight) of
     each source in `tokens`; each source is shuffled separately. document_start: the id that begins
@@ -181,7 +181,7 @@ class DataLoader:
     def _find_spans(self, step: int) -> list[tuple[int, int]]:
         """Return the range of tokens of each span that a step uses."""
         source, in_source = self._find_windows(step)
-        size = self._span_tokens[source % len(self._span_tokens)]
+        size = self._span_tokens[source % len(self._span_tokens)]  # all shards share one size
         starts = self._first_tokens[source] + in_source * self._stride // size * size
         ends = np.minimum(starts + size + self.shared_tokens, len(self.tokens))
         return list(zip(starts.tolist(), ends.tolist(), strict=True))

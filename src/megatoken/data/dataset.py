@@ -47,7 +47,7 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.vocabulary import CountBytes, Ids, Ints, Vocabulary, read_vocabulary
 
-# Tokens in memory, per split: all spans that a process uses at a time (window_order.py), and more.
+# Tokens kept in memory per split; more than the spans in use at a time (window_order.py).
 CACHE_TOKENS = 640 << 20
 _MOST_OPEN = 128  # shards in this process, which may open only 256 files on macOS
 _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and 16 between
@@ -201,11 +201,11 @@ class Loads(Protocol):
     """Loads of blocks at an address (store/stream.py)."""
 
     def load(self, fetch: Fetch, now: Iterable[Range], later: Iterable[Range]) -> None:
-        """Call `fetch` with each range in threads; wait for those of `now`."""
+        """Call `fetch` with each range in a thread; return when all of `now` are done."""
         ...
 
     def cancel(self) -> None:
-        """Cancel what has not begun."""
+        """Cancel the calls that have not begun."""
         ...
 
 
@@ -279,7 +279,7 @@ class Tokens:
     def load(self, now: Iterable[Range], later: Iterable[Range] = ()) -> None:
         """Fetch the blocks that hold tokens [start, end) of ranges, if they are at an address.
 
-        Returns once those of `now` are in the cache. Raises DataError and StorageError.
+        Returns when all of `now` are in the cache. Raises DataError and StorageError.
         """
         if self.loads:
             self.loads.load(self._load, now, later)
@@ -418,9 +418,9 @@ def load_dataset(
     path: a prepared folder, external shards, or an address such as s3://bucket/data. External
     shards are .npy files, or .bin files of llm.c, modded-nanogpt or nanoGPT, given as a folder, a
     file or a glob pattern. external_tokenizer: the tokenizer of shards that do not record one.
-    cache: the most that is kept on this machine of a text dataset at an address, such as 100GB, in
-    which case blocks are fetched as they are used; "all" fetches everything first, like other
-    datasets. report: called with progress lines while data is fetched. Raises DataError, naming the
+    cache: size limit of the local cache of a text dataset at an address, such as 100GB; blocks are
+    fetched as they are used. "all" fetches the whole dataset first, as is done for other kinds of
+    data. report: called with progress lines while data is fetched. Raises DataError, naming the
     file, if one is missing, damaged or not a token shard, and StorageError if the data cannot be
     fetched.
     """

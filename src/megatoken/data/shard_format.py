@@ -1,4 +1,4 @@
-"""The dataset format: shards, the hashes beside them, and `manifest.json`.
+"""The dataset format: shards, their block hashes, and `manifest.json`.
 
 A folder holds `manifest.json`, `tokenizer/`, `inputs.xxh3` and shards `train_000000.bin`, ...,
 `val_000000.bin`, .... `inputs.xxh3` covers the modification times of the text files, so it is the

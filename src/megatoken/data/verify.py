@@ -22,7 +22,7 @@ def verify_dataset(path: Path) -> Iterator[MegatokenError]:
     for shards in (each for split in SPLITS for each in lists[split]):
         tokens = Tokens([shards], manifest.dtype, manifest.tokenizer["vocab_size"])
         if found := _catch(getattr, shards, "files"):
-            if shards not in lists["val"]:  # a part is named once
+            if shards not in lists["val"]:  # val has the same parts as train
                 yield found
             continue
         for file in shards.files:

@@ -1,7 +1,7 @@
 """Fetch datasets at an address such as s3://bucket/data into the cache, and upload prepared ones.
 
-A batch draws windows from all shards, so all are fetched before the first step. The folder in the
-cache is named after the address and a hash of the manifest (or of the listing of external shards).
+All shards are fetched before the first step; stream.py fetches blocks as they are used. The folder
+in the cache is named after the address and a hash of the manifest (or of the listing of external shards).
 One process per machine fetches while the others wait.
 """
 
@@ -121,8 +121,8 @@ def list_remote(address: str) -> RemoteDataset:
         return _list_external(store, "*")
     manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
     sizes = dict(list_tokenizer(store).sizes)
-    if beside := manifest.source.get("files_beside"):
-        sizes |= {name: info.bytes for name, info in store.list().items() if name in beside}
+    if names := manifest.source.get("files_beside"):  # of conversations
+        sizes |= {name: info.bytes for name, info in store.list().items() if name in names}
     shards: dict[str, tuple[ObjectStore, Shard]] = {}
     for part in manifest.parts:
         where = f"{part.name}/{MANIFEST_NAME}"

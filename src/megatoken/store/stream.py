@@ -2,7 +2,8 @@
 
 The cache is a folder like the dataset's, in which shards are sparse files. A block that is not
 there has a wrong hash, like one that is damaged; it is fetched, verified and written to its place.
-So the cache needs no index, the processes of a machine share it, and none harms it when it dies.
+So the cache needs no index, all processes of a machine share it, and a killed process leaves
+nothing to repair.
 """
 
 import os
@@ -94,9 +95,9 @@ class ThreadedLoads:
 
 
 class BlockCache:
-    """Keeps the shards in a folder below a size, and RESERVE of the disk free.
+    """Limits the size of the shards in a folder, and keeps RESERVE bytes of the disk free.
 
-    limit: in bytes.
+    limit: the size, in bytes.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -105,7 +106,7 @@ class BlockCache:
         self._written = limit  # since the size was last measured, which is done at once
 
     def write(self, shard: "StreamedShard", number: int, block: memoryview) -> None:
-        """Write a block to its place, if possible. Empty the shards written to longest ago."""
+        """Write a block, if there is room. When the cache is full, empty the oldest shards."""
         with suppress(OSError):  # without room, training goes on without the cache
             if self._written * SWEEPS >= self._allowed > 0:
                 self._written = 0
@@ -194,7 +195,7 @@ def open_stream(address: str, limit: int, report: Report = no_report) -> Streame
         return None
     manifest = parse_manifest(content, store.at(MANIFEST_NAME))
     if manifest.source.get("kind", "text") != "text":
-        return None  # has labels beside its shards
+        return None  # conversations have more files, which are not streamed
     path = cache_folder("streams", address, content)
     tokenizer = list_tokenizer(store)
     if tokenizer.list_missing(path) or not (path / MANIFEST_NAME).exists():
