@@ -111,11 +111,6 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
             arguments=f"parts --batch-tokens {2048 * seqs} machine.micro_batch={seqs}",
         ),
         Bench(
-            name="gpu-fp8-1558m",
-            arguments=f"knob fp8 {steps['gpt2-1558m']} --values off,all --repeats 3",
-            seconds=150,
-        ),
-        Bench(
             name="gpu-journey", arguments=f"--data {data}", module="benchmarks.journey", seconds=150
         ),
         Bench(
@@ -126,7 +121,7 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
         Bench(name="gpu-generate", arguments="generate --tokens 128 --repeats 3"),
         Bench(name="gpu-gradients", arguments="", module="benchmarks.gradients"),
         Bench(name="gpu-parts-compile-124m", arguments=f"{parts} machine.compile=on"),
-        Bench(name="gpu-parts-fp8-124m", arguments=f"{parts} machine.fp8=all"),
+        Bench(name="gpu-fp8-124m", arguments=f"knob fp8 {small} --values off,head"),
         Bench(name="gpu-fused-124m", arguments=f"knob fused {small} --values off,on"),
         Bench(name="gpu-attention-124m", arguments=f"knob attention {small} --values fa2,cudnn"),
         Bench(name="gpu-masters-124m", arguments=f"knob master_weights {small} --values on,off"),

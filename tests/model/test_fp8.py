@@ -1,4 +1,4 @@
-"""FP8 matmuls against fp64: errors within the bounds of the formats, and equal losses in training.
+"""The FP8 output layer: errors within the bounds of the formats, and equal losses in training.
 
 On a GPU with FP8 matmuls the tests run there; on a CPU, torch computes the same.
 """
@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError
-from megatoken.model.gpt import GPT, MLP, set_block_kernels
+from megatoken.model.gpt import GPT
 from megatoken.model.kernels import fp8
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
@@ -28,7 +27,7 @@ HALF_ULP = {fp8.E4M3: 2.0**-4, fp8.E5M2: 2.0**-3}  # relative error of rounding 
 SMALLEST_NORMAL = {fp8.E4M3: 2.0**-6, fp8.E5M2: 2.0**-14}
 # Of a matmul of independent normal numbers, whatever its sizes. Rounding them has a relative error
 # (root mean square) of 2.7% in e4m3 and 5.3% in e5m2, and a product the root of the sum of squares.
-FORWARD, BACKWARD = 0.042, 0.065
+BACKWARD = 0.065
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
@@ -49,30 +48,6 @@ def test_rounding_is_relative_at_every_magnitude(dtype: torch.dtype, magnitude: 
     assert float(torch.log2(scale)) % 1 == 0
     values, scale = fp8.round_to_fp8(0 * x, dtype)
     assert not (values.double() * scale.double()).any()
-
-
-@pytest.mark.parametrize("grad_magnitude", [1.0, 1e-9])
-@pytest.mark.parametrize("sizes", [(16, 16, 16), (48, 64, 256), (128, 1024, 32)], ids=str)
-def test_linear_and_its_gradients(sizes: tuple[int, int, int], grad_magnitude: float):
-    rows, inputs, outputs = sizes
-    x = random(2, rows // 2, inputs)
-    weight, bias = 0.02 * random(outputs, inputs, seed=1), 0.02 * random(outputs)
-    grad = random(2, rows // 2, outputs, seed=2) * grad_magnitude
-    given = (x, weight, bias)
-    found = differentiate(fp8.linear, given, grad)
-    expected = differentiate(F.linear, given, grad, torch.float64)
-    found[0], expected[0] = found[0] - bias, expected[0] - bias
-    bounds = (FORWARD, BACKWARD, BACKWARD, 0.01)  # the last of biases, a sum in bf16
-    for ours, exact, bound in zip(found, expected, bounds, strict=True):
-        assert relative_error(ours, exact) < bound
-
-
-def test_without_gradients_or_with_odd_rows_linear_is_torchs():
-    x, weight = random(32, 64), random(48, 64).requires_grad_()
-    assert not torch.equal(fp8.linear(x, weight, None), F.linear(x, weight))
-    assert torch.equal(fp8.linear(x[:31], weight, None), F.linear(x[:31], weight))
-    with torch.no_grad():
-        assert torch.equal(fp8.linear(x, weight, None), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
@@ -100,16 +75,13 @@ def test_output_layer(softcap: float):
 def test_settings_choose_the_matmuls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
     bf16 = replace(CPU, precision="bf16")
-    for name, linear in (("off", F.linear), ("head", F.linear), ("all", fp8.linear)):
+    for name, layer in zip(("off", "head"), LAYERS, strict=True):
         machine = MachineConfig(fp8=name, attention="flash", gemm_backend="torch", fused="off")
         choice = autotune(TINY_GPT, machine, bf16, micro_batch=2, key="")
         state = tiny_state()
         apply_choice(state, choice, bf16)
-        assert state.compute.output_layer is LAYERS[name != "off"]
-        mlps = [part for part in state.compute.model.modules() if isinstance(part, MLP)]
-        assert {mlp.up.kernels.linear for mlp in mlps} == {linear}
-        assert state.compute.model.blocks[0].attention.qkv.kernels.linear is F.linear
-    for config, device in ((TINY_GPT, CPU), (replace(TINY_GPT, d_ff=72), bf16)):
+        assert state.compute.output_layer is layer
+    for config, device in ((TINY_GPT, CPU), (replace(TINY_GPT, d_model=40), bf16)):
         with pytest.raises(ConfigError, match=r"machine\.fp8"):
             autotune(config, MachineConfig(fp8="head"), device, micro_batch=2, key="")
 
@@ -121,9 +93,6 @@ def train(*, is_fp8: bool) -> float:
     """
     config = ModelConfig(n_layer=2, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
     model = GPT(config, seed=1).to(DEVICE)
-    for block in model.blocks:
-        if is_fp8:
-            set_block_kernels(block.mlp, fp8.KERNELS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-15)
     ids = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator, losses = torch.Generator().manual_seed(0), []
@@ -144,7 +113,7 @@ def train(*, is_fp8: bool) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(1500)  # torch's FP8 products on a CPU are slow: only a hang takes longer
 def test_loss_is_that_of_bf16():
-    """The losses of seeds differ by 0.1. Without scales, the loss with FP8 is 0.4 higher."""
+    """The losses of seeds differ by 0.1."""
     expected = train(is_fp8=False)
     assert expected < 2.6  # from 5.5
     assert train(is_fp8=True) == pytest.approx(expected, abs=0.15)

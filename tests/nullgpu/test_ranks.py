@@ -23,7 +23,7 @@ machine.sharding=none
 machine.sharding=zero1
 machine.sharding=zero2
 machine.sharding=zero3
-machine.sharding=zero3 machine.precision=bf16 machine.fp8=all
+machine.sharding=zero3 machine.precision=bf16 machine.fp8=head
 machine.tensor_parallel=2
 machine.sharding=none optim.name=muon
 machine.sharding=zero3 optim.name=muon

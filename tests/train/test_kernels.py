@@ -71,7 +71,7 @@ cuda fp16 | | loss=torch mixed=autocast
 cuda bf16 | gemm_backend=cublaslt | block=cublaslt
 cuda fp32 | | attention=flash block=torch
 cuda bf16 | master_weights=off | block=torch
-cuda bf16 | fp8=all | block=torch fp8=all
+cuda bf16 | fp8=head | block=torch,cublaslt fp8=head
 cuda bf16 | activation_checkpointing=gelu | block=torch
 cuda bf16 llama | | block=torch
 """

@@ -16,7 +16,6 @@ ENTRIES = {
         "torch+native": "megatoken.model.native.ops:KERNELS",
         "native": "megatoken.model.native.block:KERNELS",
         "int8": "megatoken.model.native.int8:KERNELS",
-        "fp8": "megatoken.model.kernels.fp8:KERNELS",
     },
     "loss": {
         "torch": "megatoken.model.kernels.cross_entropy:OutputLayer",

@@ -112,7 +112,7 @@ class MachineConfig:
     master_weights: Literal["auto", "off", "on"] = "auto"
     gemm_backend: Literal["auto", "torch", "torch+native", "native", "cublaslt"] = "auto"
     attention: str = "auto"
-    fp8: Literal["off", "head", "all"] = "off"
+    fp8: Literal["off", "head"] = "off"
     fused: Literal["auto", "off", "on"] = "auto"
     activation_checkpointing: Literal["none", "gelu", "block"] = "none"
     adamw: Literal["auto", "loop", "foreach", "fused", "native"] = "auto"

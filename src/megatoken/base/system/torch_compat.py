@@ -117,21 +117,14 @@ def flash_varlen(
 
 
 def scaled_matmul(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    dtype: torch.dtype,
-    *,
-    fast: bool,
-    out: Tensor | None,
-) -> Tensor:
-    """Return the product of two FP8 matrices times their scales, in `dtype`.
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor, *, fast: bool
+) -> None:
+    """Write the product of two FP8 matrices times their scales to `out`.
 
     fast: whether Hopper GPUs may keep sums in fewer bits than fp32.
     """
-    options: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast, "out": out}
-    return torch._scaled_mm(a, b, scale_a, scale_b, **options)
+    options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": fast, "out": out}
+    torch._scaled_mm(a, b, scale_a, scale_b, **options)
 
 
 def mark_dynamic(tensor: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Operations of a transformer block, by torch; model/room.py lists other implementations.
 
-Of these, `int8` is only for decoding, with the weights of model/native/int8.py, and `fp8` only for
-the MLP.
+Of these, `int8` is only for decoding, with the weights of model/native/int8.py.
 """
 
 from collections.abc import Callable

@@ -1,22 +1,19 @@
-"""Matmuls of FP8 numbers, with sums in fp32 (Micikevicius et al. 2022).
+"""The output layer with FP8 matmuls and sums in fp32 (Micikevicius et al. 2022).
 
 Activations and weights are rounded to e4m3, which has 3 bits of mantissa, and gradients to e5m2,
 which has 2 and a wider range. Each tensor is first multiplied by the power of two that brings its
 largest magnitude to the upper end of that range. NVIDIA GPUs since Ada have such matmuls; torch
 computes the same on a CPU, but slower than in bf16.
 
-Shapes: N rows, I inputs, O outputs, C d_model, V padded vocabulary.
+Shapes: N rows, C d_model, V padded vocabulary.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.base.system.torch_compat import scaled_matmul
-from megatoken.model.kernels import block
 from megatoken.model.kernels.cross_entropy import OutputLayer
 
 E4M3 = torch.float8_e4m3fn
@@ -40,55 +37,18 @@ class Scaled(NamedTuple):
 
 def round_to_fp8(x: Tensor, dtype: torch.dtype) -> Scaled:
     """Round a bf16 matrix to `dtype`, E4M3 or E5M2."""
-    # Per row first, so that torch.compile finds the maximum in the kernel that computes x.
-    largest = torch.linalg.vector_norm(x, torch.inf, -1).amax().float().clamp(min=SMALLEST)
+    largest = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=SMALLEST)
     factor = torch.finfo(dtype).max / largest
     factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
     return Scaled((x * factor.to(x.dtype)).to(dtype), 1 / factor)
 
 
-def matmul_nt(a: Scaled, b: Scaled, *, fast: bool = False, out: Tensor | None = None) -> Tensor:
-    """Return a (M, K) times the transposed b (N, K): the layout that the hardware reads.
+def matmul_nt(a: Scaled, b: Scaled, out_MN: Tensor, *, fast: bool = False) -> None:
+    """Write a (M, K) times the transposed b (N, K), the layout that the hardware reads, to `out`.
 
-    The result is in bf16, or in the dtype of `out`. fast: whether Hopper GPUs may keep sums in
-    fewer bits than fp32, as is usual in the forward.
+    fast: whether Hopper GPUs may keep sums in fewer bits than fp32, as is usual in the forward.
     """
-    dtype = torch.bfloat16 if out is None else out.dtype
-    return scaled_matmul(a.values, b.values.T, a.scale, b.scale, dtype, fast=fast, out=out)
-
-
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Compute F.linear with FP8 matmuls in the forward and in the backward.
-
-    Calls F.linear without gradients (validation, sampling), or if MULTIPLE does not divide N.
-    """
-    x_NI = x.flatten(0, -2)
-    if not torch.is_grad_enabled() or len(x_NI) % MULTIPLE:
-        return F.linear(x, weight_OI, bias_O)
-    y_NO = _Linear.apply(x_NI.bfloat16(), weight_OI.bfloat16())  # type: ignore[no-untyped-call]
-    y: Tensor = y_NO.view(*x.shape[:-1], -1)
-    return y if bias_O is None else y + bias_O.to(y.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    """The matmuls of `linear`, with bf16 inputs and outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        # Derive x from its transpose, so that torch.compile saves the transpose. It would otherwise
-        # recompute it in the backward, inside row reductions, with slow strided stores.
-        x_IN = round_to_fp8(x_NI, E4M3).transpose()
-        ctx.save_for_backward(*x_IN, weight_OI)  # the rounded weight would not be sharded by ZeRO-3
-        return matmul_nt(x_IN.transpose(), round_to_fp8(weight_OI, E4M3), fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor | None]:
-        *x_IN, weight_OI = ctx.saved_tensors
-        grad = round_to_fp8(grad_NO, E5M2)
-        grad_x_NI = matmul_nt(grad, round_to_fp8(weight_OI, E4M3).transpose())
-        if not ctx.needs_input_grad[1]:
-            return grad_x_NI, None
-        return grad_x_NI, matmul_nt(grad.transpose(), Scaled(*x_IN))
+    scaled_matmul(a.values, b.values.T, a.scale, b.scale, out_MN, fast=fast)
 
 
 class FP8Layer(OutputLayer):
@@ -114,14 +74,11 @@ class FP8Layer(OutputLayer):
         if not self.trains:
             return super().project(rows, out_NV)
         values_NC, scale = self.hidden8_NC
-        matmul_nt(Scaled(values_NC[rows], scale), self.weight8_VC, fast=True, out=out_NV)
+        matmul_nt(Scaled(values_NC[rows], scale), self.weight8_VC, out_NV, fast=True)
 
     def grad_hidden(self, grad_NV: Tensor, out_NC: Tensor) -> None:
         if self.grad8_NV is None:
             grad8_NV = (grad_NV * SOFTMAX_FACTOR).to(E5M2)
         else:
             grad8_NV = self.grad8_NV[: len(grad_NV)]
-        matmul_nt(Scaled(grad8_NV, self.softmax_scale), self.weight8_CV, out=out_NC)
-
-
-KERNELS = replace(block.KERNELS, linear=linear)
+        matmul_nt(Scaled(grad8_NV, self.softmax_scale), self.weight8_CV, out_NC)

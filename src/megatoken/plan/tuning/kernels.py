@@ -25,7 +25,7 @@ from megatoken.base.system.measurement_cache import read_measurements, save_meas
 from megatoken.base.system.threads import thread_count, use_torch_threads
 from megatoken.base.system.timing import time_calls
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.gpt import GPT, MLP, Block, set_attention, set_block_kernels
+from megatoken.model.gpt import GPT, Block, set_attention, set_block_kernels
 from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.kernels.fused_loss import misses_triton
@@ -197,10 +197,6 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
     kernels = choice.kernels
     set_attention(state.model, kernels.attention)
     set_block_kernels(state.model, load_entry("block", kernels.block))
-    if kernels.fp8 == "all":
-        for part in state.model.modules():
-            if isinstance(part, MLP):
-                set_block_kernels(part, load_entry("block", "fp8"))
     if kernels.mixed == "masters":
         state.enable_master_weights(copy.deepcopy(state.model).to(device.dtype))
     use_torch_threads(choice.threads)
@@ -253,8 +249,8 @@ def list_options(
         and not config.window
     ):
         options["attention"] += CUDA_ONLY
-    replaced = machine.fp8 == "all" or machine.activation_checkpointing == "gelu"
-    has_gelu = config.mlp == "gelu" and config.has_bias("mlp") and not replaced
+    saves_gelu = config.mlp == "gelu" and machine.activation_checkpointing != "gelu"
+    has_gelu = saves_gelu and config.has_bias("mlp")
     if device.type == "cuda" and torch.version.cuda and is_low and has_gelu:
         options["block"].append("cublaslt")
     elif machine.gemm_backend == "cublaslt":
@@ -310,11 +306,8 @@ def _check_requests(config: ModelConfig, machine: MachineConfig, device: Device)
     if is_bf16 and machine.master_weights == "off" and "native" in machine.gemm_backend:
         what = "native kernels in bf16 need master weights, which are off (always off in sharding)"
         raise ConfigError(what, "machine.gemm_backend", "set it to auto")
-    fits_fp8 = (
-        is_bf16 and device.has_fp8 and not (config.d_model % MULTIPLE or config.d_ff % MULTIPLE)
-    )
-    if machine.fp8 != "off" and not fits_fp8:
-        what = f"FP8 needs bf16, an NVIDIA GPU since Ada, and widths divisible by {MULTIPLE}"
+    if machine.fp8 != "off" and not (is_bf16 and device.has_fp8 and config.d_model % MULTIPLE == 0):
+        what = f"FP8 needs bf16, an NVIDIA GPU since Ada, and a width divisible by {MULTIPLE}"
         raise ConfigError(what, "machine.fp8", "set it to off")
 
 
