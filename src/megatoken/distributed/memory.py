@@ -17,7 +17,7 @@ from megatoken.model.flops import (
     count_trained_parameters,
     count_value_parameters,
 )
-from megatoken.model.memory import FP32, LOSS_CHUNK, count_activation_bytes
+from megatoken.model.memory import FP32, count_activation_bytes, resolve_loss_chunk
 from megatoken.optim.costs import count_optimizer_bytes
 
 STATE_SHARE = 0.7  # share of memory for weights, gradients and moments if micro_batch=auto
@@ -80,7 +80,7 @@ def estimate_memory(
         micro_batch * model.seq_len // dims.tp_size,
         precision=precision,
         checkpointing=checkpointing,
-        loss_chunk=LOSS_CHUNK["cuda"] if isinstance(loss_chunk, str) else loss_chunk,
+        loss_chunk=resolve_loss_chunk(loss_chunk, "cuda", is_fused=uses_master_weights),
         sharded_blocks={"none": 0, "zero1": 1, "zero2": 1}.get(dims.sharding, 3),
         uses_master_weights=uses_master_weights,
         tp_size=dims.tp_size,

@@ -16,6 +16,17 @@ from megatoken.model.flops import (
 FP32 = 4  # bytes
 # Default rows of logits per chunk: small enough for a CPU's caches, large enough to fill a GPU.
 LOSS_CHUNK = {"cpu": 1024, "mps": 4096, "cuda": 4096}
+FUSED_LOSS_CHUNK = 16384  # if our kernel computes the loss in place, with weights held in bf16
+
+
+def resolve_loss_chunk(loss_chunk: int | str, device_type: str, *, is_fused: bool) -> int:
+    """Return how many rows of logits to hold at once.
+
+    is_fused: whether an unsharded model is held in low precision, and our kernel computes the loss.
+    """
+    if isinstance(loss_chunk, int):
+        return loss_chunk
+    return FUSED_LOSS_CHUNK if device_type == "cuda" and is_fused else LOSS_CHUNK[device_type]
 
 
 @dataclass(frozen=True, kw_only=True)

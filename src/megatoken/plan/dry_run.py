@@ -141,8 +141,9 @@ def build(config: Config, processes: int) -> tuple[TrainState, StepConfig, Devic
         raise ConfigError(what, "machine.micro_batch", "use auto")
     comm = Comm(dist_env)
     state = build_state(GPT(config.model, seed=None), config, device, dims, comm=comm)
+    is_low = holds_low_precision(machine, dims, precision)
     if machine.device != "cpu":
-        if holds_low_precision(machine, dims, precision):
+        if is_low:
             use_low_precision(state, device.dtype)
         # Like CUDA's kernel, save only the input.
         fused_norm = partial(checkpoint, torch_norm, use_reentrant=False)
@@ -156,6 +157,7 @@ def build(config: Config, processes: int) -> tuple[TrainState, StepConfig, Devic
         epoch_tokens=EPOCH_TOKENS,
         micro_batch=micro_batch,
         device_type="cpu" if machine.device == "cpu" else "cuda",
+        is_fused=is_low,
     )
     return state, step_config, device
 

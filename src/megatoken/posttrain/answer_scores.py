@@ -16,6 +16,7 @@ from megatoken.base.system.device import Device
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cap_logits, product_dtype
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.posttrain.value_head import predict_values
 from megatoken.train.state import StepConfig
 from megatoken.train.step import fit_rows
@@ -36,7 +37,7 @@ def answer_log_probs(
         vocab_size=model.config.vocab_size,
         softcap=model.config.logit_softcap,
         temperature=temperature,
-        chunk=0 if saves_logits else loss_chunk,
+        chunk=0 if saves_logits else min(loss_chunk, LOSS_CHUNK["cuda"]),  # not our kernel's
     )
 
 

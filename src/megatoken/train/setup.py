@@ -28,7 +28,7 @@ from megatoken.base.system.metrics_log import MetricsLogger
 from megatoken.base.system.threads import set_thread_count, thread_count
 from megatoken.data.mixture import load_mixture
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.memory import choose_dims, count_state_bytes
+from megatoken.distributed.memory import choose_dims, count_state_bytes, holds_low_precision
 from megatoken.distributed.parallel_dims import ParallelDims, disable_unsupported
 from megatoken.distributed.preemption import PreemptionHandler
 from megatoken.model.gpt import set_attention
@@ -119,7 +119,10 @@ def plan_run(
         config=config,
         data=data,
         step_config=build_step_config(
-            config, epoch_tokens=data.epoch_tokens, device_type=device.type
+            config,
+            epoch_tokens=data.epoch_tokens,
+            device_type=device.type,
+            is_fused=holds_low_precision(config.machine, dims, device.precision),
         ),
         dims=dims,
         log_file=log_file,

@@ -28,7 +28,7 @@ from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels.cross_entropy import OutputLayer
 from megatoken.model.loss import cross_entropy
 from megatoken.model.masks import separate_conversations
-from megatoken.model.memory import LOSS_CHUNK
+from megatoken.model.memory import resolve_loss_chunk
 from megatoken.optim.lr_schedule import LRSchedule, build_schedule
 from megatoken.optim.optimizer import (
     MatrixOptimizer,
@@ -340,9 +340,17 @@ def gather_model(
 
 
 def build_step_config(
-    config: Config, *, epoch_tokens: int, micro_batch: int = 1, device_type: str = "cpu"
+    config: Config,
+    *,
+    epoch_tokens: int,
+    micro_batch: int = 1,
+    device_type: str = "cpu",
+    is_fused: bool = False,
 ) -> StepConfig:
-    """Convert the run's durations to steps. epoch_tokens: training tokens in one epoch."""
+    """Convert the run's durations to steps.
+
+    epoch_tokens: training tokens in one epoch. is_fused: as in `resolve_loss_chunk`.
+    """
     total_steps = config.total_steps(epoch_tokens)
     lengths: dict[str, Any] = {
         "batch_tokens": config.budget.batch_tokens,
@@ -356,7 +364,7 @@ def build_step_config(
         schedule=build_schedule(config, **lengths),
         micro_batch=micro_batch,
         grad_clip=optim.grad_clip,
-        loss_chunk=LOSS_CHUNK[device_type] if loss_chunk == "auto" else loss_chunk,
+        loss_chunk=resolve_loss_chunk(loss_chunk, device_type, is_fused=is_fused),
         skip_spikes=optim.spike == "skip",
         deterministic=config.machine.deterministic,
         ramp=config.budget.ramp,

@@ -17,6 +17,7 @@ from megatoken.base.system.atomic_write import read_object, replace_file, storag
 from megatoken.base.system.device import Device
 from megatoken.base.system.threads import set_thread_count, thread_count
 from megatoken.distributed.comm import SINGLE_PROCESS, Comm
+from megatoken.distributed.memory import holds_low_precision
 from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
@@ -128,7 +129,10 @@ def build_step(
     """
     state = build_state(model, config, device, dims, comm=comm)
     step_config = build_step_config(
-        config, epoch_tokens=config.budget.batch_tokens, device_type=device.type
+        config,
+        epoch_tokens=config.budget.batch_tokens,
+        device_type=device.type,
+        is_fused=holds_low_precision(config.machine, dims, device.precision),
     )
     prepared = prepare_step(
         state, step_config, config, device, saved, measures_sizes=measures_sizes
