@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatoken.base.system.torch_compat import foreach_add, foreach_copy
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
+COLLECT_BYTES = 256 << 20  # of gradients in fp32 that exist beside their sums
 # The parameter that gets a gradient in the backward, and the local one that the optimizer updates.
 # They are the same tensor, a low-precision copy and its fp32 master weight, or a DTensor and its
 # local tensor.
@@ -34,23 +36,23 @@ class GradBucketReducer:
         self._n_missing: list[int] = []
         self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for index, bucket in enumerate(self._buckets):
-            for pair in bucket:
-                hook = partial(self._on_gradient, index, pair)
-                pair[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for trained, _ in bucket:
+                hook = partial(self._on_gradient, index)
+                trained.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Reduce gradients during the next backward, which must be the step's last."""
         self._n_missing = [len(bucket) for bucket in self._buckets]
 
-    def _on_gradient(self, index: int, pair: GradPair, _: Tensor) -> None:
+    def _on_gradient(self, index: int, _: Tensor) -> None:
         if not self._n_missing:
             return
-        collect_gradient(*pair)
         self._n_missing[index] -= 1
         if self._n_missing[index] == 0:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
+        collect_gradients(self._buckets[index])
         gradients = [local.grad for _, local in self._buckets[index] if local.grad is not None]
         if not gradients:
             return
@@ -96,24 +98,34 @@ def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
         gradient.copy_(piece.view_as(gradient))
 
 
-def collect_gradient(trained: Tensor, local: Tensor) -> None:
-    """Move the gradient of `trained` to `local`, adding to the gradient there.
+def collect_gradients(pairs: Sequence[GradPair]) -> None:
+    """Move the gradients of trained parameters to their local ones, adding to those there.
 
-    Does nothing if both are the same tensor.
-
-    trained: the low-precision copy or DTensor of the parameter `local`.
+    Does nothing for a pair of one tensor. On CUDA, whose launches take longer than most gradients,
+    many are converted and added at once.
     """
-    gradient = trained.grad
-    if trained is local or gradient is None:
-        return
-    if is_dtensor(trained) and is_dtensor(gradient):
-        # Some operations leave partial sums on every tensor-parallel rank.
-        gradient = gradient.redistribute(placements=trained.placements).to_local()
-    if local.grad is None:
-        local.grad = gradient.to(local.dtype)
-    else:
-        local.grad += gradient
-    trained.grad = None
+    for bucket in fill_buckets(pairs, COLLECT_BYTES):
+        casts: list[tuple[Tensor, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
+        for trained, local in bucket:
+            gradient = trained.grad
+            if trained is local or gradient is None:
+                continue
+            if is_dtensor(trained) and is_dtensor(gradient):
+                # Some operations leave partial sums on every tensor-parallel rank.
+                gradient = gradient.redistribute(placements=trained.placements).to_local()
+            trained.grad = None
+            if gradient.dtype != local.dtype and (local.grad is None or local.is_cuda):
+                casts.append((torch.empty_like(local), gradient))
+                gradient = casts[-1][0]
+            if local.grad is None:
+                local.grad = gradient
+            else:
+                sums.append((local.grad, gradient))
+        if casts:
+            foreach_copy(*zip(*casts, strict=True))
+        if sums:
+            foreach_add(*zip(*sums, strict=True))
 
 
 class PairwiseGradSum:

@@ -18,7 +18,7 @@ from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.data.dataloader import Batch, batch_of_step
 from megatoken.distributed.comm import SINGLE_PROCESS, Comm
-from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
+from megatoken.distributed.grad_reduce import GradBucketReducer
 from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.stragglers import PhaseTimer
@@ -174,11 +174,6 @@ class TrainState:
             group = self.sharded.replica_group
             reducer = GradBucketReducer(self.grad_pairs(), self.comm, group=group)
             self.compute = replace(self.compute, reducer=reducer)
-
-    def collect_gradients(self) -> None:
-        """Move the compute model's gradients to the fp32 parameters, adding to theirs."""
-        for trained, local in self.grad_pairs():
-            collect_gradient(trained, local)
 
     def grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each trained parameter of the compute model with its fp32 one."""

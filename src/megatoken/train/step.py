@@ -24,7 +24,7 @@ from megatoken.base.system.device import Device
 from megatoken.base.system.threads import use_torch_threads
 from megatoken.base.system.torch_compat import scaler_found_inf
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.grad_reduce import PairwiseGradSum
+from megatoken.distributed.grad_reduce import PairwiseGradSum, collect_gradients
 from megatoken.model.dropout import sequence_keys
 from megatoken.optim.optimizer import set_lr, set_momentum
 from megatoken.train.state import StepConfig, TrainState
@@ -173,7 +173,7 @@ def compute_gradients(
                 reducer.begin()
             state.scaler.scale(sums["loss"] / n_targets).backward()  # type: ignore[no-untyped-call]
             if collects:
-                state.collect_gradients()
+                collect_gradients(state.grad_pairs())
             if pairwise is not None:
                 pairwise.add()
             for name, value in sums.items():  # in fp64, if possible, for any order

@@ -45,6 +45,11 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_add(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add every term to its target in one call."""
+    torch._foreach_add_(list(targets), list(terms))
+
+
 def is_compiler_error(error: BaseException) -> bool:
     """Return whether torch.compile raised an error."""
     exceptions = import_module("torch._dynamo.exc")  # imports the compiler
