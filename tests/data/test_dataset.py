@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatoken.base.errors import DataError, MegatokenError
 from megatoken.cli.verify import verify_folder
-from megatoken.data.dataset import Dataset, load_dataset
+from megatoken.data.dataset import Dataset, Folder, load_dataset
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -44,7 +44,7 @@ def refuse(path: Path, text: str = "") -> None:
     """Assert that reading and verifying raise one-line DataErrors that contain `text`."""
     with pytest.raises(DataError) as caught:
         read_all(load_dataset(path))
-    for error in (caught.value, next(verify_dataset(path))):
+    for error in (caught.value, next(verify_dataset(Folder(path)))):
         assert isinstance(error, DataError)
         assert (text in str(error), "\n" in str(error)) == (True, False)
 
@@ -75,10 +75,10 @@ def test_every_flipped_bit_is_found(tmp_path: Path):
         bit = int(rng.integers(8 * (HEADER_BYTES if in_header else path.stat().st_size)))
         flip_bit(path, bit)
         refuse(tmp_path, path.name)
-        assert len([*verify_dataset(tmp_path)]) == 1
+        assert len([*verify_dataset(Folder(tmp_path))]) == 1
         flip_bit(path, bit)
     read_all(load_dataset(tmp_path))
-    assert not [*verify_dataset(tmp_path)]
+    assert not [*verify_dataset(Folder(tmp_path))]
 
 
 @pytest.mark.fault(33)
@@ -168,7 +168,7 @@ def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], 
     for start, length in ((BLOCK, 10), (0, len(ids)), (BLOCK - 5, 10)):
         with pytest.raises(DataError, match=str(shard)):
             tokens.read(start, length)
-    assert str(shard) in str(next(verify_dataset(tmp_path)))
+    assert str(shard) in str(next(verify_dataset(Folder(tmp_path))))
     shard.write_bytes(data)
     if touched:
         shard.unlink()  # an open file stays readable
@@ -182,7 +182,7 @@ def test_verify_finds_all_that_is_wrong(tmp_path: Path):
     (tmp_path / SHARD).unlink()
     flip_bit(tmp_path / "val_000000.bin", 8 * 1000)
     words = ["block 0", "block 1", SHARD, "val_000000.bin"]
-    for word, error in zip(words, verify_dataset(tmp_path), strict=True):
+    for word, error in zip(words, verify_dataset(Folder(tmp_path)), strict=True):
         assert word in str(error)
 
 
@@ -212,7 +212,7 @@ def test_external_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype
         assert train.dtype == dtype
         assert np.array_equal([*train, *val], parts.ravel())
         assert dataset.manifest.tokenizer == tokenizer
-    assert not [*verify_dataset(tmp_path)]
+    assert not [*verify_dataset(Folder(tmp_path))]
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     single = load_dataset(tmp_path / f"{names[0]}{suffix}")
     assert [*map(len, read_all(single))] == [1000, 0]
@@ -225,7 +225,7 @@ def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path):
     found = read_all(load_dataset(tmp_path))
     assert [*map(len, found)] == [900, 100]
     assert np.array_equal(np.concatenate(found), IDS)
-    assert not [*verify_dataset(tmp_path)]
+    assert not [*verify_dataset(Folder(tmp_path))]
     val.write_bytes(b"odd")
     refuse(tmp_path, "val.bin")
     val.unlink()
@@ -362,7 +362,7 @@ def test_any_windows(
     dataset = load_dataset(folder)
     assert (len(dataset.train), len(dataset.val)) == (len(ids), 3 * len(parts))
     assert dataset.train.shard_tokens == [size for sizes in parts for size in sizes]
-    assert not [*verify_dataset(folder)]
+    assert not [*verify_dataset(Folder(folder))]
     length = data.draw(st.integers(0, len(ids)))
     starts = data.draw(st.lists(st.integers(0, len(ids) - length), max_size=60))
     windows = np.reshape([ids[start : start + length] for start in starts], (len(starts), length))

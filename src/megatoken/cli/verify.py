@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatoken.base.config.load import resolve
 from megatoken.base.console import Console
@@ -15,8 +15,12 @@ from megatoken.store.manifest import verify
 from megatoken.store.objects import ObjectStore
 from megatoken.store.run_folder import is_copy
 
+if TYPE_CHECKING:
+    from megatoken.data.dataset import Folder
+
 HELP = "check every hash of a dataset, run or checkpoint"
 EXAMPLE = "megatoken verify data/mine"
+SCRATCH_BYTES = 10**9  # for a dataset at an address
 
 
 class Report(NamedTuple):
@@ -46,9 +50,8 @@ def verify_folder(folder: Path | str) -> Report:
 
     Raises DataError if it is none of these. Damage is not raised, but reported in the result.
     """
-    from megatoken.data.dataset import load_dataset
+    from megatoken.data.dataset import Folder
     from megatoken.data.shard_format import MANIFEST_NAME
-    from megatoken.data.verify import verify_dataset
 
     if isinstance(folder, str):
         return _verify_address(folder)
@@ -56,34 +59,38 @@ def verify_folder(folder: Path | str) -> Report:
         return _verify_run(folder)
     if is_checkpoint(folder):
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
-    patterns = ("*.bin", "*.npy", "part-*/*.bin")
-    shards = [path for pattern in patterns for path in folder.glob(pattern)]
-    is_prepared = (folder / MANIFEST_NAME).is_file()
-    if not shards and not is_prepared:
+    if not ((folder / MANIFEST_NAME).is_file() or _count_shards(folder)):
         fix = "name a dataset, run or checkpoint folder"
         raise DataError("not a dataset or run", str(folder), fix)
-    errors = list(verify_dataset(folder))
-    if not errors and is_prepared:
-        errors += _catch(lambda path: load_dataset(path).vocabulary, folder)
-    return Report("dataset", len(shards), errors)
+    return _verify_dataset(Folder(folder))
 
 
 def _verify_address(address: str) -> Report:
-    from megatoken.data.vocabulary import read_vocabulary
-    from megatoken.store.datasets import fetch_dataset, list_remote, list_tokenizer
     from megatoken.store.mirror import list_mirrored, verify_mirror
+    from megatoken.store.stream import open_dataset, open_prepared
 
     store = ObjectStore(address)
     if list_mirrored(store):
         return Report("run", *verify_mirror(store))
-    remote = list_remote(address)
-    if remote.n_shards:
-        errors = remote.verify()
-        with TemporaryDirectory(prefix="megatoken-") as fetched:
-            list_tokenizer(store).fetch(Path(fetched))
-            errors += _catch(read_vocabulary, Path(fetched) / "tokenizer")
-        return Report("dataset", remote.n_shards, errors)
-    return verify_folder(fetch_dataset(address))  # external shards, which have no hashes
+    with TemporaryDirectory(prefix="megatoken-") as scratch:
+        if folder := open_prepared(address, SCRATCH_BYTES, path=Path(scratch)):
+            return _verify_dataset(folder)
+    return _verify_dataset(open_dataset(address, None))  # external shards, which have no hashes
+
+
+def _verify_dataset(folder: "Folder") -> Report:
+    from megatoken.data.dataset import load_dataset
+    from megatoken.data.shard_format import MANIFEST_NAME
+    from megatoken.data.verify import verify_dataset
+
+    errors = list(verify_dataset(folder))
+    if not errors and (folder.path / MANIFEST_NAME).is_file():
+        errors += _catch(lambda path: load_dataset(path).vocabulary, folder.path)
+    return Report("dataset", _count_shards(folder.path), errors)
+
+
+def _count_shards(folder: Path) -> int:
+    return sum(1 for pattern in ("*.bin", "*.npy", "part-*/*.bin") for _ in folder.glob(pattern))
 
 
 def _verify_run(folder: Path) -> Report:

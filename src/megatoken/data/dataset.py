@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
 from megatoken.base.rooms import list_entries, load_entry
-from megatoken.base.system.atomic_write import read_small_file
+from megatoken.base.system.address import is_address, strip_file_scheme
+from megatoken.base.system.atomic_write import local_path, read_small_file
 from megatoken.base.system.machine import allow_open_files
-from megatoken.data.remote import ALL, Report, local_dataset, no_report, open_stream
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HASH_BYTES,
@@ -54,6 +54,12 @@ _SAMPLED_BLOCKS = 18  # per external shard, for the fingerprint: first, last and
 
 Range = tuple[int, int]  # tokens [start, end)
 Fetch = Callable[[int, int], None]
+Report = Callable[[str], None]  # called with progress lines
+ALL = "all"  # fetch a dataset before it is used
+
+
+def no_report(line: str) -> None:
+    """Discard a progress line."""
 
 
 class ShardFile:
@@ -171,12 +177,16 @@ def _open_shard(file: ShardFile) -> OpenShard:
 
 
 class Folder:
-    """A folder with a manifest and shards: a dataset or a part of one."""
+    """A folder with a manifest and shards: a dataset or a part of one.
+
+    where: its address or its path, for messages.
+    """
 
     loads: "Loads | None" = None  # of blocks that are fetched when they are first read
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, where: str = "") -> None:
         self.path = path
+        self.where = where or str(path)
 
     def below(self, name: str) -> Self:
         """Return the folder of a part."""
@@ -323,9 +333,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset. For external shards, the manifest is derived from their headers."""
+    """An open dataset. For external shards, the manifest is derived from their headers.
+
+    path: its folder, in the cache if it is at an address. where: its address or its path.
+    """
 
     path: Path
+    where: str
     manifest: Manifest
     train: Tokens
     val: Tokens
@@ -406,6 +420,18 @@ class Dataset:
         return str(hasher.hexdigest())
 
 
+def open_folder(path: str | Path, cache: str = ALL, report: Report = no_report) -> Folder:
+    """Return the folder of a dataset, in the cache if it is at an address. Raises as `load_dataset`."""
+    path = strip_file_scheme(str(path))
+    if not is_address(path):
+        return Folder(local_path(path))
+    limit = None
+    if cache != ALL:
+        limit = round(float(cache[:-2]) * {"MB": 1e6, "GB": 1e9, "TB": 1e12}[cache[-2:]])
+    folder: Folder = load_entry("address", "dataset")(path, limit, report)
+    return folder
+
+
 def load_dataset(
     path: str | Path,
     *,
@@ -418,20 +444,18 @@ def load_dataset(
     path: a prepared folder, external shards, or an address such as s3://bucket/data. External
     shards are .npy files, or .bin files of llm.c, modded-nanogpt or nanoGPT, given as a folder, a
     file or a glob pattern. external_tokenizer: the tokenizer of shards that do not record one.
-    cache: size limit of the local cache of a text dataset at an address, such as 100GB; blocks are
-    fetched as they are used. "all" fetches the whole dataset first, as is done for other kinds of
-    data. report: called with progress lines while data is fetched. Raises DataError, naming the
+    cache: size limit of the local cache of a prepared dataset at an address, such as 100GB; blocks
+    are fetched as they are used. "all" fetches the whole dataset first, as is done for external
+    shards. report: called with progress lines while data is fetched. Raises DataError, naming the
     file, if one is missing, damaged or not a token shard, and StorageError if the data cannot be
     fetched.
     """
-    folder: Folder | None = open_stream(path, cache, report)
-    if folder is None:
-        folder = Folder(local_dataset(path, report))
+    folder = open_folder(path, cache, report)
     manifest, shards = list_shards(folder, external_tokenizer)
     allow_open_files()
     vocab_size = manifest.tokenizer["vocab_size"]
     train, val = (Tokens(shards[split], manifest.dtype, vocab_size) for split in SPLITS)
-    return Dataset(folder.path, manifest, train, val, external_tokenizer)
+    return Dataset(folder.path, folder.where, manifest, train, val, external_tokenizer)
 
 
 _Lists = dict[str, list[ShardList]]  # by split

@@ -7,8 +7,7 @@ from pathlib import Path
 import xxhash
 
 from megatoken.base.errors import ConfigError, DataError
-from megatoken.data.dataset import Dataset, Tokens, load_dataset
-from megatoken.data.remote import ALL, Report, no_report
+from megatoken.data.dataset import ALL, Dataset, Report, Tokens, load_dataset, no_report
 from megatoken.data.vocabulary import Vocabulary
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
@@ -25,8 +24,8 @@ class Component:
 
     @property
     def name(self) -> str:
-        """The path of the dataset."""
-        return str(self.dataset.path)
+        """The path or address of the dataset."""
+        return self.dataset.where
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError, DataError, NumericsError
 from megatoken.base.system.device import Device, choose_device
 from megatoken.data.dataloader import evaluation_windows
-from megatoken.data.dataset import Dataset, load_dataset
-from megatoken.data.remote import local_dataset
+from megatoken.data.dataset import Dataset, load_dataset, open_folder
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -142,7 +141,7 @@ def evaluate_loss(
     a loss that is not finite.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
-    folder = local_dataset(data)
+    folder = open_folder(data).path
     rank = comm.dist_env.rank
     with open_text(folder, tokenizer, split, comm) as dataset:
         split = split or ("val" if len(dataset.val) else "train")

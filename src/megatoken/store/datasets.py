@@ -1,65 +1,47 @@
-"""Fetch datasets at an address such as s3://bucket/data into the cache, and upload prepared ones.
+"""Fetch files of datasets at an address such as s3://bucket/data, and upload prepared datasets.
 
-All shards are fetched before the first step; stream.py fetches blocks as they are used. The folder
-in the cache is named after the address and a hash of the manifest (or of the listing of external shards).
-One process per machine fetches while the others wait.
+stream.py fetches the shards of prepared ones. The folder in the cache is named after the address
+and a hash of the manifest (or of the listing of external shards). One process per machine fetches
+while the others wait.
 """
 
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from megatoken.base.console import format_quantity
 from megatoken.base.errors import DataError, StorageError
-from megatoken.base.system.atomic_write import hash_file, replace_file, storage_errors
+from megatoken.base.system.atomic_write import hash_file, storage_errors
 from megatoken.base.system.environment import megatoken_cache
 from megatoken.base.system.file_lock import lock_folder
-from megatoken.data.remote import Report, no_report
+from megatoken.data.dataset import Report
 from megatoken.data.shard_format import (
-    BLOCK_BYTES,
-    HASH_BYTES,
     HEADER_BYTES,
     MANIFEST_NAME,
     PROGRESS_NAME,
-    Shard,
-    check_hash,
+    Manifest,
     has_magic,
-    hash_blocks,
-    make_header,
-    parse_manifest,
     read_header,
 )
-from megatoken.store.objects import MissingObjectError, ObjectStore, Read, StoredFiles
+from megatoken.store.objects import ObjectStore, StoredFiles
 
-LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it lists are there
 SUFFIXES = (".bin", ".npy")
 REPORT_SECONDS = 10.0
-READ_BLOCKS = 64  # blocks read at once
 
 
-@dataclass(frozen=True)
-class RemoteDataset(StoredFiles):
-    """A dataset at an address.
-
-    n_shards: 0 for external shards, which have no hashes. marker, content: name and content of the
-    file that is written to the cache last, to show that the copy is complete.
-    """
-
-    n_shards: int
-    marker: str
-    content: bytes
-
-
-def list_tokenizer(store: ObjectStore) -> StoredFiles:
-    """Return the files of a dataset's tokenizer."""
-    listed = store.list("tokenizer").items()
-    sizes = {name: info.bytes for name, info in listed if name.count("/") == 1}
+def list_beside(store: ObjectStore, manifest: Manifest) -> StoredFiles:
+    """Return the files of a prepared dataset that are not shards: its tokenizer's and others."""
+    names = manifest.source.get("files_beside", {})  # of conversations
+    sizes = {
+        name: info.bytes for name, info in store.list("tokenizer").items() if name.count("/") == 1
+    }
+    if names:
+        sizes |= {name: info.bytes for name, info in store.list().items() if name in names}
     return StoredFiles(store, sizes, lambda _name, _read: "", _damaged)
 
 
@@ -69,89 +51,41 @@ def is_pattern(address: str) -> bool:
     return last.endswith(SUFFIXES) or any(char in last for char in "*?[")
 
 
-def fetch_dataset(address: str, report: Report = no_report) -> Path:
-    """Fetch the dataset or external shards at an address; return their folder in the cache.
+def begin_fetch(
+    address: str, path: Path, total: int, count_missing: Callable[[], int], report: Report
+) -> Callable[[], None]:
+    """Report a download; return a function that reports its progress every REPORT_SECONDS.
 
-    Files that an earlier call fetched are reused. Raises DataError if the address has no dataset or
-    a damaged shard, and StorageError if fetching fails.
-
-    report: called with a progress line when a download starts, and every REPORT_SECONDS.
+    path: where the files go. total, count_missing: bytes of all files, and of those that are not
+    there. Raises StorageError if they do not fit.
     """
-    remote = list_remote(address)
-    folder = cache_folder("datasets", address, remote.content)
+    needed, free = count_missing(), shutil.disk_usage(path).free
+    if free < needed:
+        what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
+        raise StorageError(what, path, "make room, or set MEGATOKEN_CACHE")
+    report(f"fetching {format_quantity(needed, 'B')} from {address} into {path}")
     next_report = time.monotonic() + REPORT_SECONDS
-
-    def count_missing() -> int:
-        return sum(remote.sizes[name] for name in remote.list_missing(folder))
 
     def report_progress() -> None:
         nonlocal next_report
         if time.monotonic() >= next_report:
             next_report = time.monotonic() + REPORT_SECONDS
-            total = sum(remote.sizes.values())
             done = format_quantity(total - count_missing(), "B")
             report(f"{done} of {format_quantity(total, 'B')} fetched")
 
-    with storage_errors(folder), lock_folder(folder, "download", on_wait=report_progress):
-        needed = count_missing()
-        if needed or not (folder / remote.marker).exists():
-            free = shutil.disk_usage(folder).free
-            if free < needed:
-                what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
-                raise StorageError(what, folder, "make room, or set MEGATOKEN_CACHE")
-            report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
-            remote.fetch(folder, report_progress)
-            replace_file(folder / remote.marker, remote.content, durable=True)
-    return folder
+    return report_progress
 
 
-def list_remote(address: str) -> RemoteDataset:
-    """List the dataset or external shards at an address: a folder, a shard, or a glob pattern.
+def fetch_external(address: str, report: Report) -> Path:
+    """Fetch the external shards at an address; return their folder in the cache.
 
-    Raises DataError if there is no dataset or its upload has not finished, and StorageError if the
-    store cannot be read.
+    address: a folder, a shard, or a glob pattern. Files that an earlier call fetched are reused.
+    Raises DataError if there are none, and StorageError if fetching fails.
     """
+    folder, pattern = address, "*"
     if is_pattern(address):
-        folder, _, last = address.rstrip("/").rpartition("/")
-        return _list_external(ObjectStore(folder), last)
-    store = ObjectStore(address)
-    try:
-        raw = store.read(MANIFEST_NAME)
-    except MissingObjectError:
-        return _list_external(store, "*")
-    manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
-    sizes = dict(list_tokenizer(store).sizes)
-    if names := manifest.source.get("files_beside"):  # of conversations
-        sizes |= {name: info.bytes for name, info in store.list().items() if name in names}
-    shards: dict[str, tuple[ObjectStore, Shard]] = {}
-    for part in manifest.parts:
-        where = f"{part.name}/{MANIFEST_NAME}"
-        try:
-            content = check_hash(store.read(where), part.hash, store.at(where))
-        except MissingObjectError as error:
-            raise _damaged(store.at(where), "its manifest is missing") from error
-        sizes[where] = len(content)
-        for shard in parse_manifest(content, store.at(where)).shards:
-            shards[f"{part.name}/{shard.file}"] = store.below(part.name), shard
-    shards |= {shard.file: (store, shard) for shard in manifest.shards}
-    token_bytes = np.dtype(manifest.dtype).itemsize
-    for name, (_, shard) in shards.items():
-        n_bytes = shard.tokens * token_bytes
-        sizes[name] = HEADER_BYTES + n_bytes
-        hashes = Path(name).with_name(shard.hashes_file).as_posix()
-        sizes[hashes] = -(-n_bytes // BLOCK_BYTES) * HASH_BYTES
-
-    def find_damage(name: str, read: Read) -> str:
-        if name not in shards:
-            return ""
-        folder, shard = shards[name]
-        header = make_header(shard.tokens, manifest.dtype, manifest.tokenizer["fingerprint"])
-        return find_shard_damage(folder, shard, header, sizes[name], read)
-
-    return RemoteDataset(store, sizes, find_damage, _damaged, len(shards), MANIFEST_NAME, raw)
-
-
-def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
+        folder, _, pattern = address.rstrip("/").rpartition("/")
+    store = ObjectStore(folder)
     objects = {
         name: info
         for name, info in sorted(store.list().items())
@@ -168,27 +102,17 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
         raise DataError(what, store.at(first), fix)
     listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in objects.items())
     sizes = {name: info.bytes for name, info in objects.items()}
-    content = listing.encode()
-    return RemoteDataset(store, sizes, lambda _name, _read: "", _damaged, 0, LISTING_NAME, content)
+    files = StoredFiles(store, sizes, lambda _name, _read: "", _damaged)
+    path = cache_folder("datasets", address, listing.encode())
+    with storage_errors(path), lock_folder(path, "download", on_wait=lambda: None):
+        if files.list_missing(path):
 
+            def count_missing() -> int:
+                return sum(sizes[name] for name in files.list_missing(path))
 
-def find_shard_damage(
-    folder: ObjectStore, shard: Shard, header: bytes, size: int, read: Read
-) -> str:
-    """Describe how a shard differs from its header and block hashes; return "" if it does not."""
-    if read(0, HEADER_BYTES) != header:
-        return "its header differs from the manifest"
-    name = shard.hashes_file
-    hashes = np.frombuffer(check_hash(folder.read(name), shard.hash, folder.at(name)), "<u8")
-    step = READ_BLOCKS * BLOCK_BYTES
-    for start in range(HEADER_BYTES, size, step):
-        first = (start - HEADER_BYTES) // BLOCK_BYTES
-        found = hash_blocks(read(start, min(start + step, size)))
-        bad = np.flatnonzero(found != hashes[first : first + len(found)])
-        if len(bad):
-            expected = hashes[first + bad[0]]
-            return f"block {first + bad[0]} has hash {found[bad[0]]:016x}, expected {expected:016x}"
-    return ""
+            total = sum(sizes.values())
+            files.fetch(path, begin_fetch(address, path, total, count_missing, report))
+    return path
 
 
 def begin_upload(address: str) -> Path:

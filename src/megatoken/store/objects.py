@@ -46,18 +46,16 @@ class MissingObjectError(StorageError):
 
 
 def run_parallel(
-    call: Callable[[str], object],
-    names: Iterable[str],
-    on_done: Callable[[], object] = lambda: None,
+    call: Callable[[T], object], items: Iterable[T], on_done: Callable[[], object] = lambda: None
 ) -> None:
-    """Call a function with each name on THREADS threads, and wait for all calls.
+    """Call a function with each item on THREADS threads, and wait for all calls.
 
     If one raises an exception, no further one starts, and the exception is raised.
 
     on_done: called on this thread after each call.
     """
     with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(call, names):
+        for _ in threads.map(call, items):
             on_done()
 
 

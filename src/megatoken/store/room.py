@@ -2,9 +2,8 @@
 
 ENTRIES = {
     "address": {
-        "dataset": "megatoken.store.datasets:fetch_dataset",
+        "dataset": "megatoken.store.stream:open_dataset",
         "s3_ranges": "megatoken.store.s3_ranges:open_ranges",
-        "stream": "megatoken.store.stream:open_stream",
         "model": "megatoken.store.mirror:fetch_model",
     },
     "fetch": {"mirror": "megatoken.store.live_mirror:fetch_from_mirror"},

@@ -1,4 +1,4 @@
-"""Read a prepared dataset at an address while training on it, through a cache of bounded size.
+"""Read a prepared dataset at an address through a cache: all of it first, or blocks as they are used.
 
 The cache is a folder like the dataset's, in which shards are sparse files. A block that is not
 there has a wrong hash, like one that is damaged; it is fetched, verified and written to its place.
@@ -20,20 +20,38 @@ from megatoken.base.console import format_quantity
 from megatoken.base.errors import DataError, StorageError
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
-from megatoken.data.dataset import Fetch, Folder, OpenShard, Range, ShardFile
-from megatoken.data.remote import Report, no_report
+from megatoken.data.dataset import (
+    Fetch,
+    Folder,
+    OpenShard,
+    Range,
+    Report,
+    ShardFile,
+    list_shards,
+    no_report,
+)
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
     MANIFEST_NAME,
     Shard,
     check_hash,
+    hash_blocks,
+    make_header,
     parse_manifest,
 )
 from megatoken.data.vocabulary import Ids
-from megatoken.store.datasets import cache_folder, is_pattern, list_tokenizer
-from megatoken.store.objects import MissingObjectError, ObjectStore
+from megatoken.store.datasets import (
+    begin_fetch,
+    cache_folder,
+    fetch_external,
+    is_pattern,
+    list_beside,
+)
+from megatoken.store.objects import MissingObjectError, ObjectStore, run_parallel
 
+COMPLETE_NAME = "complete"  # in the cache, once all blocks are there
+READ_BLOCKS = 64  # per request, when all blocks are fetched
 LOADS = 16  # requests at once
 TRIES = 3  # for a block that arrives damaged
 RESERVE = 10**9  # bytes of the disk that the cache leaves free
@@ -44,8 +62,8 @@ class StreamedFolder(Folder):
     """A prepared dataset at an address, or a part of one. path: its folder in the cache."""
 
     def __init__(self, store: ObjectStore, cache: "BlockCache") -> None:
-        super().__init__(cache.path)
-        self.loads = ThreadedLoads()
+        super().__init__(cache.path, store.address)
+        self.loads = None if cache.limit is None else ThreadedLoads()
         self.store = store
         self.cache = cache
 
@@ -66,6 +84,26 @@ class StreamedFolder(Folder):
     def name(self, path: Path) -> str:
         """Return the name in the store of a file in the cache."""
         return path.relative_to(self.cache.path).as_posix()
+
+    def fetch_all(self, report: Report) -> None:
+        """Fetch all blocks that are not in the cache.
+
+        Raises DataError if one is damaged, and StorageError if the disk is too small.
+        """
+        lists = list_shards(self, "")[1].values()
+        files = [file for split in lists for shards in split for file in shards.files]
+        total = sum(file.size for file in files)
+
+        def count_missing() -> int:
+            return max(0, total - self.cache.measure())
+
+        def load(read: tuple[ShardFile, int]) -> None:
+            file, first = read
+            file.load(first, min(first + READ_BLOCKS, file.n_blocks))
+
+        on_done = begin_fetch(self.where, self.path, total, count_missing, report)
+        reads = [(file, n) for file in files for n in range(0, file.n_blocks, READ_BLOCKS)]
+        run_parallel(load, reads, on_done)
 
 
 class ThreadedLoads:
@@ -97,31 +135,45 @@ class ThreadedLoads:
 class BlockCache:
     """Limits the size of the shards in a folder, and keeps RESERVE bytes of the disk free.
 
-    limit: the size, in bytes.
+    limit: the size, in bytes; None to keep everything.
     """
 
-    def __init__(self, path: Path, limit: int) -> None:
+    def __init__(self, path: Path, limit: int | None) -> None:
         self.path = path
-        self._limit = self._allowed = limit
-        self._written = limit  # since the size was last measured, which is done at once
+        self.limit = limit
+        self._allowed = self._written = limit or 0  # the size is measured at once
 
     def write(self, shard: "StreamedShard", number: int, block: memoryview) -> None:
-        """Write a block, if there is room. When the cache is full, empty the oldest shards."""
+        """Write a block. When the cache is full, empty the oldest shards.
+
+        Raises OSError if it cannot be written, unless the cache is limited.
+        """
+        position = shard.offset + number * BLOCK_BYTES
+        opened = shard.opened  # open as long as it is referred to
+        if self.limit is None:
+            os.pwrite(opened.descriptor, block, position)
+            return
         with suppress(OSError):  # without room, training goes on without the cache
             if self._written * SWEEPS >= self._allowed > 0:
                 self._written = 0
-                self._sweep()
+                self._sweep(self.limit)
             if self._allowed > 0:
-                position = shard.offset + number * BLOCK_BYTES
-                self._written += os.pwrite(shard.opened.descriptor, block, position)
+                self._written += os.pwrite(opened.descriptor, block, position)
 
-    def _sweep(self) -> None:
-        shards = [(path, path.stat()) for path in self.path.rglob("*.bin")]
-        used = sum(512 * status.st_blocks for _, status in shards)
-        self._allowed = min(self._limit, used + shutil.disk_usage(self.path).free - RESERVE)
-        for path, status in sorted(shards, key=lambda each: each[1].st_mtime_ns):
+    def measure(self) -> int:
+        """Return the bytes of the shards on the disk."""
+        return sum(512 * status.st_blocks for _, status in self._list_shards())
+
+    def _list_shards(self) -> list[tuple[Path, os.stat_result]]:
+        return [(path, path.stat()) for path in self.path.rglob("*.bin")]
+
+    def _sweep(self, limit: int) -> None:
+        used = self.measure()
+        self._allowed = min(limit, used + shutil.disk_usage(self.path).free - RESERVE)
+        for path, status in sorted(self._list_shards(), key=lambda each: each[1].st_mtime_ns):
             if used * SWEEPS <= self._allowed * (SWEEPS - 1):
                 break
+            (self.path / COMPLETE_NAME).unlink(missing_ok=True)
             os.truncate(path, 0)  # not removed, because processes have it open
             used -= 512 * status.st_blocks
 
@@ -137,6 +189,9 @@ class StreamedShard(ShardFile):
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            os.pwrite(
+                descriptor, make_header(self.shard.tokens, self.dtype.name, self.tokenizer), 0
+            )
         return OpenShard(descriptor, hashes)
 
     def read_block(self, number: int) -> Ids:
@@ -150,10 +205,11 @@ class StreamedShard(ShardFile):
             self._fetch(missing[0], missing[-1] + 1)
 
     def _is_cached(self, number: int) -> bool:
-        with suppress(DataError):
-            super().read_block(number)
-            return True
-        return False
+        opened, block = self.opened, b""  # open as long as it is referred to
+        with suppress(OSError):
+            position = self.offset + number * BLOCK_BYTES
+            block = os.pread(opened.descriptor, BLOCK_BYTES, position)
+        return np.array_equal(hash_blocks(block), opened.hashes[number : number + 1])
 
     def _fetch(self, first: int, end: int, tries: int = TRIES) -> Ids:
         """Fetch blocks [first, end) in one request into the cache; return the ids of the last one.
@@ -180,11 +236,24 @@ class StreamedShard(ShardFile):
         return ids
 
 
-def open_stream(address: str, limit: int, report: Report = no_report) -> StreamedFolder | None:
-    """Return the prepared text at an address; None if something else or nothing is there.
+def open_dataset(address: str, limit: int | None, report: Report = no_report) -> Folder:
+    """Return the folder in the cache of the dataset or the external shards at an address.
 
-    limit: the most bytes to keep in the cache. Raises DataError if the manifest is damaged, and
-    StorageError if the store or the cache fails.
+    limit: the most bytes to keep of a prepared dataset, whose blocks are then fetched as they are
+    used; None to fetch all of them first, as is done with external shards. report: called with a
+    line when a download starts, and every REPORT_SECONDS. Raises DataError if there is no dataset
+    or it is damaged, and StorageError if the store or the cache fails.
+    """
+    prepared = open_prepared(address, limit, report)
+    return prepared or Folder(fetch_external(address, report), address)
+
+
+def open_prepared(
+    address: str, limit: int | None, report: Report = no_report, path: Path | None = None
+) -> StreamedFolder | None:
+    """Return the prepared dataset at an address, or None if there is none.
+
+    path: the cache to use. limit, report: as in `open_dataset`, which raises the same errors.
     """
     if is_pattern(address):
         return None
@@ -194,13 +263,18 @@ def open_stream(address: str, limit: int, report: Report = no_report) -> Streame
     except MissingObjectError:
         return None
     manifest = parse_manifest(content, store.at(MANIFEST_NAME))
-    if manifest.source.get("kind", "text") != "text":
-        return None  # conversations have more files, which are not streamed
-    path = cache_folder("streams", address, content)
-    tokenizer = list_tokenizer(store)
-    if tokenizer.list_missing(path) or not (path / MANIFEST_NAME).exists():
+    path = path or cache_folder("datasets", store.address, content)
+    folder = StreamedFolder(store, BlockCache(path, limit))
+    beside = list_beside(store, manifest)
+    done = path / (COMPLETE_NAME if limit is None else MANIFEST_NAME)
+    if beside.list_missing(path) or not done.exists():
         with storage_errors(path), lock_folder(path, "download", on_wait=lambda: None):
-            tokenizer.fetch(path)
+            beside.fetch(path)
             replace_file(path / MANIFEST_NAME, content, durable=True)
-    report(f"streaming {address}; at most {format_quantity(limit, 'B')} are kept in {path}")
-    return StreamedFolder(store, BlockCache(path, limit))
+            if limit is None and not done.exists():
+                folder.fetch_all(report)
+                replace_file(done, b"")
+    if limit is not None:
+        kept = format_quantity(limit, "B")
+        report(f"streaming {store.address}; at most {kept} are kept in {path}")
+    return folder
