@@ -50,6 +50,7 @@ from torch.utils.checkpoint import checkpoint
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import load_entry
+from megatoken.base.system.torch_compat import is_compiled
 from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.extensions import load_extensions
 from megatoken.model.kernels.attention import (
@@ -246,7 +247,12 @@ class Block(Module):
     """Attention, then the MLP, each on the normalized residual stream.
 
     With `norm_position`, their results are normalized instead of or in addition to the stream.
+
+    The stream is passed as two terms, whose sum opens the next block. A compiled block then adds
+    them in the kernel of its norm, and does not write a sum that its backward would not read.
     """
+
+    __call__: Callable[..., tuple[Tensor, Tensor | None]]  # type: ignore[assignment]
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -268,18 +274,34 @@ class Block(Module):
         cos_sin: CosSin | None,
         mask: Tensor | None,
         dropout_keys_B: Tensor | None = None,
-    ) -> Tensor:
+        term_BTC: Tensor | None = None,
+        mix: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the two terms of the stream: before the MLP, and the MLP's result.
+
+        term_BTC: what to add to x. mix: scales of that sum and of the embedding, and the embedding
+        (B, T, C), with `residual_scales`.
+        """
+        x_BTC = add_term(x_BTC, term_BTC)
+        if mix is not None:
+            scale, embedding_scale, embedding_BTC = mix
+            x_BTC = scale * x_BTC + embedding_scale * embedding_BTC
         fuse = self.mlp.kernels.fuse
         fused = fuse(self) if fuse and cache is None else None
         if fused and mask is None:
-            return fused(x_BTC, cos_sin)
+            return fused(x_BTC, cos_sin), None
         # `fused` computes in the dtype of the weights; with a mask, disable autocast likewise.
         with torch.autocast(x_BTC.device.type, enabled=False) if fused else nullcontext():
             y_BTC = _apply(self.norm1, x_BTC)
             y_BTC = self.attention(y_BTC, ids_BT, cache, cos_sin, mask, dropout_keys_B)
             x_BTC = x_BTC + self.drop1(dropout_keys_B, _apply(self.post_norm1, y_BTC))
             y_BTC = _apply(self.post_norm2, self.mlp(_apply(self.norm2, x_BTC)))
-            return x_BTC + self.drop2(dropout_keys_B, y_BTC)
+            return x_BTC, self.drop2(dropout_keys_B, y_BTC)
+
+
+def add_term(x_BTC: Tensor, term_BTC: Tensor | None) -> Tensor:
+    """Return the residual stream, given as a block returns it."""
+    return x_BTC if term_BTC is None else x_BTC + term_BTC
 
 
 def _apply(norm: Norm | None, x_BTC: Tensor) -> Tensor:
@@ -358,6 +380,41 @@ class GPT(Module):
         cos_sin = local_cos_sin = rotary_cos_sin(self.config, positions)
         if self.config.rope_local_theta:
             local_cos_sin = rotary_cos_sin(self.config, positions, local=True)
+        x_BTC = self._embed(ids_BT, positions, cache, mask)
+        x_BTC = embedding_BTC = middle_BTC = self.drop(dropout_keys_B, x_BTC)
+        recomputes = self.activation_checkpointing == "block" and cache is None
+        recomputes = recomputes and torch.is_grad_enabled()
+        term_BTC = mix = None
+        if is_compiled(self.blocks[0]) and not recomputes:  # else it would be compiled once more
+            term_BTC = torch.zeros_like(x_BTC, requires_grad=x_BTC.requires_grad)
+        for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
+            if self.residual_scales is not None and self.embedding_scales is not None:
+                mix = self.residual_scales[layer], self.embedding_scales[layer], embedding_BTC
+            # Blocks get keys, not the layer's number, so that one compiled block serves all layers.
+            keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
+            block_mask = window_mask if window else mask
+            block_cos_sin = local_cos_sin if window else cos_sin
+            if layer in self.config.nope_layers:
+                block_cos_sin = None
+            run: Callable[..., tuple[Tensor, Tensor | None]] = block
+            if recomputes:
+                run = partial(checkpoint, block, use_reentrant=False)
+                x_BTC, term_BTC = add_term(x_BTC, term_BTC), None  # both would be kept
+            inputs = x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B, term_BTC, mix
+            x_BTC, term_BTC = run(*inputs)
+            if self.backout_scale is not None and layer == self.config.n_layer // 2:
+                middle_BTC = add_term(x_BTC, term_BTC)
+        x_BTC = add_term(x_BTC, term_BTC)
+        if self.backout_scale is not None:
+            x_BTC = x_BTC - self.backout_scale * middle_BTC
+        if cache is not None:
+            cache.advance(T)
+        return self.norm(x_BTC)
+
+    def _embed(
+        self, ids_BT: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None
+    ) -> Tensor:
+        """Return the embeddings (B, T, C). positions, mask: as from `build_masks`."""
         x_BTC = self.tokens(ids_BT)
         if self.config.embedding_scale:
             x_BTC = x_BTC * math.sqrt(self.config.d_model)
@@ -367,31 +424,7 @@ class GPT(Module):
             x_BTC = self.embedding_norm(x_BTC)
         if self.smear_gate is not None:
             x_BTC = x_BTC + self._smear(x_BTC, positions, cache, mask)
-        x_BTC = embedding_BTC = middle_BTC = self.drop(dropout_keys_B, x_BTC)
-        for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
-            if self.residual_scales is not None and self.embedding_scales is not None:
-                x_BTC = (
-                    self.residual_scales[layer] * x_BTC
-                    + self.embedding_scales[layer] * embedding_BTC
-                )
-            # Blocks get keys, not the layer's number, so that one compiled block serves all layers.
-            keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
-            block_mask = window_mask if window else mask
-            block_cos_sin = local_cos_sin if window else cos_sin
-            if layer in self.config.nope_layers:
-                block_cos_sin = None
-            run: Callable[..., Tensor] = block
-            recomputes = self.activation_checkpointing == "block" and cache is None
-            if recomputes and torch.is_grad_enabled():
-                run = partial(checkpoint, block, use_reentrant=False)
-            x_BTC = run(x_BTC, ids_BT, cache, block_cos_sin, block_mask, keys_B)
-            if layer == self.config.n_layer // 2:
-                middle_BTC = x_BTC
-        if self.backout_scale is not None:
-            x_BTC = x_BTC - self.backout_scale * middle_BTC
-        if cache is not None:
-            cache.advance(T)
-        return self.norm(x_BTC)
+        return x_BTC
 
     def _smear(
         self, x_BTC: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None

@@ -14,6 +14,7 @@ from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.model.gpt import (
     GPT,
     Block,
+    add_term,
     set_activation_checkpointing,
     set_attention,
     set_block_kernels,
@@ -58,8 +59,7 @@ class Call:
     def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
         named = dict(zip(dict(self.block.named_parameters()), parameters, strict=True))
         ids = torch.zeros(x.shape[:2], dtype=torch.long)
-        y: Tensor = functional_call(self.block, named, (x, ids, None, self.cos_sin, None))
-        return y
+        return add_term(*functional_call(self.block, named, (x, ids, None, self.cos_sin, None)))
 
     def draw(self, dtype: torch.dtype) -> list[Tensor]:
         """Draw an input, and parameters with which all operations matter."""

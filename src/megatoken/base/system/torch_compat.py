@@ -45,9 +45,9 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def foreach_add(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+def foreach_add(targets: tuple[Tensor, ...], terms: tuple[Tensor, ...]) -> None:
     """Add every term to its target in one call."""
-    torch._foreach_add_(list(targets), list(terms))
+    torch._foreach_add_(targets, terms)
 
 
 def is_compiler_error(error: BaseException) -> bool:
@@ -142,6 +142,11 @@ def abort_nccl() -> None:
     distributed_c10d._abort_process_group()
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the module's `compile()` method was called."""
+    return bool(getattr(module, "_compiled_call_impl", None))
+
+
 def uncompile(module: nn.Module) -> None:
     """Undo the `compile()` method for a module and its submodules."""
     for submodule in module.modules():
@@ -152,7 +157,7 @@ def uncompile(module: nn.Module) -> None:
 def uncompiled(module: M) -> Iterator[M]:
     """Use a module uncompiled inside the context, so that new shapes do not recompile it."""
     plain: M = getattr(module, "_orig_mod", module)  # what torch.compile(module) wraps
-    compiled = any(getattr(submodule, "_compiled_call_impl", None) for submodule in plain.modules())
+    compiled = any(map(is_compiled, plain.modules()))
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         yield plain
 

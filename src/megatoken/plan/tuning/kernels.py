@@ -25,7 +25,7 @@ from megatoken.base.system.measurement_cache import read_measurements, save_meas
 from megatoken.base.system.threads import thread_count, use_torch_threads
 from megatoken.base.system.timing import time_calls
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.gpt import GPT, Block, set_attention, set_block_kernels
+from megatoken.model.gpt import GPT, Block, add_term, set_attention, set_block_kernels
 from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.kernels.fp8 import MULTIPLE
 from megatoken.model.kernels.fused_loss import misses_triton
@@ -386,8 +386,8 @@ def _build_trials(
     )
     assert isinstance(block, Block)
     low_block = copy.deepcopy(block).to(device.dtype)
-    forward: Callable[..., Tensor] = torch.compile(block) if compiled else block
-    forward_low: Callable[..., Tensor] = torch.compile(low_block) if compiled else low_block
+    forward = torch.compile(block) if compiled else block
+    forward_low = torch.compile(low_block) if compiled else low_block
 
     def make(*shape: int, dtype: torch.dtype = device.dtype) -> Tensor:
         values = torch.linspace(-2, 2, math.prod(shape), dtype=dtype, device=device.torch_device)
@@ -407,13 +407,13 @@ def _build_trials(
         if implementation == "masters":
             return run_block("torch")
         with device.autocast():
-            return forward(x_BTC, ids_BT, None, rope, None)
+            return add_term(*forward(x_BTC, ids_BT, None, rope, None))
 
     def run_block(implementation: str) -> Tensor:
         is_native = implementation == "native" and not config.window
         low_block.attention.attention_fn = find_attention("native" if is_native else "flash")
         set_block_kernels(low_block, load_entry("block", implementation))
-        return forward_low(low_x_BTC, ids_BT, None, rope, None)
+        return add_term(*forward_low(low_x_BTC, ids_BT, None, rope, None))
 
     def run_loss(implementation: str) -> None:
         logits_NV = torch.zeros(
