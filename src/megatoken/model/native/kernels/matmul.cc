@@ -81,12 +81,12 @@ template <class T, class C> struct Product {
     }
 
     // Multiplies with a panel of A that is not packed. If `first_time`, also prefetches the next panel.
-    void multiply_unpacked(Index row, Index k0, const Element* b_panel, Index k, float* sum, bool first_time) const {
+    void multiply_unpacked(Index row, Index k0, const Element* b_panel, Index k, float* sum, Index ldc, bool first_time) const {
         const T* rows = a + row * m.a.row_stride + k0;
         if (first_time)
             for (Index i = MR; i < std::min(2 * MR, m.M - row); i++)
                 for (Index p = 0; p < k; p += 64 / sizeof(T)) __builtin_prefetch(rows + i * m.a.row_stride + p, 0, 2);
-        if constexpr (P::UNPACKED_A) unpacked_product<T>(rows, m.a.row_stride, b_panel, k, sum, NR, k0 > 0);
+        if constexpr (P::UNPACKED_A) unpacked_product<T>(rows, m.a.row_stride, b_panel, k, sum, ldc, k0 > 0);
     }
 
     // Prefetches the memory that `finish` will read and write, while the tile is being computed.
@@ -204,6 +204,7 @@ template <class T, class C> struct Product {
                 at += std::min(largest, count(end - at, 2 * threads));
 
         const Index together = std::clamp(shared.panels / (2 * threads), Index(1), Index(4));  // panels packed at a time
+        const bool in_place = std::is_same_v<C, float> && !ADD && !m.bias && m.alpha == 1;
         Element* shared_panels = scratch.take<Element>(shared.panels * shared.packed_size(chunk));
         float* sums = chunks == 1 ? nullptr : scratch.take<float>(strip * shared.panels * MR * NR);
         for (Index begin = 0; begin < own.panels; begin += strip) {
@@ -229,11 +230,14 @@ template <class T, class C> struct Product {
                             const Element* shared_panel = shared_panels + s * shared.packed_size(k);
                             float* sum = sums ? sums + ((first + o - begin) * shared.panels + s) * MR * NR : tile;
                             const Index row = (own_a ? first + o : s) * MR, col = (own_a ? s : first + o) * NR;
+                            Index ldc = NR;
+                            const bool direct = in_place && row + MR <= m.M && col + NR <= m.N;
+                            if (direct) sum = (float*)m.c.data + row * m.c.row_stride + col, ldc = m.c.row_stride;
                             if (last_chunk) prefetch_results(row, col);
                             const Element *a_panel = own_a ? own_panel : shared_panel, *b_panel = own_a ? shared_panel : own_panel;
-                            if (unpacked && row + MR <= m.M) multiply_unpacked(row, k0, b_panel, k, sum, own_a ? s == 0 : o == 0);
-                            else block_product<T>(a_panel, b_panel, k, sum, NR, k0 > 0, m.M - row);
-                            if (last_chunk) finish<ADD>(sum, row, col);
+                            if (unpacked && row + MR <= m.M) multiply_unpacked(row, k0, b_panel, k, sum, ldc, own_a ? s == 0 : o == 0);
+                            else block_product<T>(a_panel, b_panel, k, sum, ldc, k0 > 0, m.M - row);
+                            if (last_chunk && !direct) finish<ADD>(sum, row, col);
                         }
                 });
             }

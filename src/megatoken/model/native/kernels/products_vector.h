@@ -29,6 +29,8 @@ inline Lanes load_lanes(const float* p, Index count) {
 #ifdef __AVX512F__
     return (Lanes)_mm512_maskz_loadu_epi32((1 << count) - 1, p);
 #else
+    // A row of A, with two instructions instead of a copy through the stack.
+    if (count == VECTOR_MR) return (Lanes)_mm256_setr_m128i(_mm_loadu_si128((const __m128i*)p), _mm_loadl_epi64((const __m128i*)(p + 4)));
     Lanes v = {};
     __builtin_memcpy(&v, p, 4 * count);
     return v;
@@ -50,7 +52,10 @@ inline void store_lanes(Lane* p, Lanes v, Index count) {
 #ifdef __AVX512F__
         _mm512_mask_storeu_epi32(p, (1 << count) - 1, (__m512i)v);
 #else
-        __builtin_memcpy(p, &v, 4 * count);
+    if (count == VECTOR_MR) {
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128((__m256i)v));
+        _mm_storel_epi64((__m128i*)(p + 4), _mm256_extracti128_si256((__m256i)v, 1));
+    } else __builtin_memcpy(p, &v, 4 * count);
 #endif
 }
 
