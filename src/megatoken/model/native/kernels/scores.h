@@ -63,6 +63,7 @@ template <class T> void store_lanes_times(const Lanes& x, float factor, T* out) 
         return _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(product));
     }
 #endif
+    if constexpr (std::is_same_v<T, float>) return store_lanes((Lane*)out, (Lanes)((Fp32Lane::Sum)x * factor), LANES);
     float row[LANES];
     __builtin_memcpy(row, &x, sizeof row);
 #pragma omp simd
