@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/epilogues.py
 
 For GPT-2 124M and 64 sequences of 1,024, prints median milliseconds and relative errors against
-fp64 of a compiled block, of GELU in the epilogue of `up` (model/kernels/cublaslt.py), and of two
-epilogues that training does not use: bias gradients and GELU's gradient. A failure is printed and
-the next case runs.
+fp64 of a compiled block, of GELU and its gradient in epilogues (model/kernels/cublaslt.py), and of
+an epilogue that training does not use: bias gradients, also with GELU's gradient. A failure is
+printed and the next case runs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megatoken.model.gpt import GPT, add_term, set_block_kernels
 from megatoken.model.kernels import cublaslt
 
 WIDTH, FF_WIDTH = 768, 3072
-DGELU, BGRADB = 192, 512  # epilogues
+DGELU_BGRAD, BGRADB = 208, 512  # epilogues
 ALGORITHMS = 4  # timed, of those that cuBLASLt recommends with a workspace
 WORKSPACE_BYTES = 32 << 20
 Tensors = tuple[Tensor, ...]
@@ -116,15 +116,16 @@ def multiply(
     return out
 
 
-def dgelu(dy: Tensor, weight: Tensor, up: Tensor) -> Tensors:
-    """Return the gradient of GELU's input. dy: gradient of the output of `down`."""
-    pointer, stride = c_size_t(up.data_ptr()), c_size_t(up.shape[1])
+def dgelu_bgrad(dy: Tensor, weight: Tensor, up: Tensor) -> Tensors:
+    """Return the gradients of GELU's input and of the bias in it."""
+    bias = up.new_empty(up.shape[1])
     attributes = {
-        cublaslt.EPILOGUE: c_int(DGELU),
-        cublaslt.AUX: pointer,
-        cublaslt.AUX_STRIDE: stride,
+        cublaslt.EPILOGUE: c_int(DGELU_BGRAD),
+        cublaslt.BIAS: c_size_t(bias.data_ptr()),
+        cublaslt.AUX: c_size_t(up.data_ptr()),
+        cublaslt.AUX_STRIDE: c_size_t(up.shape[1]),
     }
-    return (multiply(dy, weight, transposed=False, attributes=attributes),)
+    return multiply(dy, weight, transposed=False, attributes=attributes), bias
 
 
 def weight_and_bias_gradient(dy: Tensor, x: Tensor) -> Tensors:
@@ -139,8 +140,17 @@ def torch_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensors:
     return F.gelu(up, approximate="tanh"), up
 
 
+def dgelu(*inputs: Tensor) -> Tensors:
+    return (cublaslt.gelu_gradient(*inputs),)
+
+
 def torch_dgelu(dy: Tensor, weight: Tensor, up: Tensor) -> Tensors:
     return (torch.ops.aten.gelu_backward(dy @ weight, up, approximate="tanh"),)
+
+
+def torch_dgelu_bgrad(dy: Tensor, weight: Tensor, up: Tensor) -> Tensors:
+    (dup,) = torch_dgelu(dy, weight, up)
+    return dup, dup.sum(0)
 
 
 def torch_weight_and_bias_gradient(dy: Tensor, x: Tensor) -> Tensors:
@@ -156,7 +166,9 @@ def list_cases(tokens: int) -> Iterator[tuple[str, Any, Any, Any, list[Tensor]]]
     for out, width in ((3 * WIDTH, WIDTH), (WIDTH, FF_WIDTH)):
         yield "bias gradient", *gradients, [draw(tokens, out), draw(tokens, width)]
     inputs = [draw(tokens, WIDTH), draw(WIDTH, FF_WIDTH), draw(tokens, FF_WIDTH)]
-    yield "GELU gradient", dgelu, torch_dgelu, lambda dy, weight, _: dy @ weight, inputs
+    matmul = lambda dy, weight, _: dy @ weight  # noqa: E731
+    yield "GELU gradient", dgelu, torch_dgelu, matmul, inputs
+    yield "GELU and bias gradient", dgelu_bgrad, torch_dgelu_bgrad, matmul, inputs
 
 
 def measure_case(row: dict[str, Any], case: tuple[Any, ...], repeats: int) -> None:

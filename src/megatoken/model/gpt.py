@@ -220,10 +220,11 @@ class MLP(Module):
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        linear_gelu = self.kernels.linear_gelu if type(self.up) is Linear else None
-        if linear_gelu and torch.is_grad_enabled() and not self.recompute_activation:
-            gelu_NF, _ = linear_gelu(x_BTC.flatten(0, 1), self.up.weight, self.up.bias)
-            return self.down(gelu_NF).view_as(x_BTC)
+        up, down = self.up, self.down
+        gelu_mlp = self.kernels.gelu_mlp if type(up) is type(down) is Linear else None
+        if gelu_mlp and torch.is_grad_enabled() and not self.recompute_activation:
+            inputs = x_BTC.flatten(0, 1), up.weight, up.bias, down.weight, down.bias
+            return gelu_mlp(*inputs).view_as(x_BTC)
         gate_BTF = None if self.gate is None else self.gate(x_BTC)
         up_BTF = self.up(x_BTC)
         if self.recompute_activation:

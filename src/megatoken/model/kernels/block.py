@@ -17,8 +17,8 @@ class BlockKernels:
 
     linear: x (..., in), weight (out, in), bias (out,) or None -> (..., out). norm: x (..., C),
     weight (C,), bias (C,) or None, eps, rms -> (..., C). gelu: x, approximate=`tanh` or `none` ->
-    like x. swiglu: gate, up -> silu(gate) * up. linear_gelu: x (N, in), weight, bias -> gelu (N,
-    out) of linear with approximate=`tanh`, and its input; None for separate operations. fuse: a
+    like x. swiglu: gate, up -> silu(gate) * up. gelu_mlp: x (N, C), and weight and bias of two
+    linear layers -> (N, C), with tanh GELU between them; None for separate operations. fuse: a
     Block of model/gpt.py -> a function (x, cos_sin) -> y that computes the whole block, or None if
     it does not support this block; None if there is no such function.
     """
@@ -27,7 +27,7 @@ class BlockKernels:
     norm: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
-    linear_gelu: Callable[..., Tensor] | None = None
+    gelu_mlp: Callable[..., Tensor] | None = None
     fuse: Callable[[Any], Callable[..., Tensor] | None] | None = None
 
 
