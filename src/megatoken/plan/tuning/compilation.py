@@ -151,8 +151,8 @@ def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
 
 
 def _compile_blocks(model: GPT) -> None:
-    for block in model.blocks:
-        block.compile(dynamic=False)  # sizes vary only while the micro-batch is chosen
+    for part in (*model.blocks, model.norm):
+        part.compile(dynamic=False)  # sizes vary only while the micro-batch is chosen
 
 
 def _first_line(error: Exception) -> str:
