@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     arg = add("busy", "tokens/s of the training step next to busy processes")
     arg("--case", choices=("quickstart", "124m"), default="quickstart", help="model and batch")
     arg("--optimizer", choices=("adamw", "muon"), default="adamw", help="ours (default adamw)")
+    arg("--batch-seqs", type=int, default=1, help="sequences per step of 124m (default 1)")
     arg("--loads", type=counts, default=[0, 1, 2, 4], help="busy processes (default 0,1,2,4)")
     arg("--turn", type=float, default=4.0, help="seconds per turn, or a step (default 4)")
     doc = "the src folder of another checkout of megatoken to time as NAME"

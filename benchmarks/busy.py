@@ -134,7 +134,7 @@ def run_busy(options: argparse.Namespace, console: Console) -> Iterator[dict[str
 
 def list_contenders(options: argparse.Namespace, device: str) -> list[Contender]:
     """Return megatoken, its other checkouts, and nanoGPT if --nanogpt is given."""
-    model_config, batch_seqs = PRESETS["gpt2-124m"], 1
+    model_config, batch_seqs = PRESETS["gpt2-124m"], options.batch_seqs
     if options.case == "quickstart":
         config = resolve("quickstart").config
         model_config = config.model.resolve(VOCABULARY)

@@ -100,6 +100,10 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
             arguments=f"knob compile {small} --values blocks,on",
             seconds=150,
         ),
+        Bench(
+            name="gpu-gemm-backend-124m",
+            arguments=f"knob gemm_backend {small} --values torch,cublaslt",
+        ),
         Bench(name="gpu-chunk-124m", arguments=f"knob loss_chunk {small} --values 4096,16384"),
         Bench(
             name="gpu-accumulate-124m",
@@ -222,6 +226,7 @@ def main() -> int:
         "--only", default="", metavar="NAME,...", help="these records, in this order"
     )
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
+    parser.add_argument("--source", help="src of another checkout, to take turns with this one")
     parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
     parser.add_argument("--data", type=Path, help="dataset folder (default OUT/python)")
     options = parser.parse_args()
@@ -236,6 +241,10 @@ def main() -> int:
         if options.tiny
         else list_benches(memory_bytes, options.sources, str(data))
     )
+    if options.source:
+        seqs = find_batch("gpt2-124m", MOST_SEQS["gpt2-124m"], memory_bytes)
+        turns = f"busy --case 124m --batch-seqs {seqs} --loads 0 --source {options.source}"
+        benches.insert(0, Bench(name="gpu-trees-124m", arguments=turns, seconds=150))
     if options.only:
         names = options.only.split(",")
         benches = [bench for name in names for bench in benches if bench.name == name]
