@@ -23,6 +23,7 @@ struct Muon {
 namespace {
 
 constexpr Index BLOCK = 1 << 14, STEPS = 5;  // values that a thread processes at a time; of the iteration
+constexpr Index STRIP = 48;                  // rows of a symmetric product that are computed at a time
 constexpr Index LARGE = 1 << 18;             // a matrix of more values is divided between threads, others are whole tasks
 constexpr float A = 3.4445f, B = -4.7750f, CUBE = 2.0315f, EPS = 1e-7f;  // x -> (A + B x x^T + CUBE (x x^T)^2) x
 
@@ -62,11 +63,24 @@ template <class G> float update_momentum(const Muon& u, float* out) {
     return float(std::sqrt(total));
 }
 
-// out (M, N) = alpha A B + beta D
-template <class T> void multiply(Matrix a, Matrix b, T* out, Index M, Index N, Index K, float alpha = 1, const T* d = nullptr, float beta = 0) {
+// out (M, N) = alpha A B + beta D, where rows of out and D are `stride` apart
+template <class T>
+void multiply(Matrix a, Matrix b, T* out, Index stride, Index M, Index N, Index K, float alpha = 1, const T* d = nullptr, float beta = 0) {
     const DType dtype = std::is_same_v<T, bf16> ? BF16 : FP32;
-    const Matmul m{dtype, dtype, M, N, K, a, b, {out, N, 1}, nullptr, d, nullptr, alpha, beta};
+    const Matmul m{dtype, dtype, M, N, K, a, b, {out, stride, 1}, nullptr, d, nullptr, alpha, beta};
     megatoken_matmul(&m);
+}
+
+// The same for a symmetric result (S, S): a strip of rows is computed from the diagonal on, the rest is copied.
+template <class T>
+void multiply_symmetric(Matrix a, Matrix b, T* out, Index S, Index K, float alpha = 1, const T* d = nullptr, float beta = 0) {
+    for (Index i = 0; i < S; i += STRIP) {
+        const Matrix rows{(T*)a.data + i * a.row_stride, a.row_stride, a.col_stride}, columns{(T*)b.data + i * b.col_stride, b.row_stride, b.col_stride};
+        const Index corner = i * S + i;
+        multiply<T>(rows, columns, out + corner, S, std::min(STRIP, S - i), S - i, K, alpha, d ? d + corner : nullptr, beta);
+    }
+    for (Index i = STRIP; i < S; i++)
+        for (Index j = 0; j < i / STRIP * STRIP; j++) out[i * S + j] = out[j * S + i];
 }
 
 // Returns x (R, C), whose singular values are at most 1, with singular values between 0.7 and 1.2, in x or `other`.
@@ -76,9 +90,9 @@ template <class T> T* newton_schulz(T* x, T* other, Index R, Index C) {
     const Matrix gram_rows{gram, S, 1}, odd_rows{odd, S, 1};
     for (Index step = 0; step < STEPS; step++) {
         const Matrix by_rows{x, C, 1}, by_columns{x, 1, C};
-        multiply<T>(R <= C ? by_rows : by_columns, R <= C ? by_columns : by_rows, gram, S, S, std::max(R, C));
-        multiply<T>(gram_rows, gram_rows, odd, S, S, S, CUBE, gram, B);
-        multiply<T>(R <= C ? odd_rows : by_rows, R <= C ? by_rows : odd_rows, other, R, C, S, 1, x, A);
+        multiply_symmetric<T>(R <= C ? by_rows : by_columns, R <= C ? by_columns : by_rows, gram, S, std::max(R, C));
+        multiply_symmetric<T>(gram_rows, gram_rows, odd, S, S, CUBE, gram, B);
+        multiply<T>(R <= C ? odd_rows : by_rows, R <= C ? by_rows : odd_rows, other, C, R, C, S, 1, x, A);
         std::swap(x, other);
     }
     return x;
