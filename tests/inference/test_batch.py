@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.device import Device
+from megatoken.inference import batch
 from megatoken.inference.batch import BatchDecoder, Completion, Request, Token, generate_batch
 from megatoken.inference.generate import generate_ids, prepare_decoding
 from megatoken.inference.sampling import Sampling
@@ -67,13 +68,16 @@ def test_each_sequence_is_what_it_is_alone(model: GPT):
     pauses=st.lists(st.integers(0, 6), min_size=9, max_size=9),
     removed=st.integers(0, 8),
     cache_tokens=st.sampled_from([64, 150, 1000]),
+    fixed=st.booleans(),
 )
 def test_sequences_join_and_leave_at_any_time(
-    config: ModelConfig, requests: list[Request], pauses: list[int], removed: int, cache_tokens: int
-):
+    config: ModelConfig, requests: list[Request], pauses: list[int], removed: int,
+    cache_tokens: int, fixed: bool,
+):  # fmt: skip
     model = build(config)
     ids = [list[int]() for _ in requests]
     with BatchDecoder(model, rows=4, cache_tokens=cache_tokens) as decoder:
+        decoder._is_fixed = fixed  # the steps that graphs capture on CUDA
 
         def step() -> None:
             for token in decoder.step():
@@ -102,7 +106,11 @@ def with_stop(completion: Completion) -> list[int]:
     return completion.ids + ([] if completion.stop_id is None else [completion.stop_id])
 
 
-def test_log_probabilities_are_those_of_the_full_forward(model: GPT):
+@pytest.mark.parametrize("fixed", [False, True])
+def test_log_probabilities_are_those_of_the_full_forward(
+    model: GPT, fixed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batch, "supports_graphs", lambda _: fixed)
     requests = [replace(REQUESTS[i], logprobs=i != 1) for i in (2, 1, 0)]
     for request, completion in zip(requests, generate_batch(model, requests), strict=True):
         ids = with_stop(completion)

@@ -8,7 +8,8 @@ import torch
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.system.device import open_device
-from megatoken.inference.generate import generate_ids
+from megatoken.inference.batch import BatchDecoder, Request
+from megatoken.inference.generate import prepare_decoding
 from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import attend_documents, flash_attention
@@ -53,11 +54,20 @@ def test_a_fused_kernel_computes_it(dtype: torch.dtype, kv_heads: int, kind: str
     assert torch.cuda.max_memory_allocated() - before < scores
 
 
-def test_tokens_need_no_plans():
+def test_graphs_decode_and_the_host_waits_once_per_token():
     device = open_device(MachineConfig(device="cuda"))
-    model = GPT(shrink("gpt2-124m", 2), seed=None).to(torch.device("cuda"), torch.bfloat16)
-    counters.reset()
-    (ids,) = generate_ids(model, list(range(16)), Sampling(64, 0.0), device=device)
-    counts = counters.read()
-    assert len(ids) == 64
-    assert counts.find("[cudnn plan]", "cublasSgemm", "softmax") == 0
+    model = GPT(shrink("gpt2-124m", 2), seed=None).to("cuda")
+    prepare_decoding(model, device)
+    with BatchDecoder(model, rows=3, device=device) as decoder:
+        for key in range(3):
+            decoder.add(key, Request([1] * (16 + key), Sampling(99, key / 2), logprobs=key == 2))
+        decoder.step()
+        counters.reset()
+        for _ in range(90):
+            decoder.step()
+        counts = counters.read()
+    resized = 3  # at 19, 37 and 75 tokens; the next step is in eager mode
+    assert counts.find("[graph capture]") <= resized + 1  # and once for the pool
+    assert counts.find("[graph launch]") == 90 - resized
+    assert counts.syncs == counts.find("[copy: D2H") == 90
+    assert counts.find("[cudnn plan]", "cublasSgemm", "fmha_cutlassF", *MATH[1:]) == 0

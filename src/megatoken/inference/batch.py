@@ -25,6 +25,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError, DataError, NumericsError
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import uncompiled
+from megatoken.inference.fixed_steps import FixedSteps, supports_graphs
 from megatoken.inference.kv_cache import NO_PREFIX, KeyValueCache, Prefix, PrefixStore
 from megatoken.inference.sampling import Sampling, choose_ids, rank_ids
 from megatoken.model.gpt import GPT
@@ -131,6 +132,8 @@ class BatchDecoder:
         self._bound = cache_tokens or math.inf
         self._cache = self._build_cache(0, 0)
         self._prefixes = PrefixStore() if cache_tokens else None
+        self._is_fixed = supports_graphs(model)
+        self._steps: FixedSteps | None = None  # unless the model must run in eager mode
         self._rows: list[_Sequence] = []  # in the cache's order
         self._waiting: list[_Sequence] = []  # rows that join in the next step
 
@@ -166,9 +169,11 @@ class BatchDecoder:
 
     def fits(self, request: Request) -> bool:
         """Return whether there is a row for a request, and space until all sequences end."""
-        requests = [request, *(row.request for row in self._rows + self._waiting)]
-        longest = min(max(each.capacity for each in requests), self._context)
-        return len(requests) <= self._max_rows and len(requests) * longest <= self._bound
+        rows = self._rows + self._waiting
+        if len(rows) >= self._max_rows or self._bound == math.inf:
+            return len(rows) < self._max_rows
+        longest = max(each.capacity for each in (request, *(row.request for row in rows)))
+        return (len(rows) + 1) * min(longest, self._context) <= self._bound
 
     def add(self, key: int, request: Request) -> None:
         """Add a sequence that fits, to be started in the next step.
@@ -212,8 +217,7 @@ class BatchDecoder:
         self._reserve(len(self._rows) + len(self._waiting), max(self._cache.length + 1, longest))
         logits = []
         if self._rows:
-            ids_N1 = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._torch_device)
-            logits.append(self._model.lm_head(self._model(ids_N1, self._cache)[:, -1]))
+            logits.append(self._advance())
         self._waiting.sort(key=lambda row: (len(row.input_ids), row.prefix[0], row.input_ids))
         sizes = groupby(self._waiting, key=lambda row: (len(row.input_ids), row.prefix[0]))
         for (length, _), rows in sizes:
@@ -249,8 +253,25 @@ class BatchDecoder:
             if rows * capacity > self._bound:
                 rows, capacity = count, min(capacity, int(self._bound // count))
             self._cache.resize(rows, capacity)
+            self._steps = FixedSteps(self._model, self._cache) if self._is_fixed else None
         if self._prefixes:
             self._prefixes.shrink(self._bound - rows * capacity)
+
+    def _put(self, values: Sequence[object]) -> Tensor:
+        """Copy numbers to the device; on CUDA the host does not wait for it."""
+        is_cuda = self._torch_device.type == "cuda"
+        tensor = torch.tensor(values, pin_memory=is_cuda)
+        return tensor.to(self._torch_device, non_blocking=is_cuda)
+
+    def _advance(self) -> Tensor:
+        """Feed the last id of each row; return the logits (N, V)."""
+        ids = [row.ids[-1] for row in self._rows]
+        if self._steps is None:
+            hidden_N1C = self._model(self._put(ids)[:, None], self._cache)
+            return self._model.lm_head(hidden_N1C[:, -1])
+        logits_NV = self._steps.run(self._put([ids, self._cache.lengths]))
+        self._cache.advance(1)
+        return logits_NV
 
     def _prefill(self, prompts: list[list[_Sequence]]) -> Tensor:
         """Add rows to the batch and return their logits (N, V).
@@ -260,47 +281,49 @@ class BatchDecoder:
         """
         firsts = [rows[0] for rows in prompts]
         n_cached = firsts[0].prefix[0]
-        ids = torch.tensor([row.input_ids[n_cached:] for row in firsts], device=self._torch_device)
+        ids = self._put([row.input_ids[n_cached:] for row in firsts])
         cache = self._build_cache(len(firsts), len(firsts[0].input_ids))
         if n_cached:
             cache.load_rows([row.prefix[1] for row in firsts], n_cached)
-        copies = [len(rows) for rows in prompts]
+        copied = self._put([index for index, rows in enumerate(prompts) for _ in rows])
         logits = self._model.lm_head(self._model(ids, cache)[:, -1])
-        self._cache.add_rows(cache, copies)
+        self._cache.add_rows(cache, copied)
         self._rows += [row for rows in prompts for row in rows]
-        return logits[[index for index, count in enumerate(copies) for _ in range(count)]]
+        return logits[copied]
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """Choose a token for each row, in the cache's order."""
         logits_NV = logits_NV.float()
-        draws = [row.draws[len(row.ids)] for row in self._rows]
-        ids_N = self._choose(logits_NV, torch.tensor(draws, device=logits_NV.device))
-        if (~logits_NV.gather(1, ids_N[:, None]).isfinite()).any():
-            fix = "use an earlier checkpoint"
-            raise NumericsError("the model's logits are not finite", "sampling", fix)
-        logprobs = self._measure_logprobs(logits_NV, ids_N)
+        draws_N = self._put([row.draws[len(row.ids)] for row in self._rows])
+        ids_N1 = self._choose(logits_NV, draws_N)[:, None]
+        drawn = [ids_N1.float(), logits_NV.gather(1, ids_N1)]  # fp32 holds every id exactly
+        if any(row.request.logprobs for row in self._rows):
+            drawn.append(self._measure_logprobs(logits_NV, ids_N1))
         tokens: list[Token] = []
-        for row, id, logprob in zip(self._rows, ids_N.tolist(), logprobs, strict=True):
+        # The host waits for the device only here.
+        for row, (value, logit, *logprobs) in zip(
+            self._rows, torch.cat(drawn, 1).tolist(), strict=True
+        ):
+            id = int(value)
+            if not math.isfinite(logit):
+                fix = "use an earlier checkpoint"
+                raise NumericsError("the model's logits are not finite", "sampling", fix)
             reason: FinishReason | None = None
             if id in row.request.sampling.stop_ids:
                 reason = "stop"
             elif len(row.ids) + 1 == row.request.sampling.max_new_tokens:
                 reason = "length"
-            logprob = logprob if row.request.logprobs else None
+            logprob = logprobs[0] if row.request.logprobs else None
             top: list[tuple[int, float]] = []
             if row.request.top_logprobs is not None:
                 top = rank_ids(logits_NV[len(tokens)], id, row.request.top_logprobs)
             tokens.append(Token(row.key, id, reason, logprob, top, row.prefix[0]))
         return tokens
 
-    def _measure_logprobs(self, logits_NV: Tensor, ids_N: Tensor) -> Sequence[float | None]:
+    def _measure_logprobs(self, logits_NV: Tensor, ids_N1: Tensor) -> Tensor:
         requests = [row.request for row in self._rows]
-        if not any(request.logprobs for request in requests):
-            return [None] * len(requests)
         scales = [request.sampling.temperature if request.logprobs else 1.0 for request in requests]
-        logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
-        logprobs: list[float] = logits_NV.log_softmax(-1).gather(1, ids_N[:, None])[:, 0].tolist()
-        return logprobs
+        return (logits_NV / self._put(scales)[:, None]).log_softmax(-1).gather(1, ids_N1)
 
     def _choose(self, logits_NV: Tensor, draws_N: Tensor) -> Tensor:
         groups: dict[tuple[float, int, float], list[int]] = {}
@@ -312,7 +335,8 @@ class BatchDecoder:
             return choose_ids(logits_NV, draws_N, *group)
         ids_N = torch.empty(len(self._rows), dtype=torch.int64, device=logits_NV.device)
         for group, indices in groups.items():
-            ids_N[indices] = choose_ids(logits_NV[indices], draws_N[indices], *group)
+            rows = self._put(indices)
+            ids_N[rows] = choose_ids(logits_NV[rows], draws_N[rows], *group)
         return ids_N
 
 

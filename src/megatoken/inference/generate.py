@@ -90,13 +90,13 @@ def generate_ids(
 
 
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
-    """Optimize a model's weights in place for generation on a CPU; do not train it afterwards.
+    """Optimize a model's weights in place for generation; do not train it afterwards.
 
-    In bf16, the weights are rounded, and native kernels are used if available. In fp32, matrices
-    with more outputs than inputs are stored column-major, which speeds up matmuls with a single
-    row. int8: whether to store the matrices in 8 bits (model/native/int8.py), which halves the
-    memory traffic of bf16 and changes the logits slightly. Raises ConfigError if int8 is requested
-    without native kernels.
+    In bf16, the weights are rounded and, on a CPU, native kernels are used if available. On a CPU
+    in fp32, matrices with more outputs than inputs are stored column-major, which speeds up matmuls
+    with a single row. int8: whether to store the matrices in 8 bits (model/native/int8.py), which
+    halves the memory traffic of bf16 and changes the logits slightly. Raises ConfigError if int8 is
+    requested without native kernels.
     """
     if int8:
         if device.type != "cpu" or not find_library():
@@ -104,8 +104,10 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
             raise ConfigError("int8 needs the native CPU kernels", "int8", fix)
         _round_matrices(model, device.dtype)
         _set_native_attention(model)
-    elif device.type == "cpu" and device.precision == "bf16":
+    elif device.precision == "bf16":
         model.to(torch.bfloat16)
+        if device.type != "cpu":
+            return
         parameters = list(model.parameters())
         for parameter, copy in zip(parameters, gather_in_large_pages(parameters), strict=True):
             parameter.data = copy

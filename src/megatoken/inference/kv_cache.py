@@ -8,9 +8,11 @@ from itertools import takewhile
 from operator import eq
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.model.kernels.attention import supports_varlen
 
 CachedSequence = list[Tensor]  # its keys and values: (2, K, S, D) per layer
 
@@ -24,7 +26,10 @@ class KeyValueCache:
     end. If rows differ in length, they can grow only by one token per forward.
 
     lengths: number of tokens in each row in use. Rows in use come before unused ones.
+    bounds: as in `Cache`.
     """
+
+    bounds: Tensor | None = None
 
     def __init__(
         self,
@@ -97,14 +102,10 @@ class KeyValueCache:
         """Add T to every row's length."""
         self.lengths = [length + T for length in self.lengths]
 
-    def add_rows(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
-        """Append copies of each sequence in another cache, whose sequences are equally long.
-
-        copies: number of copies of each sequence.
-        """
+    def add_rows(self, other: "KeyValueCache", rows: Tensor) -> None:
+        """Append rows of another cache, whose sequences are equally long; rows may repeat."""
         start = len(self.lengths)
         length = other.length
-        rows = [index for index, count in enumerate(copies) for _ in range(count)]
         for target, source in zip(self._layers, other._layers, strict=True):
             target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
         self.lengths += [length] * len(rows)
@@ -129,6 +130,30 @@ class KeyValueCache:
             for layer, tensor in zip(self._layers, sequence, strict=True):
                 layer[:, row, :, :length] = tensor[:, :, :length]
         self.lengths = [length] * len(sequences)
+
+
+class FixedRows(KeyValueCache):
+    """The first N rows of a cache, for a forward of one token that CUDA graphs can replay.
+
+    Their lengths are on the device, and `append` returns all of the capacity. ends_N: each row's
+    length, int64.
+    """
+
+    def __init__(self, cache: KeyValueCache, ends_N: Tensor) -> None:
+        _, _, K, capacity, _ = cache._layers[0].shape
+        N = len(ends_N)
+        self._layers = cache._layers
+        self.lengths = [capacity - 1] * N
+        index = torch.arange(N * K + 1, device=ends_N.device)
+        self._row_and_end = index[:N], ends_N
+        if supports_varlen(self._layers[0]):
+            counts = F.pad((ends_N + 1).repeat_interleave(K, output_size=N * K), (0, 1))
+            self.bounds = torch.stack((index, index * capacity, counts)).int()
+
+    def next_positions(self, T: int) -> Tensor:
+        """Return the positions (N, 1) of the next tokens."""
+        assert self._row_and_end is not None
+        return self._row_and_end[1][:, None]
 
 
 Prefix = tuple[int, CachedSequence]  # number of tokens, and a sequence with as many or more

@@ -16,8 +16,12 @@ from megatoken.base.system.torch_compat import mark_dynamic
 class Cache(Protocol):
     """Keys and values of earlier tokens in rows, one sequence each (inference/kv_cache.py).
 
-    length: number of tokens in the longest row.
+    length: number of tokens in the longest row. bounds: what FlashAttention needs in place of a mask
+    if each row has one new token, or None: int32 (3, B * K + 1), of each row and key head its number,
+    its first key in the cache, and the number of keys.
     """
+
+    bounds: Tensor | None
 
     @property
     def length(self) -> int: ...
@@ -78,7 +82,8 @@ def build_masks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return positions (T,) or (B, T), and the masks of layers without and with a window.
 
-    A mask is bool (B or 1, 1, T, S), True where a query attends to a key, or bounds of documents.
+    A mask is bool (B or 1, 1, T, S), True where a query attends to a key, or the bounds of documents
+    or of a cache's rows.
     None stands for plain causal attention, which layers with a window limit to the window
     themselves.
 
@@ -94,6 +99,8 @@ def build_masks(
         mask = tree_mask.attn_mask
         if mask.dim() == 1:
             return positions, mask, mask
+    elif cache is not None and cache.bounds is not None and not window:
+        mask = cache.bounds
     elif positions.dim() == 2:  # rows of different lengths, with one token each
         mask = (torch.arange(past + 1, device=device) <= positions)[:, None, None]
     elif past and T > 1:  # the lower right corner of the causal square

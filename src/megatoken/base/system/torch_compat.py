@@ -103,20 +103,29 @@ def scaler_found_inf(
 
 
 def flash_varlen(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bounds: Tensor, longest: int, window: int
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int = 0,
+    keys: tuple[Tensor, int, Tensor] | None = None,
 ) -> Tensor:
     """Compute causal attention within each of the sequences of N tokens by FlashAttention-2.
 
     bounds: where each sequence begins, then N; int32. longest: upper bound of the lengths of
-    sequences. window: number of latest keys that a query sees, or 0 for all.
+    sequences. window: number of latest keys that a query sees, or 0 for all. keys: the same two for
+    the M keys, if there are others than queries, and how many of each sequence are used.
     """
+    key_bounds, key_longest, counts = keys or (bounds, longest, None)
     y_NHD: Tensor = torch.ops.aten._flash_attention_forward(
-        *(q_NHD, k_NKD, v_NKD, bounds, bounds, longest, longest),
+        *(q_NHD, k_MKD, v_MKD, bounds, key_bounds, longest, key_longest),
         dropout_p=0.0,
         is_causal=True,
         return_debug_mask=False,
         window_size_left=window - 1,
-        window_size_right=0,
+        window_size_right=None if keys else 0,
+        seqused_k=counts,
     )[0]
     return y_NHD
 

@@ -123,16 +123,23 @@ def flash_attention(
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention, with the backend that torch prefers.
 
-    Without `supports_varlen`, a window is passed as a mask, which saves no work.
+    Without `supports_varlen`, a window is passed as a mask, which saves no work. The mask can be a
+    cache's bounds.
     """
     B, H, T, D = q_BHTD.shape
+    K = k_BKSD.shape[1]
+    if mask is not None and mask.dim() == 2:
+        k, v = (x_BKSD.flatten(0, 2)[:, None] for x_BKSD in (k_BKSD, v_BKSD))
+        q = q_BHTD.reshape(B * K, H // K, D)
+        bounds, key_bounds, counts = mask
+        keys = key_bounds, k_BKSD.shape[2], counts[:-1]
+        return flash_varlen(q, k, v, bounds, 1, keys=keys).view(q_BHTD.shape)
     if window:
         if supports_varlen(q_BHTD):
             rows = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BHTD.device)
             return varlen_attention(q_BHTD, k_BKSD, v_BKSD, rows, window)
         mask = causal_mask(T, window, q_BHTD.device)
         causal = False
-    K = k_BKSD.shape[1]
     if T == 1 and K != H:  # query heads that share keys become rows, so that no keys are copied
         rows_BKGD = q_BHTD.reshape(B, K, H // K, D)
         y_BKGD = F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask)
