@@ -38,9 +38,14 @@ class FailingBackward(torch.autograd.Function):
 def compile_badly(module: nn.Module, **_: object) -> None:
     """In place of `nn.Module.compile`: the forward works, the backward does not."""
     error = RuntimeError("no kernel for this card")
-    module._compiled_call_impl = lambda *args: FailingBackward.apply(
-        module._call_impl(*args), error
-    )
+
+    def call(*args: Any) -> Any:
+        result = module._call_impl(*args)
+        if isinstance(result, tuple):  # the two terms of a block
+            return FailingBackward.apply(result[0], error), result[1]
+        return FailingBackward.apply(result, error)
+
+    module._compiled_call_impl = call
 
 
 def build(layout: str, comm: Comm) -> TrainState:
