@@ -17,7 +17,9 @@ from megatoken.inference.kv_cache import FixedRows, KeyValueCache
 from megatoken.model.gpt import GPT, list_own_classes
 from megatoken.model.kernels.attention import flash_attention, masked_attention
 
-FIRST_GRAPHS: dict[int, CUDAGraph] = {}  # by thread; they keep the memory that its graphs share
+# Of each thread: the stream on which it captures, because cuBLAS allocates memory for every stream,
+# and the first graph, which keeps the memory that all its graphs share.
+CAPTURES: dict[int, tuple[torch.cuda.Stream, CUDAGraph]] = {}
 
 
 def supports_graphs(model: GPT) -> bool:
@@ -55,14 +57,15 @@ class FixedSteps:
     def _capture(self, N: int) -> tuple[CUDAGraph, Tensor]:
         # `torch.cuda.graph` would also empty torch's cache of device memory.
         graph = CUDAGraph()
-        first = FIRST_GRAPHS.get(get_ident())
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+        default = torch.cuda.Stream(self._device), None  # type: ignore[no-untyped-call]
+        stream, first = CAPTURES.get(get_ident(), default)
+        with torch.cuda.stream(stream):
             graph.capture_begin(first.pool() if first else None, "thread_local")
             try:
                 logits_NV = self._compute(N)
             finally:
                 graph.capture_end()
-        FIRST_GRAPHS.setdefault(get_ident(), graph)
+        CAPTURES.setdefault(get_ident(), (stream, graph))
         return graph, logits_NV
 
     def _compute(self, N: int) -> Tensor:
