@@ -70,7 +70,9 @@ class Batch:
         if self.inputs_BT.device == device:
             return self
         rest = replace(self, starts_BT=None)
-        rest = rest._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        is_cuda = device.type == "cuda"
+        rest = rest.pin() if is_cuda else rest
+        rest = rest._map(lambda tensor: tensor.to(device, non_blocking=is_cuda))
         return replace(rest, starts_BT=self.starts_BT)
 
     def pin(self) -> Self:

@@ -83,7 +83,7 @@ class PreferenceLoss:
     config: ObjectiveConfig
 
     def count(self, state: TrainState, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch), device=batch.inputs_BT.device)
+        return torch.full((), len(batch), device=batch.inputs_BT.device)
 
     def sums(
         self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
