@@ -153,6 +153,10 @@ def torch_dgelu_bgrad(dy: Tensor, weight: Tensor, up: Tensor) -> Tensors:
     return dup, dup.sum(0)
 
 
+def matmul(dy: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    return dy @ weight
+
+
 def torch_weight_and_bias_gradient(dy: Tensor, x: Tensor) -> Tensors:
     return dy.T @ x, dy.sum(0)
 
@@ -166,9 +170,8 @@ def list_cases(tokens: int) -> Iterator[tuple[str, Any, Any, Any, list[Tensor]]]
     for out, width in ((3 * WIDTH, WIDTH), (WIDTH, FF_WIDTH)):
         yield "bias gradient", *gradients, [draw(tokens, out), draw(tokens, width)]
     inputs = [draw(tokens, WIDTH), draw(WIDTH, FF_WIDTH), draw(tokens, FF_WIDTH)]
-    matmul = lambda dy, weight, _: dy @ weight  # noqa: E731
     yield "GELU gradient", dgelu, torch_dgelu, matmul, inputs
-    yield "GELU and bias gradient", dgelu_bgrad, torch_dgelu_bgrad, matmul, inputs
+    yield "GELU and bias gradients", dgelu_bgrad, torch_dgelu_bgrad, matmul, inputs
 
 
 def measure_case(row: dict[str, Any], case: tuple[Any, ...], repeats: int) -> None:

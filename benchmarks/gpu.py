@@ -226,7 +226,7 @@ def main() -> int:
         "--only", default="", metavar="NAME,...", help="these records, in this order"
     )
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
-    parser.add_argument("--source", help="src of another checkout, to take turns with this one")
+    parser.add_argument("--before", help="src of another checkout, to take turns with this one")
     parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
     parser.add_argument("--data", type=Path, help="dataset folder (default OUT/python)")
     options = parser.parse_args()
@@ -241,9 +241,9 @@ def main() -> int:
         if options.tiny
         else list_benches(memory_bytes, options.sources, str(data))
     )
-    if options.source:
+    if options.before:
         seqs = find_batch("gpt2-124m", MOST_SEQS["gpt2-124m"], memory_bytes)
-        turns = f"busy --case 124m --batch-seqs {seqs} --loads 0 --source {options.source}"
+        turns = f"busy --case 124m --batch-seqs {seqs} --loads 0 --source {options.before}"
         benches.insert(0, Bench(name="gpu-trees-124m", arguments=turns, seconds=150))
     if options.only:
         names = options.only.split(",")

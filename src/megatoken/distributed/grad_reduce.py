@@ -12,7 +12,7 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
-COLLECT_BYTES = 256 << 20  # of gradients in fp32 that exist beside their sums
+COLLECT_BYTES = 256 << 20  # fp32 gradients held at once before they are added
 # The parameter that gets a gradient in the backward, and the local one that the optimizer updates.
 # They are the same tensor, a low-precision copy and its fp32 master weight, or a DTensor and its
 # local tensor.
@@ -101,8 +101,8 @@ def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
 def collect_gradients(pairs: Sequence[GradPair]) -> None:
     """Move the gradients of trained parameters to their local ones, adding to those there.
 
-    Does nothing for a pair of one tensor. On CUDA, whose launches take longer than most gradients,
-    many are converted and added at once.
+    A pair that is one tensor is skipped. On CUDA, many gradients are converted and added per launch,
+    because a launch takes longer than most of them.
     """
     for bucket in fill_buckets(pairs, COLLECT_BYTES):
         casts: list[tuple[Tensor, Tensor]] = []

@@ -16,7 +16,7 @@ from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError, DataError, NumericsError
 from megatoken.base.system.device import Device, choose_device
 from megatoken.data.dataloader import evaluation_windows
-from megatoken.data.dataset import Dataset, load_dataset, open_folder
+from megatoken.data.dataset import Dataset, Folder, load_dataset, open_folder
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -141,13 +141,13 @@ def evaluate_loss(
     a loss that is not finite.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
-    folder = open_folder(data).path
+    folder = open_folder(data)
     rank = comm.dist_env.rank
     with open_text(folder, tokenizer, split, comm) as dataset:
         split = split or ("val" if len(dataset.val) else "train")
         tokens = dataset.val if split == "val" else dataset.train
         count_bytes = dataset.byte_counter(split, tokenizer.vocabulary)
-        split = split if dataset.path == folder else "all"
+        split = split if dataset.path == folder.path else "all"
         windows = evaluation_windows(
             tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens)
         )
@@ -172,39 +172,42 @@ def evaluate_loss(
 
 
 @contextmanager
-def open_text(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -> Iterator[Dataset]:
+def open_text(
+    folder: Folder, tokenizer: Tokenizer, split: str | None, comm: Comm
+) -> Iterator[Dataset]:
     """Open token shards, or a temporary dataset with the text in its training split.
 
     Raises DataError for shards of another tokenizer, and ConfigError if a split of text is
     requested.
     """
+    data = folder.path
     files = (data, *data.glob("*"))
     if any(path.suffix in (".bin", ".npy") or path.name == MANIFEST_NAME for path in files):
-        yield open_shards(data, tokenizer)
+        yield open_shards(folder.where, tokenizer)
         return
     if split:
         raise ConfigError("text has no splits", str(data), "leave --split out")
     with tempfile.TemporaryDirectory(prefix="megatoken-") as local_folder:
-        folder = Path(comm.broadcast_from_rank0(local_folder))
+        out = Path(comm.broadcast_from_rank0(local_folder))
 
         def prepare_text() -> None:
-            tokenizer.vocabulary.save(folder / "tokenizer")
-            saved = str(folder / "tokenizer")
-            prepare(find_source(str(data)), folder / "data", tokenizer=saved, val_fraction=0.0)
+            tokenizer.vocabulary.save(out / "tokenizer")
+            saved = str(out / "tokenizer")
+            prepare(find_source(str(data)), out / "data", tokenizer=saved, val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
-        yield load_dataset(folder / "data")
+        yield load_dataset(out / "data")
         comm.barrier()
 
 
-def open_shards(data: Path, tokenizer: Tokenizer) -> Dataset:
+def open_shards(data: str, tokenizer: Tokenizer) -> Dataset:
     """Open token shards. Raises DataError as `open_text` does."""
     dataset = load_dataset(data)
     dataset.require_kind("text", "the loss on shards")
     origin = dataset.manifest.tokenizer
     # External shards record only the size of their tokenizer's vocabulary.
     is_same = origin["vocab_size"] == tokenizer.vocab_size
-    if origin["fingerprint"] and (data / "tokenizer").is_dir():
+    if origin["fingerprint"] and (dataset.path / "tokenizer").is_dir():
         is_same = dataset.vocabulary.shares_ids(tokenizer.vocabulary)
     if not is_same:
         what = f"shards of tokenizer {origin['name']}, but the model's is {tokenizer.name}"

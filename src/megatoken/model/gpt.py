@@ -386,7 +386,7 @@ class GPT(Module):
         recomputes = self.activation_checkpointing == "block" and cache is None
         recomputes = recomputes and torch.is_grad_enabled()
         term_BTC = mix = None
-        if is_compiled(self.blocks[0]) and not recomputes:  # else it would be compiled once more
+        if is_compiled(self.blocks[0]) and not recomputes:  # None would compile a second graph
             term_BTC = torch.zeros_like(x_BTC, requires_grad=x_BTC.requires_grad)
         for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
             if self.residual_scales is not None and self.embedding_scales is not None:

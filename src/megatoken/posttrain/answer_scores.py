@@ -37,7 +37,8 @@ def answer_log_probs(
         vocab_size=model.config.vocab_size,
         softcap=model.config.logit_softcap,
         temperature=temperature,
-        chunk=0 if saves_logits else min(loss_chunk, LOSS_CHUNK["cuda"]),  # not our kernel's
+        # torch computes this loss, so at most its chunk.
+        chunk=0 if saves_logits else min(loss_chunk, LOSS_CHUNK["cuda"]),
     )
 
 

@@ -146,7 +146,7 @@ class BlockCache:
     def write(self, shard: "StreamedShard", number: int, block: memoryview) -> None:
         """Write a block. When the cache is full, empty the oldest shards.
 
-        Raises OSError if it cannot be written, unless the cache is limited.
+        Raises OSError if it cannot be written and the cache has no limit.
         """
         position = shard.offset + number * BLOCK_BYTES
         opened = shard.opened  # open as long as it is referred to

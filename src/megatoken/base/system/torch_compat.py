@@ -114,8 +114,9 @@ def flash_varlen(
     """Compute causal attention within each of the sequences of N tokens by FlashAttention-2.
 
     bounds: where each sequence begins, then N; int32. longest: upper bound of the lengths of
-    sequences. window: number of latest keys that a query sees, or 0 for all. keys: the same two for
-    the M keys, if there are others than queries, and how many of each sequence are used.
+    sequences. window: number of latest keys that a query sees, or 0 for all. keys: bounds and
+    longest of the M keys, if they differ from those of the queries, and the number of keys that each
+    sequence uses.
     """
     key_bounds, key_longest, counts = keys or (bounds, longest, None)
     y_NHD: Tensor = torch.ops.aten._flash_attention_forward(
