@@ -36,7 +36,23 @@ Baseline = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any, Tensor, Tensor
 
 
 def build_baseline(spec: WorkerSpec, stack: ExitStack) -> Training:
-    """Build a program's step. Spec options: precision, compile, source (the program's file)."""
+    """Build a program's step, which waits for its loss."""
+    device, step = build_step(spec)
+    return Training(
+        spec=spec,
+        device=device,
+        step=lambda batch: float(step(batch)),
+        chosen=spec.configuration,
+        peak_memory_bytes=device.peak_memory_bytes,
+    )
+
+
+def build_step(spec: WorkerSpec) -> tuple[Device, Callable[[Batch], Tensor]]:
+    """Build a program's step, which returns the mean loss on the device.
+
+    Spec options: precision, compile, source (the program's file). Gradients accumulate over
+    micro-batches as in nanoGPT's train.py.
+    """
     torch_device = torch.device(spec.device)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
@@ -48,24 +64,22 @@ def build_baseline(spec: WorkerSpec, stack: ExitStack) -> Training:
     parameters = list(model.parameters())
     low_precision = spec.options["precision"] == "bf16"
 
-    def step(batch: Batch) -> float:
-        autocast = torch.autocast(torch_device.type, dtype=torch.bfloat16)
-        with autocast if low_precision else nullcontext():
-            loss = compute_loss(forward, batch.inputs_BT, batch.targets_BT)
-        loss.backward()
+    def step(batch: Batch) -> Tensor:
+        micro_batches = batch.split(spec.micro_batch or spec.batch_seqs)
+        losses = []
+        for micro_batch in micro_batches:
+            autocast = torch.autocast(torch_device.type, dtype=torch.bfloat16)
+            with autocast if low_precision else nullcontext():
+                loss = compute_loss(forward, micro_batch.inputs_BT, micro_batch.targets_BT)
+                loss = loss / len(micro_batches)
+            loss.backward()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(parameters, OPTIM.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return torch.stack(losses).sum()
 
-    device = make_device(torch_device, spec.options["precision"])
-    return Training(
-        spec=spec,
-        device=device,
-        step=step,
-        chosen=spec.configuration,
-        peak_memory_bytes=device.peak_memory_bytes,
-    )
+    return make_device(torch_device, spec.options["precision"]), step
 
 
 def make_device(torch_device: torch.device, precision: str) -> Device:

@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.journey import prepare_python
@@ -67,7 +68,7 @@ class Bench:
 def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
     """Return the benchmarks of a card with this memory, the most important first.
 
-    sources: options of `peers`. data: a dataset folder.
+    sources: options of `sustained`, the other programs. data: a dataset folder.
     """
     steps = {
         preset: f"--preset {preset} --batch-seqs {find_batch(preset, most, memory_bytes)}"
@@ -119,8 +120,9 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
         ),
         Bench(
             name="gpu-peers-124m",
-            arguments=f"peers {small} --micro-batch {seqs} --precision bf16 --compile on {sources}",
-            seconds=150,
+            arguments=f"--data {data} --batch-seqs {seqs} --turns 2 {sources}",
+            module="benchmarks.sustained",
+            seconds=360,
         ),
         Bench(name="gpu-generate", arguments="generate --tokens 128 --repeats 3"),
         Bench(name="gpu-gradients", arguments="", module="benchmarks.gradients"),
@@ -169,7 +171,7 @@ def find_batch(preset: str, most: int, memory_bytes: int) -> int:
     return seqs
 
 
-def list_tiny_benches(data: str) -> list[Bench]:
+def list_tiny_benches(sources: str, data: str) -> list[Bench]:
     """Return most of the commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
@@ -197,7 +199,11 @@ def list_tiny_benches(data: str) -> list[Bench]:
         ),
         Bench(name="gpu-masters-124m", arguments=f"knob master_weights {tiny} --values on,off"),
         Bench(name="gpu-products-124m", arguments="products --batch-tokens 64 --repeats 1"),
-        Bench(name="gpu-peers-124m", arguments=f"peers {tiny} --compile off --only transformers"),
+        Bench(
+            name="gpu-peers-124m",
+            arguments=f"--data {data} --seq-len 64 --batch-seqs 2 --tokens 0 {sources} {TINY_RUN}",
+            module="benchmarks.sustained",
+        ),
         Bench(
             name="gpu-loss-124m",
             arguments=f"--steps 5 --batch-tokens 256 --tiny --data {data}",
@@ -227,7 +233,7 @@ def main() -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
     parser.add_argument("--before", help="src of another checkout, to take turns with this one")
-    parser.add_argument("--sources", default="", help="options of peers: '--nanogpt PATH'")
+    parser.add_argument("--sources", default="", help="'--nanogpt PATH --llmc PROGRAM'")
     parser.add_argument("--data", type=Path, help="dataset folder (default OUT/python)")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
@@ -236,10 +242,11 @@ def main() -> int:
     except ConfigError as error:
         parser.error(str(error))
     data = options.data or options.out / "python"
+    sources = options.sources + " --transformers" * bool(find_spec("transformers"))
     benches = (
-        list_tiny_benches(str(data))
+        list_tiny_benches(sources, str(data))
         if options.tiny
-        else list_benches(memory_bytes, options.sources, str(data))
+        else list_benches(memory_bytes, sources, str(data))
     )
     if options.before:
         seqs = find_batch("gpt2-124m", MOST_SEQS["gpt2-124m"], memory_bytes)

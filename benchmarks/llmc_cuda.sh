@@ -8,13 +8,14 @@
 # OUT: receives the program and the record llmc-cuda.json, rewritten after each turn.
 # CUDNN_FRONTEND_INCLUDE: headers of https://github.com/NVIDIA/cudnn-frontend for cuDNN attention;
 # without them llm.c is built with its own, slower attention.
+# PEERS="--nanogpt CHECKOUT --transformers" also times these.
 #
 # Two changes to the copy:
 # - CUDA 13 replaced the device number in cudaMemAdvise by a cudaMemLocation.
 # - cuDNN's backward stays deterministic, as in llm.c; DETERMINISTIC=0 switches it off.
 set -euo pipefail
 if [ $# -lt 3 ]; then
-    sed -n '2,17s/^# \{0,1\}//p' "$0"
+    sed -n '2,18s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -53,4 +54,4 @@ cd "$root"
 export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH}
 exec python benchmarks/record.py --out "$out" llmc-cuda -- python -m benchmarks.sustained \
     --device cuda --data "$data" --llmc "$build/train_gpt2cu" \
-    --batch-seqs "${BATCH_SEQS:-64,512}" --turns "${TURNS:-3}"
+    --batch-seqs "${BATCH_SEQS:-64,512}" --turns "${TURNS:-3}" ${PEERS:-}

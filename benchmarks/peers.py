@@ -72,7 +72,8 @@ def list_specs(
     ours: WorkerSpec, name: str, source: str, precisions: Sequence[str], compiles: Sequence[bool]
 ) -> list[WorkerSpec]:
     """Return the configurations of a program."""
-    base = replace(ours, name=name, prepare_process=False, options={"source": source})
+    options = {"source": source}
+    base = replace(ours, name=name, micro_batch=0, prepare_process=False, options=options)
     if name == "llmc":
         builder = "benchmarks.baselines:build_llmc"
         return [replace(base, configuration="fp32 C", builder=builder)]
