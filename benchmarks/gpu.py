@@ -103,9 +103,9 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
         ),
         Bench(
             name="gpu-gemm-backend-124m",
-            arguments=f"knob gemm_backend {small} --values torch,cublaslt",
+            arguments=f"knob gemm_backend {small} --values cublaslt,torch",
         ),
-        Bench(name="gpu-chunk-124m", arguments=f"knob loss_chunk {small} --values 4096,16384"),
+        Bench(name="gpu-chunk-124m", arguments=f"knob loss_chunk {small} --values 16384,4096"),
         Bench(
             name="gpu-accumulate-124m",
             arguments=f"knob micro_batch {double} --values {2 * seqs},{seqs}",
@@ -128,8 +128,8 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
         Bench(name="gpu-gradients", arguments="", module="benchmarks.gradients"),
         Bench(name="gpu-parts-compile-124m", arguments=f"{parts} machine.compile=on"),
         Bench(name="gpu-fp8-124m", arguments=f"knob fp8 {small} --values off,head"),
-        Bench(name="gpu-fused-124m", arguments=f"knob fused {small} --values off,on"),
-        Bench(name="gpu-attention-124m", arguments=f"knob attention {small} --values fa2,cudnn"),
+        Bench(name="gpu-fused-124m", arguments=f"knob fused {small} --values on,off"),
+        Bench(name="gpu-attention-124m", arguments=f"knob attention {small} --values cudnn,fa2"),
         Bench(name="gpu-masters-124m", arguments=f"knob master_weights {small} --values on,off"),
         Bench(name="gpu-products-124m", arguments="products --repeats 10", seconds=60),
         Bench(name="gpu-documents-124m", arguments="", module="benchmarks.documents"),

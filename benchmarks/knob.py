@@ -1,6 +1,7 @@
 """`python -m benchmarks knob`: time the training step with each value of a machine setting.
 
-The first value is timed alone, then in alternation with each other value: A A B A B A C A C. The
+The first value, in records the default, is timed alone, then in alternation with each other value:
+A A B A B A C A C. The
 benchmarks against other programs also use `open_step` and `describe_step`.
 """
 
@@ -46,7 +47,9 @@ def run_knob(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     rows: list[Row] = []
     for workers in measure_workers(specs, options.repeats, console):
         rows = [
-            {"value": worker.spec.configuration} | worker.describe(device) for worker in workers
+            {"value": worker.spec.configuration, "micro_batch": worker.spec.micro_batch}
+            | worker.describe(device)
+            for worker in workers
         ]
         first_seconds = rows[0]["seconds"]
         for row in rows:

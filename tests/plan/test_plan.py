@@ -17,7 +17,7 @@ from megatoken.cli.recipe import find_model
 from megatoken.data.dataset import load_dataset
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plan.compute_optimal import FITTED, split_compute
-from megatoken.plan.estimate import Plan, count_evaluated_tokens, plan_run, scale_gpus
+from megatoken.plan.estimate import SIZES, Plan, count_evaluated_tokens, plan_run, scale_gpus
 from megatoken.plan.speed import Layout, estimate_step
 from tests.conftest import Ask, Call
 from tests.convert.models import TINY_GPT, draw_model, save_run
@@ -301,15 +301,17 @@ def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
 
 def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
     """A record of that GPU at 1.2 times the planned speed counts; records of other GPUs do not."""
-    layout = Layout(micro_batch=16, micro_steps=2)
+    layout = Layout(micro_batch=16, micro_steps=2, program="fused")
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
     row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
-    result = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
+    sizes = {name: getattr(PRESETS["gpt2-124m"], name) for name in SIZES}
+    rows = [{"program": "nanogpt"}, row]
+    result = sizes | {"preset": "gpt2-124m", "precision": "bf16", "rows": rows}
 
     def plan(gpus: str) -> tuple[float, float]:
         """Return a speed, and its ratio to the speed without records."""
         record = {"hardware": {"device": H100.driver}, "answer": result}
-        (tmp_path / "batch.json").write_text(json.dumps(record))
+        (tmp_path / "sustained.json").write_text(json.dumps(record))
         planned = ask(f"plan gpt2-355m --records {tmp_path} --gpus {gpus}")
         rate = planned["tokens_per_second"]
         usual = plan_recipe(f"gpt2-355m {gpus}").tokens_per_second

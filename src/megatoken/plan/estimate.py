@@ -40,6 +40,7 @@ GPU_COUNTS = tuple(2**i for i in range(11))
 SLOWEST = 0.77
 FASTEST = 1.12
 MEASURED_SPREAD = 0.9, 1.1  # the range if this GPU was measured
+SIZES = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")  # of a model, in records
 CHECKPOINTING = ("none", "gelu", "block")
 VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 
@@ -175,26 +176,38 @@ def open_modes(resolved: ResolvedConfig) -> Sequence[str]:
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     """Return the median ratio of measured to predicted tokens/s, and the number of measurements.
 
-    Reads the records of `python -m benchmarks batch` for this GPU in a folder; without any, returns
-    (0, 0).
+    Without any record of this GPU in the folder, returns (0, 0).
     """
-    ratios = []
-    for path in sorted(folder.glob("*.json")):
+    ratios = [measured / predicted for _, measured, predicted in list_measured(folder, gpu)]
+    return median(ratios or [0.0]), len(ratios)
+
+
+def list_measured(folder: Path, gpu: Gpu) -> Iterator[tuple[str, float, float]]:
+    """Yield (record, measured tokens/s, predicted tokens/s) of the steps timed on this GPU.
+
+    Reads the records of `python -m benchmarks.sustained` and `python -m benchmarks knob`: each
+    micro-batch size, and of another setting the first value, which is the default.
+    """
+    for path in folder.glob("*.json"):
         record = read_object(path)
         with suppress(KeyError, TypeError, ZeroDivisionError):  # a record of something else
             if record["hardware"]["device"] != gpu.driver:
                 continue
             result = record["answer"]
-            model = replace(PRESETS[result["preset"]], seq_len=result["seq_len"])
-            for row in result["rows"]:
+            model = replace(PRESETS[result["preset"]], **{name: result[name] for name in SIZES})
+            rows = [row for row in result["rows"] if row.get("program", "megatoken") == "megatoken"]
+            if result.get("knob", "micro_batch") != "micro_batch":
+                del rows[1:]
+            for row in rows:
+                micro_batch = row.get("micro_batch") or result["batch_seqs"]
                 layout = Layout(
-                    micro_batch=row["micro_batch"],
-                    micro_steps=row["batch_tokens"] // (row["micro_batch"] * model.seq_len),
+                    micro_batch=micro_batch,
+                    micro_steps=row["batch_tokens"] // micro_batch // model.seq_len,
                     precision=result["precision"],
+                    program="compiled" if result["precision"] == "fp32" else "fused",
                 )
-                rate = row["tokens_per_second"]["median"]
-                ratios.append(rate / estimate_step(model, gpu, layout).tokens_per_second)
-    return median(ratios or [0.0]), len(ratios)
+                predicted = estimate_step(model, gpu, layout).tokens_per_second
+                yield path.stem, row["tokens_per_second"]["median"], predicted
 
 
 def list_layouts(
