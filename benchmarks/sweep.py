@@ -23,10 +23,11 @@ from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
+from megatoken.base.rooms import list_entries
 from megatoken.base.system.device import Device, open_device
 from megatoken.base.system.metrics_log import Row
 from megatoken.base.system.timing import time_calls
-from megatoken.model.kernels.attention import BUILT_IN, CUDA_ONLY, find_attention
+from megatoken.model.kernels.attention import CUDA_ONLY, find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.plan.tuning.peak import cache_peak, product_calls, with_peak
 from megatoken.study.bench.report import save_picture
@@ -425,7 +426,7 @@ def list_attention(
                 build=partial(partial, differentiate, name, packed, grad),
                 needed_bytes=SCORES.get(name, 0.0) * device.dtype.itemsize * seqs * H * T**2,
             )
-            for name in BUILT_IN
+            for name in list_entries("attention")
             if name in own or name not in ("native", *CUDA_ONLY)
         ]
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import traceback
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -13,16 +11,13 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 import megatoken
-from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.errors import ConfigError
 from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
 from megatoken.cli.main import main
-from megatoken.store.pretrained import load_weights
 from tests.ranks import start_process
-from tests.tiny_run import TINY, read_column, write_shards
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "megatoken"
@@ -90,36 +85,6 @@ def test_python_page(tmp_path: Path):
     output = run(read_python(ROOT / "docs" / "python.md"), tmp_path)
     assert "4 " in output  # the summary's steps
     assert (tmp_path / "run-sgd" / "metrics.jsonl").is_file()
-
-
-def test_hacking_page(tmp_path: Path):
-    program = read_python(ROOT / "docs" / "hacking.md") + "\nprint(config.optim.name)\n"
-    assert run(program, tmp_path).splitlines()[-1] == "signum"
-
-
-@pytest.mark.long
-def test_an_objective_and_a_norm_are_one_file_each(tmp_path: Path):
-    package = tmp_path / "megatoken"
-    package.mkdir()
-    for path in PACKAGE.iterdir():
-        (package / path.name).symlink_to(path)
-    for name, title in (("zloss", "Objective"), ("dyt", "Norm")):
-        page = (ROOT / "docs/hacking.md").read_text()
-        block = re.search(rf"## {title}.*?```python\n(.*?)```", page, re.S)[1]
-        (package / f"{name}.py").write_text(block)
-    settings = ["objective.name=zloss", "model.norm=dyt", "budget.steps=2"]
-    settings.append(write_shards(tmp_path / "data"))
-    command = [sys.executable, "-m", "megatoken", "train", str(TINY), *settings]
-    subprocess.run(
-        command, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
-    )
-    losses, z = (read_column(tmp_path / "runs" / "tiny", key) for key in ("loss", "z"))
-    assert losses[1] - 1e-4 * z[1] ** 2 == pytest.approx(5.543, abs=2e-2)
-    run = tmp_path / "runs" / "tiny"
-    saved = load_file(run / "checkpoints" / "step-00000002" / "model.safetensors")
-    assert saved["norm.alpha"].item() == pytest.approx(0.5, abs=2e-2)
-    with pytest.raises(CheckpointError, match="got 'dyt'"):  # without the file
-        load_weights(str(run))
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatoken.base.config.model_config import ModelConfig as ModelConfig
     from megatoken.base.config.schema import Config as Config
     from megatoken.base.errors import MegatokenError as MegatokenError
+    from megatoken.base.rooms import register as register
     from megatoken.base.system.metrics_log import read_metrics as read_metrics
     from megatoken.convert.export import export as export
     from megatoken.data.dataloader import DataLoader as DataLoader
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from megatoken.inference.evaluate import evaluate as evaluate
     from megatoken.inference.generate import generate as generate
     from megatoken.model.gpt import GPT as GPT
-    from megatoken.model.kernels.attention import register_attention as register_attention
     from megatoken.optim.optimizer import build_optimizer as build_optimizer
-    from megatoken.optim.optimizer import register_optimizer as register_optimizer
     from megatoken.text.load_pretrained import load_pretrained as load_run  # noqa: F401
     from megatoken.text.prepare import prepare as prepare
     from megatoken.train.train import Trainer as Trainer
@@ -32,6 +31,7 @@ _MODULES = {
     "load_config": "base.config.load",
     "ModelConfig": "base.config.model_config",
     "Config": "base.config.schema",
+    "register": "base.rooms",
     "export": "convert.export",
     "load_run": "text.load_pretrained",
     "DataLoader": "data.dataloader",
@@ -40,9 +40,7 @@ _MODULES = {
     "MegatokenError": "base.errors",
     "evaluate": "inference.evaluate",
     "GPT": "model.gpt",
-    "register_attention": "model.kernels.attention",
     "build_optimizer": "optim.optimizer",
-    "register_optimizer": "optim.optimizer",
     "Trainer": "train.train",
     "generate": "inference.generate",
     "read_metrics": "base.system.metrics_log",

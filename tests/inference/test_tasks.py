@@ -11,7 +11,7 @@ import yaml
 from pyarrow import parquet
 
 from megatoken.base.errors import DataError
-from megatoken.inference.tasks import TASKS, Example, find_tasks, read_examples
+from megatoken.inference.tasks import Example, find_tasks, read_examples
 
 ROWS: dict[str, dict[str, Any]] = yaml.safe_load("""
 hellaswag:
@@ -53,7 +53,7 @@ lambada: ['he said, "go home"  and', " went", 0, ""]
 @pytest.mark.parametrize("task", PROMPTS)
 def test_prompts_equal_the_harness(task: str):
     context, choices, gold, lengths = PROMPTS[task]
-    example = TASKS[task].parse(ROWS[task])
+    example = find_tasks(task)[0].parse(ROWS[task])
     assert example.prompts == tuple((context, choice) for choice in choices.split("|"))
     assert (example.gold, example.lengths) == (gold, tuple(map(int, lengths.split())))
     endings = ROWS[task].get("endings", ())
@@ -63,12 +63,12 @@ def test_prompts_equal_the_harness(task: str):
 def test_winogrande_has_a_context_for_each_choice():
     contexts = [f"The trophy did not fit the case as the {word}" for word in ("trophy", "case")]
     prompts = tuple((context, " was too big.") for context in contexts)
-    assert TASKS["winogrande"].parse(ROWS["winogrande"]) == Example(prompts=prompts, gold=0)
+    assert find_tasks("winogrande")[0].parse(ROWS["winogrande"]) == Example(prompts=prompts, gold=0)
 
 
 def test_hellaswag_row_without_ctx_a_uses_ctx():
     row = {"activity_label": "Roof", "ctx": "A man sits.", "endings": ["a", "b"], "label": 1}
-    example = TASKS["hellaswag"].parse(row)
+    example = find_tasks("hellaswag")[0].parse(row)
     assert example.prompts[0] == ("Roof: A man sits.", " a")
     assert example.raw_prompts[1] == ("A man sits.", " b")
 
@@ -88,7 +88,7 @@ lambada {"text": "word"}
 def test_malformed_row(line: str):
     task, change = line.split(maxsplit=1)
     with pytest.raises(ValueError):
-        TASKS[task].parse(ROWS[task] | json.loads(change))
+        find_tasks(task)[0].parse(ROWS[task] | json.loads(change))
 
 
 PIQA_ROWS = [{"goal": f"goal {n}", "sol1": "a", "sol2": "b", "label": n % 2} for n in range(5)]

@@ -8,25 +8,23 @@ import torch
 from torch import Tensor
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.rooms import REGISTERED, list_entries
 from megatoken.inference.generate import generate_ids
 from megatoken.inference.kv_cache import KeyValueCache
 from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels.attention import (
-    ATTENTION,
-    BUILT_IN,
     CUDA_ONLY,
     Dropout,
     explicit_attention,
     find_attention,
     flash_attention,
-    register_attention,
     repeat_kv,
 )
 from megatoken.model.native.selection import find_library
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, differentiate, draw
 
-ON_CPU = sorted(set(BUILT_IN) - set(CUDA_ONLY))
+ON_CPU = sorted(set(list_entries("attention")) - set(CUDA_ONLY))
 SIZES = """
 1 1 1 1 8
 2 3 3 64 8
@@ -114,14 +112,13 @@ def alibi(
 def test_a_custom_attention_computes_training_sampling_and_scoring(
     family: ModelConfig, fn: object, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ATTENTION, "custom", flash_attention)  # restored in the end
     model = GPT(replace(family, n_head=4)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() == 2 else 1)
     ids = torch.arange(24).view(2, 12) * 7 % 97
     plain = model.logits(ids)
-    register_attention("custom", fn)  # type: ignore[arg-type]
+    monkeypatch.setitem(REGISTERED, "attention", {"custom": fn})
     set_attention(model, "custom")
     with torch.no_grad():
         expected = model.logits(ids)

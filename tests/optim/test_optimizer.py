@@ -6,14 +6,9 @@ import torch
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import register
 from megatoken.optim.costs import count_optimizer_bytes
-from megatoken.optim.optimizer import (
-    OptimizerSpec,
-    adopt_optimizer,
-    build_optimizer,
-    register_optimizer,
-    set_lr,
-)
+from megatoken.optim.optimizer import OptimizerSpec, adopt_optimizer, build_optimizer, set_lr
 
 
 def small_model() -> torch.nn.Sequential:
@@ -41,7 +36,7 @@ def test_adamw_takes_every_setting_and_decays_matrices_only():
 
 
 def test_a_registered_optimizer_is_counted_and_group_rates_keep_their_ratio_to_the_schedule():
-    register_optimizer("test-sgd", OptimizerSpec(build=build_sgd, bytes_per_param=4))
+    register("optimizer", "test-sgd", OptimizerSpec(build=build_sgd, bytes_per_param=4))
     model = ModelConfig(n_layer=2, n_head=2, d_model=32, vocab_size=128, seq_len=16).resolve(0)
     assert 2 * count_optimizer_bytes("test-sgd", model) == count_optimizer_bytes("adamw", model) > 0
     optimizer = build_optimizer(small_model(), OptimConfig(name="test-sgd", lr=0.5))  # type: ignore[arg-type]
@@ -57,7 +52,7 @@ def test_a_registered_optimizer_is_counted_and_group_rates_keep_their_ratio_to_t
 
 def test_optimizer_of_whole_matrices_refuses_shards():
     spec = OptimizerSpec(build=build_sgd, bytes_per_param=0, whole_matrices=True)
-    register_optimizer("test-whole", spec)
+    register("optimizer", "test-whole", spec)
     params = {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}
     optim = OptimConfig(name="test-whole")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"test-whole needs full matrices"):

@@ -226,7 +226,8 @@ def test_the_shape_in_a_manifest_keeps_its_names(tmp_path: Path):
         "rope_factor rope_low rope_high rope_context mlp bias tied vocab_multiple qk_norm "
         "embedding_norm residual_scales value_embeddings logit_softcap window window_pattern "
         "value_head head_dim norm_position rope_scaling rope_attention rope_local_theta "
-        "nope_interval bias_in qk_norm_over embedding_scale lora_rank lora_alpha smear backout"
+        "nope_interval bias_in qk_norm_over embedding_scale lora_rank lora_alpha smear backout "
+        "block"
     )
     assert {*save(tiny_state(), tmp_path)[1].meta["shape"]} == {*names.split()}
 

@@ -10,6 +10,7 @@ from megatoken.base.config.fields import ConfigField, Duration, Resume
 from megatoken.base.config.load import list_changes
 from megatoken.base.config.schema import FIELDS, Config, build_config, flatten, resume_class
 from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.rooms import REGISTERED
 from megatoken.cli.train import describe_fields
 from megatoken.store.run_folder import check_changes
 from tests.tiny_run import TEXT, read_column, read_events, train, write_shards
@@ -68,7 +69,7 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(tmp_path: Path):
 def test_numbers_of_a_registered_optimizer_come_from_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch, key: str, resume: str
 ):
-    monkeypatch.setattr("megatoken.base.config.fields._REGISTERED", {"optim.name": ["mine"]})
+    monkeypatch.setitem(REGISTERED, "optimizer", {"mine": None})
     old = with_value(OLD, "optim.name", "mine")
     (change,) = list_changes(old, with_value(old, f"optim.{key}", 0.5))
     assert change.resume == resume

@@ -13,10 +13,10 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
-from megatoken.base.rooms import find_rooms, load_entry
+from megatoken.base.rooms import REGISTERED, find_rooms, load_entry
 from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import fused_loss
-from megatoken.model.kernels.attention import ATTENTION, find_attention
+from megatoken.model.kernels.attention import find_attention
 from megatoken.model.native.selection import find_library
 from megatoken.plan.tuning import kernels as autotune_module
 from megatoken.plan.tuning import prepare as tuning
@@ -116,7 +116,7 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
     losses, hidden = [], []
     for block in ("torch", "torch+native"):
         state, batch = tiny_state(model_config=family), tiny_batch()
-        set_block_kernels(state.model, load_entry("block", block))
+        set_block_kernels(state.model, load_entry("block_kernels", block))
         hidden.append(state.model(batch.inputs_BT).detach())
         losses.append([train_step(state, tiny_step_config(2), CPU, batch).loss for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -149,7 +149,7 @@ def test_failing_kernel_is_left_out_and_cached_timings_decide(
     def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
         raise RuntimeError("no such backend")
 
-    monkeypatch.setitem(ATTENTION, "blocked", fail)
+    monkeypatch.setitem(REGISTERED, "attention", {"blocked": fail})
     first = tune(2)
     assert set(first.seconds["attention"]) == {"flash"}
     assert first.kernels.attention == "flash"
@@ -207,8 +207,8 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
 
         return count
 
-    for name in ("flash", "native"):  # also in the trials of torch's products
-        monkeypatch.setitem(ATTENTION, name, count_in(find_attention(name)))
+    counted = {name: count_in(find_attention(name)) for name in ("flash", "native")}
+    monkeypatch.setitem(REGISTERED, "attention", counted)  # also in the trials of torch's products
     settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
 
     def note(row: dict[str, Any]) -> None:

@@ -15,10 +15,10 @@ import torch
 from megatoken.base.config.schema import Config
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError, ExitCode
-from megatoken.convert.export import export
+from megatoken.base.rooms import REGISTERED
 from megatoken.distributed import preemption
 from megatoken.model.gpt import GPT, Norm
-from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
+from megatoken.model.kernels.attention import explicit_attention
 from megatoken.plan.tuning import compilation
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train import train as pretrain
@@ -174,31 +174,14 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config
         fit(config, out, model=model, optimizer=slow)
 
 
-def test_registered_attention_is_a_setting_that_checkpoints_record(data: str, tmp_path: Path):
-    def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        return explicit_attention(q / 2, k, v, **options)
-
-    register_attention("test-halved", halved)
-    flash, out = tmp_path / "flash", tmp_path / "halved"
-    config = build_config(data)
-    fit(config, flash, callbacks=[stop_at(3)])
-    fit(build_config(data, "machine.attention=test-halved"), out, callbacks=[stop_at(3)])
-    assert read_losses(out) != read_losses(flash)
-    with pytest.raises(ConfigError, match=r"machine\.attention"):
-        fit(config, out)
-    assert load_pretrained(out).model.attention_name == "test-halved"
-    with pytest.raises(ConfigError):
-        export(out, "hf", tmp_path / "exported")
-    del ATTENTION["test-halved"]  # as in a process that did not register it
-    with pytest.raises(CheckpointError):
-        load_pretrained(out)
-
-
 def test_attention_without_masks_is_refused_before_the_first_step(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # gone afterwards
-    register_attention("test-causal", explicit_attention, supports_mask=False)
+    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return explicit_attention(q, k, v, **options)
+
+    causal.supports_mask = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(REGISTERED, "attention", {"test-causal": causal})
     with pytest.raises(ConfigError):
         fit(build_config(data, "sample.every=1 machine.attention=test-causal"), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

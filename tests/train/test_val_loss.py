@@ -52,7 +52,7 @@ def test_mean_over_all_targets_and_bits_per_byte():
 def test_the_precision_does_not_depend_on_masks():
     model = make_model(seq_len=16, n_layer=1)
     set_attention(model, "native")
-    set_block_kernels(model, load_entry("block", "native"))
+    set_block_kernels(model, load_entry("block_kernels", "native"))
     device = replace(CPU, precision="bf16")
     batch = to_batch(np.arange(34).reshape(2, 17))
     options = {"chunk": 8, "comm": SINGLE, "count_bytes": BYTES.vocabulary.count_bytes}

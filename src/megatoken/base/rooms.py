@@ -6,17 +6,27 @@ adds: for each kind of entry ("command", ...), a dict from names to references, 
 `module:attribute`. References are imported when they are used. NEEDS lists the rooms outside the
 core that a room imports; if one of them is missing, the room is ignored. Both are literals, which
 are read without importing the module.
+
+Users add entries in two ways: `--import MODULE` reads the ENTRIES of a module of theirs, also in the
+processes that the command starts, and `register` adds an entry to this process.
 """
 
 import ast
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatoken.base.errors import ConfigError
+from megatoken.base.suggest import suggest
+from megatoken.base.system.environment import imported_modules
+
 CORE = ("base", "data", "model", "optim", "distributed", "store", "train")
 PACKAGE = Path(__file__).parents[1]
+REGISTERED: dict[str, dict[str, Any]] = {}  # by kind and name
 
 
 class Room(NamedTuple):
@@ -46,18 +56,78 @@ def _read(path: Path) -> Room:
     return Room(values["NEEDS"], values["ENTRIES"])
 
 
-def list_entries(kind: str) -> Mapping[str, str]:
-    """Return the references of the entries of a kind, by name."""
-    return {
-        name: reference
-        for room in find_rooms().values()
-        for name, reference in room.entries.get(kind, {}).items()
-    }
+@cache
+def _read_imported(modules: tuple[str, ...]) -> list[Room]:
+    """Read the ENTRIES of users' modules. Raises ConfigError."""
+    if modules and (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)  # last, so that its files cannot replace installed modules
+    rooms = []
+    for module in modules:
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:  # `module.py` asks for a module in a package
+            spec = None
+        if spec is None or spec.origin is None:
+            fix = "give the name of a module in this folder or an installed one, without .py"
+            raise ConfigError(f"no module '{module}'", "--import", fix)
+        try:
+            rooms.append(_read(Path(spec.origin)))
+        except (SyntaxError, ValueError) as error:
+            fix = "write ENTRIES = {kind: {name: 'module:attribute'}}, without computing anything"
+            raise ConfigError(f"cannot read ENTRIES: {error}", spec.origin, fix) from None
+        for kind, names in rooms[-1].entries.items():
+            _check_kind(kind, names, spec.origin)
+    return rooms
+
+
+def _check_kind(kind: str, names: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if rooms have no entries of this kind, or one of these names."""
+    rooms = find_rooms().values()
+    kinds = {each for room in rooms for each in room.entries}
+    if kind not in kinds:
+        match = suggest(kind, kinds)
+        fix = f"did you mean {match}?" if match else f"kinds: {', '.join(sorted(kinds))}"
+        raise ConfigError(f"no entries of the kind '{kind}'", where, fix)
+    for room in rooms:
+        for name in room.entries.get(kind, {}).keys() & names.keys():
+            raise ConfigError(f"{kind} '{name}' exists", where, "choose another name")
+
+
+def register(kind: str, name: str, value: Any) -> None:
+    """Add an entry to this process only: what a reference in ENTRIES would import.
+
+    Raises ConfigError for an unknown kind, or a name that a room of the package has.
+    """
+    _check_kind(kind, {name: value}, "register")
+    REGISTERED.setdefault(kind, {})[name] = value
+
+
+def ask_for_modules(names: Iterable[str]) -> str:
+    """Return the advice to import those of the users' modules that are not; "" if all are."""
+    lacking = ",".join(sorted(set(names) - {"", *imported_modules()}))
+    return f"add --import {lacking}" if lacking else ""
+
+
+def list_own(kind: str) -> Mapping[str, Any]:
+    """Return the users' entries of a kind by name: references, or registered objects."""
+    rooms = _read_imported(imported_modules())
+    read = {name: ref for room in rooms for name, ref in room.entries.get(kind, {}).items()}
+    return {**read, **REGISTERED.get(kind, {})}
+
+
+def list_entries(kind: str) -> Mapping[str, Any]:
+    """Return the references of the entries of a kind, or registered objects, by name."""
+    rooms = find_rooms().values()
+    found = {name: ref for room in rooms for name, ref in room.entries.get(kind, {}).items()}
+    return {**found, **list_own(kind)}
 
 
 def load_entry(kind: str, name: str) -> Any:
-    """Import an entry. Raises KeyError if no room adds it."""
-    module, _, attribute = list_entries(kind)[name].partition(":")
+    """Import an entry. Raises KeyError if no room or user adds it."""
+    entry = list_entries(kind)[name]
+    if not isinstance(entry, str):
+        return entry
+    module, _, attribute = entry.partition(":")
     loaded = import_module(module)
     return getattr(loaded, attribute) if attribute else loaded
 

@@ -12,9 +12,9 @@ from megatoken import __version__
 from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, MegatokenError, StorageError
 from megatoken.base.redact import RedactedStream, redact_values
-from megatoken.base.system.environment import prepare_process
+from megatoken.base.system.environment import import_modules, prepare_process
 from megatoken.cli import run_parsed
-from megatoken.cli.arguments import parse
+from megatoken.cli.arguments import Parser, parse
 from megatoken.cli.help import format_overview
 from megatoken.distributed.env import read_dist_env
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Parse and run one command, and print its JSON line."""
+    import_modules(find_imports(arguments))
     options = parse(arguments)
     result = run_parsed(options, Console(to_stderr=options.json))
     if options.json and result.data is not None:
@@ -61,6 +62,14 @@ def run_command(arguments: Sequence[str]) -> int:
             if options.command != "train":  # the run is saved; report its exit code
                 raise
     return int(result.exit_code)
+
+
+def find_imports(arguments: Sequence[str]) -> list[str]:
+    """Return the modules given to --import, whose entries other arguments may name."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--import", dest="modules", action="append", default=[])
+    found: list[str] = parser.parse_known_args(arguments)[0].modules
+    return found
 
 
 def prepare_streams() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megatoken.base.console import Console
 from megatoken.base.errors import CheckpointError, ConfigError, StorageError, Warn
+from megatoken.base.rooms import list_own
 from megatoken.base.system.atomic_write import local_path, storage_errors
 from megatoken.convert.gguf import compare_llama, write_gguf
 from megatoken.convert.hf.chat_files import GGUF
@@ -26,7 +27,6 @@ from megatoken.convert.hf.export import (
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.model.gpt import GPT
-from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from megatoken.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def _prepare(loaded: LoadedModel, warn: Warn) -> int:
     Removes ids that have no token, and the value head, which no format supports.
     """
     model = loaded.model.eval()
-    if model.attention_name not in BUILT_IN:
+    if model.attention_name in list_own("attention"):
         raise ConfigError(f"no format has attention {model.attention_name!r}", "export")
     vocab_size = loaded.tokenizer.vocab_size
     n_unused = model.config.vocab_size - vocab_size

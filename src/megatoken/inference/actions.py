@@ -19,7 +19,7 @@ from megatoken.inference.multiple_choice import (
 )
 from megatoken.inference.sampling import Sampling
 from megatoken.inference.settings import SampleConfig, TasksConfig
-from megatoken.model.kernels.attention import WITHOUT_MASK
+from megatoken.model.kernels.attention import supports_mask
 from megatoken.text.chat_template import Message, find_stop_ids, find_template
 from megatoken.text.tokenizer import open_tokenizer
 from megatoken.train.actions import Action
@@ -68,7 +68,7 @@ def open_sample(config: Config, data: RunData, context: RunContext) -> Action | 
 
 def _require_mask(config: Config) -> None:
     attention = config.machine.attention
-    if attention in WITHOUT_MASK:
+    if attention != "auto" and not supports_mask(attention):
         what = f"attention {attention!r} has no mask or cache, which sampling and tasks need"
         fix = "set sample.every=0 and evaluate.tasks=''"
         raise ConfigError(what, "machine.attention", fix)

@@ -112,7 +112,7 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
         for parameter, copy in zip(parameters, gather_in_large_pages(parameters), strict=True):
             parameter.data = copy
         if find_library():
-            set_block_kernels(model, load_entry("block", "native"))
+            set_block_kernels(model, load_entry("block_kernels", "native"))
             _set_native_attention(model)
     elif device.type == "cpu":
         linears = [part.weight for part in model.modules() if isinstance(part, nn.Linear)]
@@ -142,7 +142,7 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
         del layer.weight  # a registered parameter cannot be replaced by another type
         layer.weight = replace(matrix, values_OI=values_OI)  # type: ignore[assignment]
     model.to(dtype)
-    set_block_kernels(model, load_entry("block", "int8"))
+    set_block_kernels(model, load_entry("block_kernels", "int8"))
 
 
 class TextStream:

@@ -1,7 +1,7 @@
 """Score completions by rule: a reward is a number for (prompt, completion, answer).
 
-REWARDS lists the built-in rules. A user's own function is named as module:function, but only on the
-command line or from Python, because a recipe must not run code. A rule should compare the whole
+Rules are entries of the kind "reward". A function can also be named as module:function, but only on
+the command line or from Python, because a recipe must not run code. A rule should compare the whole
 completion: `answer in completion` would reward a list of all numbers, and `completion in answer` an
 empty completion.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import list_entries, load_entry
 
 Reward = Callable[[str, str, str], float]
 NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
@@ -61,14 +62,15 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(number)
 
 
-REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k}
-
-
 def load_reward(name: str) -> Reward:
-    """Import a user's reward function, named module:function.
+    """Import the rule of this name, or a function named module:function.
 
     The module may also be in the working folder. Raises ConfigError if the import fails.
     """
+    rules = list_entries("reward")
+    if name in rules:
+        rule: Reward = load_entry("reward", name)
+        return rule
     module, _, function = name.partition(":")
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
@@ -77,7 +79,7 @@ def load_reward(name: str) -> Reward:
         reward: Reward = getattr(importlib.import_module(module), function)
     except Exception as error:  # from the user's code
         what = f"cannot import {name}: {type(error).__name__}: {error}"
-        fix = f"choose one of {', '.join(REWARDS)}, or write your own as module:function"
+        fix = f"choose one of {', '.join(rules)}, or write your own as module:function"
         raise ConfigError(what, "--reward", fix) from error
     finally:
         sys.path.remove(folder)

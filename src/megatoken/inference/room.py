@@ -16,5 +16,19 @@ ENTRIES = {
         "evaluate": "megatoken.inference.settings:TasksConfig",
         "sample": "megatoken.inference.settings:SampleConfig",
     },
+    "reward": {
+        "exact": "megatoken.inference.rewards:reward_exact",
+        "number": "megatoken.inference.rewards:reward_number",
+        "gsm8k": "megatoken.inference.rewards:reward_gsm8k",
+    },
+    "task": {
+        "hellaswag": "megatoken.inference.tasks:HELLASWAG",
+        "arc_easy": "megatoken.inference.tasks:ARC_EASY",
+        "arc_challenge": "megatoken.inference.tasks:ARC_CHALLENGE",
+        "piqa": "megatoken.inference.tasks:PIQA",
+        "winogrande": "megatoken.inference.tasks:WINOGRANDE",
+        "openbookqa": "megatoken.inference.tasks:OPENBOOKQA",
+        "lambada": "megatoken.inference.tasks:LAMBADA",
+    },
     "check": {"tasks": "megatoken.inference.check:check_tasks"},
 }

@@ -1,6 +1,6 @@
-"""The built-in multiple-choice tasks: where their rows come from, and how a row becomes prompts.
+"""Multiple-choice tasks: where their rows come from, and how a row becomes prompts.
 
-Prompts are the same as in lm_eval/tasks 0.4.13, with one space between context and choice.
+They are entries of the kind "task". Prompts are the same as in lm_eval/tasks 0.4.13, with one space between context and choice.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.suggest import suggest
 from megatoken.base.system.atomic_write import MALFORMED
 from megatoken.base.system.metrics_log import Row
@@ -122,19 +123,21 @@ class Task(NamedTuple):
     split: str
 
 
-parse_openbookqa = partial(parse_lettered, key="question_stem", template="{}")
-TASKS = {
-    task.name: task
-    for task in (
-        Task("hellaswag", parse_hellaswag, "Rowan/hellaswag", None, "validation"),
-        Task("arc_easy", parse_lettered, "allenai/ai2_arc", "ARC-Easy", "test"),
-        Task("arc_challenge", parse_lettered, "allenai/ai2_arc", "ARC-Challenge", "test"),
-        Task("piqa", parse_piqa, "baber/piqa", None, "validation"),
-        Task("winogrande", parse_winogrande, "allenai/winogrande", "winogrande_xl", "validation"),
-        Task("openbookqa", parse_openbookqa, "allenai/openbookqa", "main", "test"),
-        Task("lambada", parse_lambada, "EleutherAI/lambada_openai", "default", "test"),
-    )
-}
+HELLASWAG = Task("hellaswag", parse_hellaswag, "Rowan/hellaswag", None, "validation")
+ARC_EASY = Task("arc_easy", parse_lettered, "allenai/ai2_arc", "ARC-Easy", "test")
+ARC_CHALLENGE = Task("arc_challenge", parse_lettered, "allenai/ai2_arc", "ARC-Challenge", "test")
+PIQA = Task("piqa", parse_piqa, "baber/piqa", None, "validation")
+WINOGRANDE = Task(
+    "winogrande", parse_winogrande, "allenai/winogrande", "winogrande_xl", "validation"
+)
+OPENBOOKQA = Task(
+    "openbookqa",
+    partial(parse_lettered, key="question_stem", template="{}"),
+    "allenai/openbookqa",
+    "main",
+    "test",
+)
+LAMBADA = Task("lambada", parse_lambada, "EleutherAI/lambada_openai", "default", "test")
 
 
 def find_tasks(names: str | Sequence[str]) -> list[Task]:
@@ -144,14 +147,15 @@ def find_tasks(names: str | Sequence[str]) -> list[Task]:
     """
     if isinstance(names, str):
         names = names.split(",")
+    known = list_entries("task")
     tasks = {}
     for name in map(str.strip, names):
-        if name not in TASKS:
-            near = suggest(name, TASKS)
-            fix = f"did you mean {near}?" if near else f"choose among {', '.join(TASKS)}"
+        if name not in known:
+            near = suggest(name, known)
+            fix = f"did you mean {near}?" if near else f"choose among {', '.join(known)}"
             fix += f" ({CORE} alone; any other task: --harness)"
             raise ConfigError(f"unknown task {name!r}", "tasks", fix)
-        tasks[name] = TASKS[name]
+        tasks[name] = load_entry("task", name)
     return list(tasks.values())
 
 

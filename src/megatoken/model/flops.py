@@ -7,11 +7,15 @@ not it is tied. It excludes norms, biases, embeddings and value embeddings, whic
 Grouped-query attention saves parameters but no attention FLOPs, because every query is still
 compared with every key. In a layer with a window of w keys, full attention counts w keys per query,
 and causal attention counts w (2T - w) / 2T on average.
+
+Users' norms, MLPs and blocks are counted by building a block without memory, which needs torch.
 """
 
 import math
+from functools import cache
 
 from megatoken.base.config.model_config import ModelConfig
+from megatoken.base.rooms import list_own, load_entry
 from megatoken.model.extensions import count_additions
 
 
@@ -60,6 +64,9 @@ def describe_parameters(config: ModelConfig) -> str:
 
 def count_block_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of one block."""
+    added = count_additions(config).block_parameters
+    if _has_own_parts(config):
+        return sum(_measure(config)[:2]) + added
     d = config.d_model
     f = config.d_ff
     widths = {"qkv": sum(config.qkv_rows), "out": d, "mlp": (1 + config.is_gated) * f + d}
@@ -69,7 +76,7 @@ def count_block_parameters(config: ModelConfig) -> int:
         q, k, _ = config.qkv_rows
         width = 2 * config.d_head if config.qk_norm_over == "head" else q + k
         norms += _count_norm_parameters(config, width)
-    return _block_matrices(config) + biases + norms + count_additions(config).block_parameters
+    return _block_matrices(config) + biases + norms + added
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -87,7 +94,28 @@ def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
     return tables + count_value_parameters(config, vocab_size)
 
 
+def _has_own_parts(config: ModelConfig) -> bool:
+    names = (getattr(config, kind) in list_own(kind) for kind in ("norm", "mlp", "block"))
+    return any(names)
+
+
+@cache
+def _measure(config: ModelConfig, norm_width: int = 0) -> tuple[int, int, int, int]:
+    """Return `measure_parts` of model/gpt.py, which needs torch."""
+    sizes: tuple[int, int, int, int] = load_entry("measure", "parts")(config, norm_width)
+    return sizes
+
+
+def count_mlp_outputs(config: ModelConfig) -> int:
+    """Return the numbers per token that the MLP's matrices put out, except the last one."""
+    if not _has_own_parts(config):
+        return (1 + config.is_gated) * config.d_ff
+    return _measure(config)[2] - config.d_model
+
+
 def _count_norm_parameters(config: ModelConfig, width: int) -> int:
+    if config.norm in list_own("norm"):
+        return _measure(config, width)[3]
     return 2 * width if config.has_bias("norm") and config.norm != "rmsnorm" else width
 
 
@@ -98,6 +126,8 @@ def count_matmul_parameters(config: ModelConfig) -> int:
 
 
 def _block_matrices(config: ModelConfig) -> int:
+    if _has_own_parts(config):
+        return _measure(config)[0]
     d = config.d_model
     attention = sum(config.qkv_rows) + config.attention_width
     return d * attention + (2 + config.is_gated) * d * config.d_ff

@@ -39,6 +39,7 @@ vocabulary, S keys (cached and new).
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -54,11 +55,11 @@ from megatoken.base.system.torch_compat import is_compiled
 from megatoken.model.dropout import Dropout, Module, fold_in
 from megatoken.model.extensions import load_extensions
 from megatoken.model.kernels.attention import (
-    WITHOUT_WINDOW,
     attend_documents,
     find_attention,
     flash_attention,
     masked_attention,
+    supports_window,
 )
 from megatoken.model.kernels.block import KERNELS, BlockKernels
 from megatoken.model.loss import cap_logits, cross_entropy
@@ -204,6 +205,8 @@ class MLP(Module):
 
     `gelu` and `geglu` use GPT-2's tanh approximation, and `gelu-erf` is exact. Sources: Hendrycks
     and Gimpel 2016 (GELU), So et al. 2021 (squared ReLU), Shazeer 2020 (SwiGLU, GEGLU).
+
+    An entry of the kind "mlp" is a subclass with its own `forward`, or `__init__` and `forward`.
     """
 
     kernels = KERNELS
@@ -251,6 +254,8 @@ class Block(Module):
 
     The stream is passed as two terms, whose sum opens the next block. A compiled block then adds
     them in the kernel of its norm, and does not write a sum that its backward would not read.
+
+    An entry of the kind "block" is a subclass with its own `forward`.
     """
 
     __call__: Callable[..., tuple[Tensor, Tensor | None]]  # type: ignore[assignment]
@@ -262,7 +267,8 @@ class Block(Module):
         self.attention = Attention(config, layer)
         self.post_norm1 = build_norm(config) if has_post else None
         self.norm2 = build_norm(config) if has_pre else None
-        self.mlp = MLP(config)
+        mlp: type[MLP] = load_entry("mlp", config.mlp)
+        self.mlp = mlp(config)
         self.post_norm2 = build_norm(config) if has_post else None
         self.drop1 = Dropout(config.dropout, site=2)
         self.drop2 = Dropout(config.dropout, site=3)
@@ -347,7 +353,8 @@ class GPT(Module):
             self.smear_scale = nn.Parameter(torch.zeros(1))
         if config.backout:
             self.backout_scale = nn.Parameter(torch.zeros(1))
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        block: type[Block] = load_entry("block", config.block)
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
         self.norm = build_norm(config)
         self.head = None
         if not config.tie_embeddings:
@@ -481,10 +488,27 @@ class GPT(Module):
         return total / count
 
 
+def measure_parts(config: ModelConfig, norm_width: int = 0) -> tuple[int, int, int, int]:
+    """Build a block and a norm without memory, and measure them.
+
+    Returns the numbers of the block's parameters that are in matrices and elsewhere, the rows of
+    its MLP's matrices, and the number of the norm's parameters.
+    """
+    block_class: type[Block] = load_entry("block", config.block)
+    with torch.device("meta"):
+        block = block_class(replace(config, value_embeddings=False), 0)
+        norm = build_norm(config, norm_width)
+    own, mlp, others = (list(part.parameters()) for part in (block, block.mlp, norm))
+    in_matrices = sum(each.numel() for each in own if each.dim() >= 2)
+    elsewhere = sum(each.numel() for each in own) - in_matrices
+    rows = sum(len(each) for each in mlp if each.dim() >= 2)
+    return in_matrices, elsewhere, rows, sum(each.numel() for each in others)
+
+
 def set_attention(model: GPT, name: str) -> None:
     """Select an implementation of attention. Raises ConfigError if it cannot compute the model."""
     attention_fn = find_attention(name)
-    if model.config.window and name in WITHOUT_WINDOW:
+    if model.config.window and not supports_window(name):
         fix = "use auto, or model.window=0"
         raise ConfigError(f"attention {name!r} has no windows", "machine.attention", fix)
     model.attention_name = name

@@ -7,6 +7,7 @@ at a time, their softmax is in fp32, and padding ids get no probability.
 Shapes: N rows (B*T), C d_model, V padded vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatoken.model.kernels.cross_entropy import OutputLayer
+
+# An entry of the kind "loss_term": a function of fp32 logits (N, V), the targets (B, T) of whole
+# sequences, and the indices (N,) of the logits' tokens among them. Returns N values.
+Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(
@@ -35,7 +40,7 @@ def cross_entropy(
     softcap: see `cap_logits`.
     chunk: how many rows of logits to hold in memory at once. With 0, all logits are computed and
         differentiated by torch's autograd.
-    output_layer: what computes each chunk, an entry of the kind "loss" (model/room.py).
+    output_layer: what computes each chunk, an entry of the kind "output_layer" (model/room.py).
     """
     device = hidden_BTC.device.type
     dtype = product_dtype(hidden_BTC)
@@ -67,6 +72,58 @@ def cross_entropy(
         return total, count
 
 
+def sum_terms(
+    terms: Sequence[Term],
+    hidden_BTC: Tensor,
+    lm_head_VC: Tensor,
+    targets_BT: Tensor,
+    rows_BT: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    chunk: int = 1024,
+) -> list[Tensor]:
+    """Return the sum of each term over the tokens that have a target.
+
+    Each chunk's logits are recomputed in the backward.
+
+    targets_BT: the targets of whole sequences, which terms see. rows_BT: which of their tokens the
+        hidden states belong to, as indices into the flattened targets.
+    chunk: how many rows of logits to hold in memory at once; 0 for all.
+    """
+    dtype = product_dtype(hidden_BTC)
+    hidden_NC, rows_N = hidden_BTC.flatten(0, 1), rows_BT.flatten()
+
+    def compute(h_NC: Tensor, w_VC: Tensor, r_N: Tensor) -> Tensor:
+        logits_NV = _project(h_NC, w_VC, vocab_size, softcap, dtype)
+        is_target_N = targets_BT.flatten()[r_N] >= 0
+        values = [term(logits_NV, targets_BT, r_N) for term in terms]
+        return torch.stack([(each_N * is_target_N).sum() for each_N in values])
+
+    with torch.autocast(hidden_BTC.device.type, enabled=False):
+        size = chunk or len(rows_N)
+        chunks = zip(torch.split(hidden_NC, size), torch.split(rows_N, size), strict=True)
+        sums = [
+            checkpoint(compute, h_NC, lm_head_VC, r_N, use_reentrant=False) for h_NC, r_N in chunks
+        ]
+        return list(torch.stack(sums).sum(0))
+
+
+def z_loss(logits_NV: Tensor, targets_BT: Tensor, rows_N: Tensor) -> Tensor:
+    """Return log(Z)^2 of each softmax, which keeps logits small (PaLM, Chowdhery et al. 2022)."""
+    return logits_NV.logsumexp(-1).square()
+
+
+def label_smoothing(logits_NV: Tensor, targets_BT: Tensor, rows_N: Tensor) -> Tensor:
+    """Return the cross-entropy against a uniform distribution minus that against the target.
+
+    With a weight of w, targets have the probability 1 - w plus their share of w (Szegedy et al.
+    2016).
+    """
+    logits_NT = logits_NV.gather(-1, targets_BT.flatten()[rows_N].clamp(min=0)[:, None])
+    return logits_NT[:, 0] - logits_NV.mean(-1)
+
+
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     """Return softcap * tanh(logits / softcap) in fp32 (Gemma 2); with 0, logits are not changed."""
     if not softcap:
@@ -90,9 +147,15 @@ def _plain_cross_entropy(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the summed cross-entropy, with all logits computed in one matmul."""
+    logits_NV = _project(h_NC, w_VC, vocab_size, softcap, dtype)
+    return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=-1)
+
+
+def _project(
+    h_NC: Tensor, w_VC: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype
+) -> Tensor:
     logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
-    capped_NV = cap_logits(logits_NV, softcap)
-    return F.cross_entropy(capped_NV, targets_N, reduction="sum", ignore_index=-1)
+    return cap_logits(logits_NV, softcap)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

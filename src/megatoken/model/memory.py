@@ -9,6 +9,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.model.extensions import count_additions
 from megatoken.model.flops import (
     count_block_parameters,
+    count_mlp_outputs,
     count_padded_parameters,
     count_trained_parameters,
 )
@@ -159,6 +160,5 @@ def _block_bytes_per_token(
     # Rotated, and normalized, queries and keys.
     size += item * (q + kv) * ((config.pos_emb == "rotary") + config.qk_norm)
     size += item * q + FP32 * config.n_head  # attention's output; a sum of exponents per head
-    inputs = 1 + config.is_gated
     size += item * count_additions(config).block_outputs
-    return size + item * config.d_ff * (inputs if recompute_gelu else 2 * inputs)
+    return size + item * count_mlp_outputs(config) * (1 if recompute_gelu else 2)

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from megatoken.base.config.batch_ramp import BatchRamp
 from megatoken.base.config.fields import Duration
 from megatoken.base.config.schema import END_DECAYS, Config
+from megatoken.base.rooms import load_entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """Linear warm-up to `peak_lr`, then a decay to `min_lr_ratio * peak_lr`.
 
-    decay:
-        cosine, linear: starts after warm-up and lasts `decay_length`, or the rest of the run if
-            that is None (Loshchilov & Hutter 2017; GPT-3).
-        wsd, wsd-sqrt: constant, then a linear or a 1 - sqrt decay over the last `decay_length` of
-            the run (Hu et al. 2024; Hägele et al. 2024).
-        multi-step: multiplied by sqrt(min_lr_ratio) when `decay_length` is left, and again when
-            half of it is left (DeepSeek-AI 2024).
-        constant: no decay.
+    decay: an entry of the kind "schedule", a function of the share of the decay that is over, from
+        0 to 1, and of min_lr_ratio, which returns a multiple of `peak_lr`. The decay starts after
+        warm-up and lasts `decay_length`, or the rest of the run if that is None. Those in
+        END_DECAYS start when `decay_length` is left.
 
     warmup, decay_length and total are in steps, or with a batch ramp in tokens.
     """
@@ -53,25 +50,40 @@ class LRSchedule:
         start = self._begin(step)
         if start < self.warmup:
             return self.peak_lr * min(self._begin(step + 1), self.warmup) / self.warmup
-        if self.decay == "constant":
-            return self.peak_lr
         begin = self.decay_begin
+        if start < begin:
+            return self.peak_lr
         end = self.total
         if self.decay_length is not None and self.decay not in END_DECAYS:
             end = begin + self.decay_length
         share = min(max((start - begin) / max(end - begin, 1), 0.0), 1.0)  # of the decay
-        if self.decay == "multi-step":
-            if start < begin:
-                return self.peak_lr
-            ratio = math.sqrt(self.min_lr_ratio) if share < 0.5 else self.min_lr_ratio
-            return self.peak_lr * ratio
-        if self.decay == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * share))
-        elif self.decay == "wsd-sqrt":
-            factor = 1 - math.sqrt(share)
-        else:
-            factor = 1 - share
-        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * factor)
+        multiple: float = load_entry("schedule", self.decay)(share, self.min_lr_ratio)
+        return self.peak_lr * multiple
+
+
+def cosine(share: float, floor: float) -> float:
+    """Return half a cosine wave from 1 to `floor` (Loshchilov & Hutter 2017; GPT-3)."""
+    return floor + (1 - floor) * (0.5 * (1 + math.cos(math.pi * share)))
+
+
+def linear(share: float, floor: float) -> float:
+    """Return a line from 1 to `floor`; wsd is one at the end of the run (Hu et al. 2024)."""
+    return floor + (1 - floor) * (1 - share)
+
+
+def square_root(share: float, floor: float) -> float:
+    """Return 1 - sqrt(share), scaled to end at `floor` (Hägele et al. 2024)."""
+    return floor + (1 - floor) * (1 - math.sqrt(share))
+
+
+def multi_step(share: float, floor: float) -> float:
+    """Return sqrt(floor) in the first half of the decay, then `floor` (DeepSeek-AI 2024)."""
+    return math.sqrt(floor) if share < 0.5 else floor
+
+
+def constant(share: float, floor: float) -> float:
+    """Return 1."""
+    return 1.0
 
 
 def build_schedule(

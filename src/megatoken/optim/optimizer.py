@@ -1,8 +1,8 @@
 """Optimizers by name, and the parameter groups that they update.
 
-To add an optimizer, call `register_optimizer` with how to build it, the size of its state per
-parameter, and whether it needs full matrices. Learning rates, checkpoints, sharding and memory
-estimates then work without further changes.
+An entry of the kind "optimizer" (base/rooms.py) is an `OptimizerSpec`: how to build it, the size of
+its state per parameter, and whether it needs full matrices. Learning rates, checkpoints, sharding
+and memory estimates then work without further changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatoken.base.config.fields import register_choice
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import list_entries, load_entry
@@ -75,29 +74,13 @@ class OptimizerSpec:
     whole_matrices: bool = False
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {}  # registered ones
-BUILT_IN = list_entries("optimizer")
-
-
-def register_optimizer(name: str, spec: OptimizerSpec) -> None:
-    """Make an optimizer available as `optim.name=NAME`. Raises ConfigError for a built-in name."""
-    if name in BUILT_IN:
-        raise ConfigError(
-            f"{name!r} is a built-in optimizer", "register_optimizer", "choose another name"
-        )
-    register_choice("optim.name", name)
-    OPTIMIZERS[name] = spec
-    size = spec.bytes_per_param
-    STATE_BYTES[name] = (size, size) if isinstance(size, int) else size
-
-
 def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer registered under a name. Raises ConfigError for an unknown name."""
-    names = {**BUILT_IN, **OPTIMIZERS}
+    """Return the optimizer of this name. Raises ConfigError if there is none."""
+    names = list_entries("optimizer")
     if name not in names:
         fix = f"choose one of {', '.join(names)}"
         raise ConfigError(f"unknown optimizer {name!r}", "optim.name", fix)
-    spec: OptimizerSpec = OPTIMIZERS.get(name) or load_entry("optimizer", name)
+    spec: OptimizerSpec = load_entry("optimizer", name)
     return spec
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from megatoken.base.config.load import ResolvedConfig
 from megatoken.base.config.schema import Config
 from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.rooms import list_entries, list_own
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
 from megatoken.data.shard_format import SPLITS
 from megatoken.distributed.comm import Comm
 from megatoken.inference.batch import Completion
-from megatoken.inference.rewards import REWARDS, Reward, load_reward, score_completions
+from megatoken.inference.rewards import Reward, load_reward, score_completions
 from megatoken.posttrain.answer_scores import AnswerScorer, take_last
 from megatoken.posttrain.batches import SHOWN
 from megatoken.posttrain.chat_batches import ChatBatches, ChatLoader
@@ -141,7 +142,7 @@ class Policy(RowObjective):
         if not isinstance(reward, str):  # a callable object or functools.partial has no name
             name = getattr(reward, "__qualname__", type(reward).__qualname__)
             reward = f"{reward.__module__}:{name}"
-        elif reward not in REWARDS:
+        else:
             load_reward(reward)
         section = replace(section, reward=reward)
         return replace(resolved, config=resolved.config.with_section(section))
@@ -165,22 +166,22 @@ class Policy(RowObjective):
     def _build_score(self, run: Run) -> Score:
         """Return the function that scores completions: a reward function or a reward model."""
         name, reward = run.config.section(ObjectiveConfig).reward, self.reward
-        if isinstance(reward, str) and reward not in REWARDS:
-            reward = load_reward(reward)
         if callable(reward):
             return score_by_rule(run, reward, name, needs_stop=False)
-        if name in REWARDS:
-            return score_by_rule(run, REWARDS[name], name, needs_stop=True)
-        return score_by_model(run, name)
+        if reward is None and name not in list_entries("reward"):
+            return score_by_model(run, name)
+        is_own = ":" in name or name in list_own("reward")
+        return score_by_rule(run, load_reward(name), name, needs_stop=not is_own)
 
 
 def check_reward(name: str) -> None:
-    """Raise ConfigError unless `name` is a rule of REWARDS or the run of a reward model."""
+    """Raise ConfigError unless `name` is a rule or the run of a reward model."""
     if ":" in name:
         fix = f"pass --reward {name}: recipes run no code"
         raise ConfigError(f"reward {name} is Python code", "objective.reward", fix)
-    if name not in REWARDS and not (Path(name) / "checkpoints").is_dir():
-        fix = f"choose one of {', '.join(REWARDS)}, or the run of a reward model"
+    rules = list_entries("reward")
+    if name not in rules and not (Path(name) / "checkpoints").is_dir():
+        fix = f"choose one of {', '.join(rules)}, or the run of a reward model"
         raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
 
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from megatoken.inference.rewards import REWARDS
+from megatoken.base.rooms import list_entries
 
-REWARD = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"  # --reward
+REWARD = (
+    f"reward of grpo and ppo: {', '.join(list_entries('reward'))}, or module:function"  # --reward
+)
 OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "ppo")
 SAMPLING = ("grpo", "ppo")  # objectives that train on completions sampled from the model
 

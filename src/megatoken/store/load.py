@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatoken.base.config.load import IMPORTS
 from megatoken.base.errors import CheckpointError, ConfigError, MegatokenError
+from megatoken.base.rooms import ask_for_modules, list_entries
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.model.gpt import GPT, list_own_classes, set_attention
-from megatoken.model.kernels.attention import ATTENTION, BUILT_IN
 from megatoken.optim.optimizer import AdamW, MatrixOptimizer
 from megatoken.store.commit import discard, list_steps, step_folder
 from megatoken.store.manifest import (
@@ -216,7 +217,7 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
 
     Raises CheckpointError.
     """
-    model_config = decode_model_config(manifest.meta.get("shape"), folder)
+    model_config = decode_model_config(manifest.meta, folder)
     weights = TensorReader(folder, manifest, MODEL)
     with torch.device("meta"), malformed(folder):
         # A damaged manifest may claim any depth: limit the memory before shapes are compared.
@@ -229,9 +230,10 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
     model.load_state_dict(tensors, assign=True)
     attention = str(manifest.meta.get("attention", ""))
     if attention:
-        if attention not in {**BUILT_IN, **ATTENTION}:
+        if attention not in list_entries("attention"):
             what = f"checkpoint was trained with attention {attention!r}, which is not registered"
-            raise CheckpointError(what, str(folder), "call megatoken.register_attention first")
+            fix = ask_for_modules(manifest.meta.get(IMPORTS, ())) or "call megatoken.register first"
+            raise CheckpointError(what, str(folder), fix)
         set_attention(model, attention)
     return model
 

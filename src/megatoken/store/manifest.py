@@ -18,8 +18,10 @@ from typing import Any, Self
 import xxhash
 
 from megatoken.base.config.fields import list_fields, parse_value
+from megatoken.base.config.load import IMPORTS
 from megatoken.base.config.model_config import ModelConfig, validate_model
 from megatoken.base.errors import CheckpointError
+from megatoken.base.rooms import ask_for_modules
 from megatoken.base.system.atomic_write import BLOCK_BYTES, MALFORMED, hash_file, read_small_file
 from megatoken.base.system.sealed_json import parse_sealed, seal
 
@@ -201,13 +203,14 @@ def encode_model_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
-    """Return the architecture stored as `meta.shape`; missing fields get GPT-2's values.
+def decode_model_config(meta: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """Return the architecture stored as `shape`; missing fields get GPT-2's values.
 
     Raises CheckpointError if the value is malformed.
     """
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
+        shape = meta["shape"]
         config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
         values = {}
         for spec in list_fields(config, "model."):
@@ -219,7 +222,7 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
         problems = [str(error)]
     if problems:
         what = f"manifest.json does not describe a model: {problems[0]:.200}"
-        raise CheckpointError(what, str(folder))
+        raise CheckpointError(what, str(folder), ask_for_modules(meta.get(IMPORTS, ())))
     return config
 
 

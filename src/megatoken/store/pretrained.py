@@ -60,7 +60,7 @@ def read_architecture(name: str | Path) -> ModelConfig:
         _, config = reader.read_content(path)
         return config  # type: ignore[no-any-return]
     folder, manifest = find_checkpoint(path, warnings.warn, hashes=lambda _: False)
-    return decode_model_config(manifest.meta.get("shape"), folder)
+    return decode_model_config(manifest.meta, folder)
 
 
 def find_weights(name: str | Path, warn: Warn) -> tuple[Path, Any]:

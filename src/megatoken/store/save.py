@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatoken.base.config.load import IMPORTS
 from megatoken.base.errors import MegatokenError, StorageError
+from megatoken.base.rooms import list_own
+from megatoken.base.system.environment import imported_modules
 from megatoken.model.gpt import list_own_classes
-from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.store.commit import (
     FileWriter,
     count_needed_bytes,
@@ -77,7 +79,9 @@ class AsyncSave:
             **meta,
         }
         # Needed to use the weights:
-        if state.model.attention_name not in BUILT_IN:
+        if modules := imported_modules():
+            self.meta[IMPORTS] = modules
+        if state.model.attention_name in list_own("attention"):
             self.meta["attention"] = state.model.attention_name
         if classes := list_own_classes(state.model):
             self.meta["classes"] = classes

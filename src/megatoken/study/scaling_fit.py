@@ -74,7 +74,7 @@ def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
         raise DataError("no checkpoint with the sizes of the model", folder)
     newest = step_folder(folder / "checkpoints", steps[-1])
     meta = read_manifest(newest).meta
-    return decode_model_config(meta.get("shape"), newest), meta
+    return decode_model_config(meta, newest), meta
 
 
 def fit_scaling(

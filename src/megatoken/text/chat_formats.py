@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatoken.base.errors import DataError
+from megatoken.base.rooms import list_own, load_entry
 from megatoken.base.system.atomic_write import MALFORMED
 from megatoken.base.system.metrics_log import Row
 from megatoken.text.chat_template import Message, parse_messages
@@ -103,6 +104,12 @@ class RowFormat(NamedTuple):
         return self.name.partition(" ")[0].split("/")
 
 
+def list_formats() -> list[RowFormat]:
+    """Return the row formats, users' first: their entries are sequences, as FORMATS is."""
+    names = [*list_own("row_format"), "megatoken"]
+    return [each for name in names for each in load_entry("row_format", name)]
+
+
 def peek_format(source: Source, text_key: str) -> RowFormat | None:
     """Return the row format of a corpus, judged by its first row, or None if it holds plain text.
 
@@ -113,7 +120,7 @@ def peek_format(source: Source, text_key: str) -> RowFormat | None:
         for where, line, _ in read_rows(source):
             try:
                 row = json.loads(line)
-                if text_key in row or not any(row.keys() & {*each.keys} for each in FORMATS):
+                if text_key in row or not any(row.keys() & {*each.keys} for each in list_formats()):
                     break
             except MALFORMED:
                 break
@@ -154,12 +161,13 @@ def _match_format(row: Row, where: str) -> RowFormat:
 
     Raises DataError, naming the closest formats and the keys they lack, if no format matches.
     """
-    for row_format in FORMATS:
+    formats = list_formats()
+    for row_format in formats:
         if row.keys() >= {*row_format.keys}:
             if row_format.kind == "chat" and _read_label(row) is not None:
                 return row_format._replace(name=f"{row_format.name}/label", kind="kto")
             return row_format
-    similar = [each for each in FORMATS if row.keys() & {*each.keys}] or FORMATS
+    similar = [each for each in formats if row.keys() & {*each.keys}] or formats
     missing = {each.name: [key for key in each.keys if key not in row] for each in similar}
     fewest = min(map(len, missing.values()))
     closest = "; ".join(

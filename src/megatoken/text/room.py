@@ -10,6 +10,7 @@ ENTRIES = {
         "exercises-prompts": "megatoken.text.exercises:find_exercises",
         "exercises-test": "megatoken.text.exercises:find_exercises",
     },
+    "row_format": {"megatoken": "megatoken.text.chat_formats:FORMATS"},
     "command": {
         "prepare": "megatoken.text.commands.prepare",
         "quickstart": "megatoken.text.commands.quickstart",

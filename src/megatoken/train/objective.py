@@ -91,7 +91,7 @@ class Objective:
         return loader, loader.n_windows * loader.seq_len
 
     def build_loss(self, config: Config) -> Loss:
-        return CrossEntropy()
+        return CrossEntropy(config.objective.weights)
 
     def open_batches(self, run: Run) -> BatchSource:
         return TextBatches(run)

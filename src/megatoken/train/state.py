@@ -3,7 +3,7 @@
 No random state is kept: dropout is a function of seed, step, sequence and position in the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.extensions import count_additions
 from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels.cross_entropy import OutputLayer
-from megatoken.model.loss import cross_entropy
+from megatoken.model.loss import cross_entropy, sum_terms
 from megatoken.model.masks import separate_conversations
 from megatoken.model.memory import resolve_loss_chunk
 from megatoken.optim.lr_schedule import LRSchedule, build_schedule
@@ -195,8 +195,11 @@ class Loss(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class CrossEntropy:
-    """The mean cross-entropy of the targets, in nats."""
+    """The mean cross-entropy of the targets, in nats, plus terms with these weights, by name."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, state: TrainState, batch: Batch) -> Tensor:
         return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
@@ -204,16 +207,32 @@ class CrossEntropy:
     def sums(
         self, state: TrainState, batch: Batch, dropout_keys_B: Tensor | None, loss_chunk: int
     ) -> dict[str, Tensor]:
+        hidden_BTC = state.hidden(batch, dropout_keys_B)
+        lm_head_VC = gather_lm_head(state.compute.model.lm_head_weight)
+        config = state.model.config
+        options: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "softcap": config.logit_softcap,
+            "chunk": loss_chunk,
+        }
         loss_sum, _ = cross_entropy(
-            state.hidden(batch, dropout_keys_B),
-            gather_lm_head(state.compute.model.lm_head_weight),
+            hidden_BTC,
+            lm_head_VC,
             slice_sequence(state.dims, batch.targets_BT),
-            vocab_size=state.model.config.vocab_size,
-            softcap=state.model.config.logit_softcap,
-            chunk=loss_chunk,
             output_layer=state.compute.output_layer,
+            **options,
         )
-        return {"loss": loss_sum}
+        if not self.weights:
+            return {"loss": loss_sum}
+        targets_BT = batch.targets_BT
+        rows_BT = torch.arange(targets_BT.numel(), device=targets_BT.device).view_as(targets_BT)
+        terms = [load_entry("loss_term", name) for name in self.weights]
+        rows_BT = slice_sequence(state.dims, rows_BT)
+        sums = sum_terms(terms, hidden_BTC, lm_head_VC, targets_BT, rows_BT, **options)
+        values = dict(zip(self.weights, sums, strict=True))
+        logged = {"cross_entropy": loss_sum} | values
+        total = loss_sum + sum(self.weights[name] * value for name, value in values.items())
+        return {"loss": total} | {name: value.detach() for name, value in logged.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

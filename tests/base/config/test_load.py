@@ -21,6 +21,7 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import FIELDS, DataConfig
 from megatoken.base.config.setting_names import OTHER_NAMES
 from megatoken.base.errors import ConfigError
+from megatoken.base.rooms import REGISTERED
 
 RECIPE = """\
 model:
@@ -171,7 +172,7 @@ def test_conditions_name_settings_and_values():
 
 
 def test_registered_choices_satisfy_every_condition(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatoken.base.config.fields._REGISTERED", {"optim.name": ["mine"]})
+    monkeypatch.setitem(REGISTERED, "optimizer", {"mine": None})
     config = load_config("quickstart", "optim.name=mine", "optim.matrix_lr=0.5")
     assert config.optim.matrix_lr == 0.5
 

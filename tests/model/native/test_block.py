@@ -49,7 +49,7 @@ class Call:
 
     def __init__(self, config: ModelConfig, kernels: str = "native", *, fused: bool = True) -> None:
         self.block = Block(config.resolve(97), layer=0)
-        loaded = load_entry("block", kernels)
+        loaded = load_entry("block_kernels", kernels)
         set_block_kernels(self.block, loaded if fused else replace(loaded, fuse=None))
         attention = find_attention("native" if kernels == "native" else "flash")
         self.block.attention.attention_fn = attention
@@ -104,7 +104,7 @@ def test_what_the_forward_saved_may_move(config: ModelConfig):
 def build(config: ModelConfig, attention: str = "native", kernels: str = "native") -> GPT:
     model = GPT(config, seed=1)
     set_attention(model, attention)
-    set_block_kernels(model, load_entry("block", kernels))
+    set_block_kernels(model, load_entry("block_kernels", kernels))
     return model
 
 

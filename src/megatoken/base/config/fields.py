@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from megatoken.base.rooms import PACKAGE, find_rooms, list_entries
+from megatoken.base.rooms import PACKAGE, find_rooms, list_entries, list_own
 
 LARGEST = 1e15  # limit of all numbers: beyond any real run, and exact as a float
 NUMBER = re.compile(
@@ -73,7 +73,8 @@ class ConfigField:
     only_if: a condition on another setting, such as `optim.name=muon`, `objective.name=grpo|ppo` or
         `model.window!=0`. Unless it holds, this setting has no effect.
     resume: whether a resume may change it (schema.py); None: the same as for its section.
-    entries: a kind of room entries (base/rooms.py), whose names are further values.
+    entries: the kind of room entries (base/rooms.py) whose names are the values, next to the
+        default. With the default "", a value may hold several names.
     key: the dotted key, such as `model.n_layer`.
     section: the dataclass that declares it.
     """
@@ -94,17 +95,14 @@ class ConfigField:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that the setting accepts; empty for a setting that is not a choice of names."""
-        if self.entries:
-            names = tuple(dict.fromkeys((self.default, *list_entries(self.entries))))
-        elif get_origin(self.type) is Literal:
-            names = get_args(self.type)
-        else:
-            return ()
-        return (*names, *_REGISTERED.get(self.key, ()))
+        if self.entries and self.default != "":
+            return tuple(dict.fromkeys((self.default, *list_entries(self.entries))))
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
 
-    def is_registered(self, value: Any) -> bool:
-        """Return whether `value` is a name added by `register_choice`."""
-        return value in _REGISTERED.get(self.key, ())
+    def find_own(self, value: Any) -> list[str]:
+        """Return the names of users' entries in a value, which may be several of them."""
+        own = list_own(self.entries) if self.entries else {}
+        return [name for name in re.split("[=,]", str(value)) if name in own]
 
     @property
     def value_type(self) -> Any:
@@ -124,16 +122,6 @@ class ConfigField:
             Duration: "a duration such as 100steps, 10e9tok, 3ep or 0.01dur",
         }
         return names[self.value_type] + (" or auto" if self.default == "auto" else "")
-
-
-_REGISTERED: dict[str, list[str]] = {}  # names added by `register_choice`, by setting
-
-
-def register_choice(key: str, name: str) -> None:
-    """Make `name` an accepted value of the setting `key`."""
-    names = _REGISTERED.setdefault(key, [])
-    if name not in names:
-        names.append(name)
 
 
 def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:

@@ -31,10 +31,12 @@ from megatoken.base.config.setting_names import suggest_setting
 from megatoken.base.config.validate import validate
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
-from megatoken.base.rooms import PACKAGE, list_entries
+from megatoken.base.rooms import PACKAGE, ask_for_modules, list_entries
 from megatoken.base.suggest import suggest
+from megatoken.base.system.environment import imported_modules
 
 VERSION = "2"  # of recipes
+IMPORTS = "imports"  # key of a run's config, which tells what was given to --import
 SHIPPED = Path(__file__).parent / "recipes"
 RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20
@@ -139,9 +141,17 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
 
     file: the run's config.yaml, or the copy of it in a checkpoint.
     """
-    resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
+    assignments = read_recipe(file)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    try:
+        resolved = resolve_assignments(folder.absolute().name, assignments, overrides)
+    except ConfigError as error:
+        recorded = [line.partition(": ")[2] for line in lines if line.startswith(f"{IMPORTS}: ")]
+        if not (fix := ask_for_modules(re.findall(r"[\w.]+", "".join(recorded)))):
+            raise
+        raise ConfigError(str(error), fix=fix) from None
     comments = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         _, separator, comment = line.rpartition("  # ")
         if separator:
             comments[f"{file}:{number}"] = comment
@@ -330,6 +340,7 @@ def read_recipe(path: Path) -> list[Assignment]:
             first = assignments[key].where
             raise ConfigError(f"key '{key}' is given twice", where, f"first given at {first}")
         assignments[key] = assignment
+    assignments.pop(IMPORTS, None)
     version = assignments.pop("version", None)
     if version and version.text != VERSION:
         problem = f"recipe of version {version.text}, not {VERSION}"
@@ -375,6 +386,8 @@ def render(config: Config, origins: dict[str, str], *, given_only: bool = False)
     given_only: whether to leave out default values and those of a preset.
     """
     lines = [f"version: {VERSION}"]
+    if modules := ",".join(imported_modules()):
+        lines.append(f"{IMPORTS}: {format_value(modules)}")
     section = ""
     for key, value in flatten(config).items():
         origin = origins[key]
@@ -429,10 +442,10 @@ def list_changes(old: Config, new: Config) -> list[Change]:
 
 
 def _resume_class(key: str, old: dict[str, Any], new: dict[str, Any]) -> Resume:
-    if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new["optim.name"]):
+    if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].find_own(new["optim.name"]):
         return "fatal"  # they come from the checkpoint
     if key == "data.path":
         return "free"  # a dataset may move; its fingerprint is compared later
-    if FIELDS[key].is_registered(old[key]) or FIELDS[key].is_registered(new[key]):
+    if FIELDS[key].find_own(old[key]) or FIELDS[key].find_own(new[key]):
         return "guarded" if resume_class(key) == "free" else resume_class(key)
     return resume_class(key)

@@ -9,6 +9,7 @@ VOCAB_MULTIPLE = 128  # pads the embedding's rows, so that matrix kernels tile e
 SWIGLU_MULTIPLE = 256  # LLaMA rounds the width of its MLP up to it
 # Features that are off in GPT-2 and LLaMA.
 SWITCHES = (
+    "block",
     "qk_norm",
     "embedding_norm",
     "residual_scales",
@@ -66,7 +67,8 @@ class ModelConfig:
     rope_high: float = 4.0
     rope_context: int = 8192
     rope_attention: float = 0.0
-    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu", "geglu"] = "gelu"
+    mlp: str = "gelu"
+    block: str = "standard"
     bias: bool = True
     bias_in: Literal["all", "qkv", "attention", "mlp"] = "all"
     tie_embeddings: bool = True

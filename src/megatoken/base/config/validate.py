@@ -7,7 +7,7 @@ from megatoken.base.config.fields import Duration, parse_time
 from megatoken.base.config.model_config import validate_model
 from megatoken.base.config.presets import PRESETS, suggest_preset
 from megatoken.base.config.schema import CACHE, DEVICE_NAMES, END_DECAYS, Config
-from megatoken.base.rooms import list_entries, load_entry
+from megatoken.base.rooms import list_entries, list_own, load_entry
 
 Conflicts = Iterator[tuple[str, str, str]]
 
@@ -26,6 +26,7 @@ def validate(config: Config) -> Conflicts:
     if not model.is_unread:
         yield from _validate_batch(config)
     yield from _validate_length(config)
+    yield from _validate_terms(config)
     yield from _validate_machine(config)
     try:
         parse_time(config.save.time_limit)
@@ -74,6 +75,17 @@ def _validate_length(config: Config) -> Conflicts:
         yield "optim.min_lr_ratio", problem, "use 0.1, or schedule linear"
 
 
+def _validate_terms(config: Config) -> Conflicts:
+    names = list_entries("loss_term")
+    try:
+        unknown = config.objective.weights.keys() - names.keys()
+    except ValueError:
+        yield "objective.terms", "not a weight", "write z=1e-4,smoothing=0.1"
+        return
+    for name in unknown:
+        yield "objective.terms", f"no loss term {name!r}", f"choose among {', '.join(names)}"
+
+
 def _validate_machine(config: Config) -> Conflicts:
     machine, mask = config.machine, config.data.document_mask
     if not re.fullmatch(CACHE, config.data.cache):
@@ -94,6 +106,10 @@ def _validate_machine(config: Config) -> Conflicts:
             yield "machine.activation_checkpointing", problem, "use none or block"
         if machine.fp8 != "off":
             yield "machine.fp8", problem, "use off"
+        model = config.model
+        if model.mlp in list_own("mlp") or model.block in list_own("block"):
+            problem = "not supported for an MLP or block of your own"
+            yield "machine.tensor_parallel", problem, "use machine.sharding"
         if mask or config.model.lora_rank:
             problem = "not supported for data.document_mask or model.lora_rank"
             yield "machine.tensor_parallel", problem, "use machine.sharding"

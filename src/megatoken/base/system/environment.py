@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.malloc import keep_freed_memory
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
+IMPORT = "MEGATOKEN_IMPORT"
 INSTRUCTION_SET = "MEGATOKEN_INSTRUCTION_SET"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
 OMP_SPINS = 5000
@@ -41,6 +42,17 @@ def heartbeat_file() -> Path | None:
     """Return the file to which this rank must write its heartbeat; None without a launcher."""
     file = os.environ.get(HEARTBEAT)
     return Path(file) if file else None
+
+
+def imported_modules() -> tuple[str, ...]:
+    """Return the names of the users' modules in MEGATOKEN_IMPORT, which --import sets."""
+    return tuple(filter(None, os.environ.get(IMPORT, "").split(",")))
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Add users' modules to those of this process and of the processes that it starts."""
+    modules = dict.fromkeys((*imported_modules(), *names))
+    os.environ[IMPORT] = ",".join(modules)
 
 
 def preferred_precision() -> str:

@@ -12,13 +12,14 @@ from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.pictures import check_picture, draw, line, number, panel
 from megatoken.base.published import SCORES as PUBLISHED_SCORES
+from megatoken.base.rooms import list_entries
 from megatoken.base.system.address import is_address
 from megatoken.cli import Data, Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.ranks import launch_ranks
 from megatoken.distributed.env import read_dist_env
-from megatoken.inference.rewards import REWARDS, load_reward
-from megatoken.inference.tasks import CORE, SCORES, TASKS, find_tasks
+from megatoken.inference.rewards import load_reward
+from megatoken.inference.tasks import CORE, SCORES, find_tasks
 from megatoken.model.flops import count_parameters
 from megatoken.store.run_state import find_own_data
 
@@ -46,7 +47,7 @@ PUBLISHED: list[Model] = [  # on all 10,042 examples
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    names = {"tasks": ", ".join(TASKS), "rewards": ", ".join(REWARDS)}
+    names = {f"{kind}s": ", ".join(list_entries(kind)) for kind in ("task", "reward")}
     add_options(parser, __file__, core=CORE, **names)
 
 
@@ -96,7 +97,7 @@ def prepare_questions(options: Namespace) -> "Evaluation":
     from megatoken.inference.answers import AnswerSettings, evaluate_answers, read_questions
     from megatoken.inference.sampling import Sampling
 
-    reward = REWARDS.get(options.reward) or load_reward(options.reward)
+    reward = load_reward(options.reward)
     sampling = Sampling(options.tokens, options.temperature)
     settings = AnswerSettings(
         reward, options.reward, options.samples, sampling, per_example=options.examples

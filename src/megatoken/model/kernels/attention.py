@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatoken.base.config.fields import register_choice
 from megatoken.base.errors import ConfigError
 from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.torch_compat import flash_varlen
@@ -212,47 +211,35 @@ def backend_attention(
 
 cudnn_attention = partial(backend_attention, SDPBackend.CUDNN_ATTENTION)
 fa2_attention = partial(backend_attention, SDPBackend.FLASH_ATTENTION)
-BUILT_IN = list_entries("attention")  # names and references
-ATTENTION: dict[str, AttentionFn] = {}  # registered ones, which come before those built in
 CUDA_ONLY = ("cudnn", "fa2")
 CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # calls with a mask or a cache use "flash" instead
-WITHOUT_MASK: set[str] = set()  # registered names that support neither sampling nor scoring
-WITHOUT_WINDOW: set[str] = {"native", *CUDA_ONLY}  # names that do not support windows
+WITHOUT_WINDOW = {"native", *CUDA_ONLY}
 
 
-def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True) -> None:
-    """Make `fn` available as `machine.attention=NAME`, for training, sampling and scoring.
+def supports_window(name: str) -> bool:
+    """Return whether an attention can limit how far a query sees."""
+    parameters = inspect.signature(find_attention(name)).parameters.values()
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    has_window = takes_any or any(parameter.name == "window" for parameter in parameters)
+    return name not in WITHOUT_WINDOW and has_window
 
-    Checkpoints record the name, and can be loaded only where it is registered. supports_mask: False
-    if `fn` supports only `causal` calls without a cache; sampling and scoring then raise
-    ConfigError, because another attention would compute other values. Raises ConfigError for a
-    built-in name.
+
+def supports_mask(name: str) -> bool:
+    """Return False for an attention of a user with an attribute `supports_mask = False`.
+
+    It supports only `causal` calls without a cache. Sampling and scoring then raise ConfigError,
+    because another attention would compute other values.
     """
-    where = "register_attention"
-    if name in BUILT_IN:
-        raise ConfigError(f"{name!r} is a built-in attention", where, "choose another name")
-    parameters = inspect.signature(fn).parameters
-    if "dropout_p" in parameters:
-        fix = "take dropout=None or a function that drops weights (docs/hacking.md)"
-        raise ConfigError(f"attention {name!r} takes dropout_p, a probability", where, fix)
-    register_choice("machine.attention", name)
-    ATTENTION[name] = fn
-    WITHOUT_MASK.discard(name)
-    WITHOUT_WINDOW.discard(name)
-    if not supports_mask:
-        WITHOUT_MASK.add(name)
-    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "window" not in parameters and not takes_any:
-        WITHOUT_WINDOW.add(name)
+    return bool(getattr(find_attention(name), "supports_mask", True))
 
 
 def find_attention(name: str) -> AttentionFn:
     """Return the attention of this name. Raises ConfigError if there is none."""
-    names = {**BUILT_IN, **ATTENTION}
+    names = list_entries("attention")
     if name not in names:
         fix = f"choose one of {', '.join(names)}"
         raise ConfigError(f"no attention {name!r}", "machine.attention", fix)
-    fn: AttentionFn = ATTENTION.get(name) or load_entry("attention", name)
+    fn: AttentionFn = load_entry("attention", name)
     return fn
 
 
@@ -262,7 +249,7 @@ def masked_attention(name: str) -> AttentionFn:
     `flash_attention` replaces a built-in one that supports only causal calls. For a registered one
     that does not support masks, the returned function raises ConfigError.
     """
-    if name in WITHOUT_MASK:
+    if not supports_mask(name):
         return partial(_refuse_mask, name)
     return flash_attention if name in CAUSAL_ONLY else find_attention(name)
 
@@ -270,5 +257,5 @@ def masked_attention(name: str) -> AttentionFn:
 def _refuse_mask(name: str, *_: Tensor, **__: object) -> Tensor:
     what = f"attention {name!r} supports neither a mask nor a cache"
     raise ConfigError(
-        what, "sampling or scoring", "support both and register it with supports_mask=True"
+        what, "sampling or scoring", "support both, and remove `supports_mask = False`"
     )

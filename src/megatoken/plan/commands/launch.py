@@ -11,6 +11,7 @@ from megatoken.base.console import Console
 from megatoken.base.errors import ConfigError
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import storage_errors
+from megatoken.base.system.environment import imported_modules
 from megatoken.cli import Data
 from megatoken.cli.arguments import add_options, parse
 from megatoken.cli.recipe import TRANSLATED, add_recipe_arguments, check_init, find_recipe
@@ -50,6 +51,8 @@ def run(options: Namespace, console: Console) -> Data:
         overrides.append(f"budget.batch_start={config.budget.batch_start}")
         note = f"note: added {overrides[-1]}, which divides among the processes"
         Console(to_stderr=True).print(note)
+    if modules := ",".join(imported_modules()):
+        overrides += ["--import", modules]
     given["train_args"] = [*(recipe or [options.recipe]), "--out", str(out), *overrides]
     is_stored = "://" in config.save.mirror and "://" in config.data.path
     # Several machines need one run folder, and a new machine an old one's.

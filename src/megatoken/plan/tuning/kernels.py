@@ -196,7 +196,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
     """Switch a state to the chosen implementations without changing weights or optimizer state."""
     kernels = choice.kernels
     set_attention(state.model, kernels.attention)
-    set_block_kernels(state.model, load_entry("block", kernels.block))
+    set_block_kernels(state.model, load_entry("block_kernels", kernels.block))
     if kernels.mixed == "masters":
         state.enable_master_weights(copy.deepcopy(state.model).to(device.dtype))
     use_torch_threads(choice.threads)
@@ -207,7 +207,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
         update = NativeUpdate(loaded_library(), copies)
     state.compute = replace(
         state.compute,
-        output_layer=load_entry("loss", kernels.loss + " fp8" * (kernels.fp8 != "off")),
+        output_layer=load_entry("output_layer", kernels.loss + " fp8" * (kernels.fp8 != "off")),
         threads=choice.threads,
         update=update,
     )
@@ -412,14 +412,14 @@ def _build_trials(
     def run_block(implementation: str) -> Tensor:
         is_native = implementation == "native" and not config.window
         low_block.attention.attention_fn = find_attention("native" if is_native else "flash")
-        set_block_kernels(low_block, load_entry("block", implementation))
+        set_block_kernels(low_block, load_entry("block_kernels", implementation))
         return add_term(*forward_low(low_x_BTC, ids_BT, None, rope, None))
 
     def run_loss(implementation: str) -> None:
         logits_NV = torch.zeros(
             rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device
         )
-        softmax = load_entry("loss", implementation).softmax
+        softmax = load_entry("output_layer", implementation).softmax
         softmax(logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
     return {

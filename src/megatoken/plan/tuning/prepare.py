@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatoken.base.config.schema import Config
 from megatoken.base.console import format_duration
+from megatoken.base.rooms import list_own
 from megatoken.base.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.base.system.device import Device
 from megatoken.base.system.threads import set_thread_count, thread_count
@@ -20,7 +21,6 @@ from megatoken.distributed.comm import SINGLE_PROCESS, Comm
 from megatoken.distributed.memory import holds_low_precision
 from megatoken.distributed.parallel_dims import UNSHARDED, ParallelDims
 from megatoken.model.gpt import GPT
-from megatoken.model.kernels.attention import BUILT_IN
 from megatoken.model.native.selection import NO_LIBRARY, find_amx_fault, find_library
 from megatoken.plan.tuning.compilation import compile_forward, wants_compile
 from megatoken.plan.tuning.kernels import KernelChoice, Kernels, apply_choice, autotune, step_key
@@ -177,7 +177,7 @@ def _print(tuning: Tuning, run: Run, *, explain: bool) -> None:
         console.warn(f"our {name} kernel failed, so training is slower: {choice.errors[name]}")
     if explain:
         reasons = choice.explain()
-        if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
+        if run.config.model.dropout and choice.kernels.attention not in list_own("attention"):
             reason = "torch's kernels cannot apply our dropout masks"
             reasons.append(("dropout", f"attention trains by the explicit formula: {reason}"))
         for name, reason in reasons:
