@@ -1,6 +1,7 @@
 """Multiple-choice tasks: where their rows come from, and how a row becomes prompts.
 
-They are entries of the kind "task". Prompts are the same as in lm_eval/tasks 0.4.13, with one space between context and choice.
+They are entries of the kind "task". Prompts are the same as in lm_eval/tasks 0.4.13, with one space
+between context and choice.
 """
 
 import dataclasses
