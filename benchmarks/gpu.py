@@ -4,8 +4,9 @@
 
 Each figure has its own record, which is rewritten after every value. A benchmark that has a
 finished record in the folder is not run again, so the same command continues after a stop or a
-kill. Batch sizes depend on the memory of the card. `--data` is trained on; without it, the standard
-library is prepared in the folder first, which takes half a minute of the time. Needs no
+kill. Batch sizes depend on the memory of the card. `--data`
+is trained on; without it, the standard library is prepared in the folder first, which takes half a
+minute of the time. The last benchmark trains two recipes for five minutes each. Needs no
 installation: PYTHONPATH=src. `--tiny` runs most of the list at sizes for any machine, also a CPU.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import megatoken
 from benchmarks.journey import prepare_python
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
@@ -65,7 +67,7 @@ class Bench:
         return [sys.executable, "-m", *program, *arguments, "--out", str(out), "--name", self.name]
 
 
-def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
+def list_benches(memory_bytes: int, sources: str, data: str, out: Path) -> list[Bench]:
     """Return the benchmarks of a card with this memory, the most important first.
 
     sources: options of `sustained`, the other programs. data: a dataset folder.
@@ -154,6 +156,12 @@ def list_benches(memory_bytes: int, sources: str, data: str) -> list[Bench]:
         Bench(name="gpu-attention", arguments="attention --longest 4096 --seqs 16"),
         Bench(name="gpu-gemm", arguments="gemm --largest 8192"),
         Bench(name="gpu-ladder", arguments="ladder --repeats 3", seconds=240),
+        Bench(
+            name="gpu-python-race",
+            arguments=f"--work {out / 'race'}",
+            module="benchmarks.python_race",
+            seconds=1800,
+        ),
     ]
 
 
@@ -171,7 +179,7 @@ def find_batch(preset: str, most: int, memory_bytes: int) -> int:
     return seqs
 
 
-def list_tiny_benches(sources: str, data: str) -> list[Bench]:
+def list_tiny_benches(sources: str, data: str, out: Path) -> list[Bench]:
     """Return most of the commands at sizes that take seconds on any machine."""
     tiny = f"{TINY} --repeats 1"
     return [
@@ -214,6 +222,12 @@ def list_tiny_benches(sources: str, data: str) -> list[Bench]:
         Bench(name="gpu-batch-124m", arguments=f"knob micro_batch {tiny} --values 1,2"),
         Bench(name="gpu-attention", arguments="attention --longest 128 --repeats 1"),
         Bench(name="gpu-gemm", arguments="gemm --largest 256 --repeats 1"),
+        Bench(
+            name="gpu-python-race",
+            arguments=f"--work {out / 'race'} --minutes 0.05 --batch-tokens 128 {TINY_RUN} "
+            f"--packages {Path(megatoken.__file__).parent} --tokenizer bytes",
+            module="benchmarks.python_race",
+        ),
     ]
 
 
@@ -244,9 +258,9 @@ def main() -> int:
     data = options.data or options.out / "python"
     sources = options.sources + " --transformers" * bool(find_spec("transformers"))
     benches = (
-        list_tiny_benches(sources, str(data))
+        list_tiny_benches(sources, str(data), options.out)
         if options.tiny
-        else list_benches(memory_bytes, sources, str(data))
+        else list_benches(memory_bytes, sources, str(data), options.out)
     )
     if options.before:
         seqs = find_batch("gpt2-124m", MOST_SEQS["gpt2-124m"], memory_bytes)
