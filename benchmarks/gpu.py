@@ -4,7 +4,7 @@
 
 Each figure has its own record, which is rewritten after every value. A benchmark that has a
 finished record in the folder is not run again, so the same command continues after a stop or a
-kill. Batch sizes depend on the memory of the card. `--data`
+kill; an unfinished record is renamed first. Batch sizes depend on the memory of the card. `--data`
 is trained on; without it, the standard library is prepared in the folder first, which takes half a
 minute of the time. The last benchmark trains two recipes for five minutes each. Needs no
 installation: PYTHONPATH=src. `--tiny` runs most of the list at sizes for any machine, also a CPU.
@@ -42,13 +42,15 @@ TINY_RUN = "model.n_layer=2 model.n_head=2 model.d_model=64 model.seq_len=64"
 class Bench:
     """A benchmark: its record's name, its arguments and its time limit.
 
-    module: what to run instead of `megatoken bench` or `python -m benchmarks`.
+    module: what to run instead of `megatoken bench` or `python -m benchmarks`. continues: whether
+    a second run continues the first one.
     """
 
     name: str
     arguments: str
     seconds: float = 90.0
     module: str = ""
+    continues: bool = False
 
     def list_command(self, device: str, out: Path) -> list[str]:
         """Return the command that measures a device and writes the record to a folder."""
@@ -161,6 +163,7 @@ def list_benches(memory_bytes: int, sources: str, data: str, out: Path) -> list[
             arguments=f"--work {out / 'race'}",
             module="benchmarks.python_race",
             seconds=1800,
+            continues=True,
         ),
     ]
 
@@ -227,6 +230,7 @@ def list_tiny_benches(sources: str, data: str, out: Path) -> list[Bench]:
             arguments=f"--work {out / 'race'} --minutes 0.05 --batch-tokens 128 {TINY_RUN} "
             f"--packages {Path(megatoken.__file__).parent} --tokenizer bytes",
             module="benchmarks.python_race",
+            continues=True,
         ),
     ]
 
@@ -288,6 +292,8 @@ def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
         return "has a record"
     if seconds < SKIP_SECONDS:
         return "skipped: no time left"
+    if not bench.continues:
+        keep_stopped(out / f"{bench.name}.json")
     command = bench.list_command(device, out)
     print(f"=== {bench.name}: {' '.join(command[1:])}", flush=True)
     start = time.monotonic()
@@ -301,6 +307,13 @@ def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
             os.killpg(process.pid, signal.SIGKILL)  # with its workers
         process.wait()
     return f"done in {time.monotonic() - start:.0f} s" if code == 0 else f"failed with code {code}"
+
+
+def keep_stopped(record: Path) -> None:
+    """Rename an unfinished record, which a second run would replace after its first value."""
+    number = len(list(record.parent.glob(f"{record.stem}-stopped-*.json")))
+    with suppress(FileNotFoundError):
+        record.rename(record.with_name(f"{record.stem}-stopped-{number}.json"))
 
 
 def has_record(bench: Bench, out: Path) -> bool:
