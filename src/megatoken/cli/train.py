@@ -47,6 +47,7 @@ def run(options: Namespace, console: Console) -> Result:
         {
             "--init": ("model.init", options.init),
             "--overfit-batch": ("data.order", order),
+            "--profile": ("log.profile", options.profile),
             **{f"--{name}": (f"objective.{name}", value) for name, value in given.items()},
         },
     )

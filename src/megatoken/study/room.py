@@ -2,6 +2,7 @@
 
 NEEDS = ("inference", "plan", "text")
 ENTRIES = {
+    "action": {"profile": "megatoken.study.profile:open_profile"},
     "observer": {
         "plots": "megatoken.study.observers:open_plots",
         "sinks": "megatoken.study.observers:open_sinks",

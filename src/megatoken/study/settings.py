@@ -12,6 +12,7 @@ class ReportConfig:
     plots: bool = True
     pictures: bool = False
     sinks: str = ""
+    profile: str = ""
 
 
 def split_sinks(names: str) -> list[str]:

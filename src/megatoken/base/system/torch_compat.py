@@ -7,6 +7,7 @@ one of them, only the dry run fails, with a one-line error.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -179,3 +180,14 @@ def without_fake_tensors() -> AbstractContextManager[Any]:
     except ConfigError:
         return nullcontext()
     return context
+
+
+def record_cuda_memory() -> None:
+    """Start to record the allocations on CUDA devices."""
+    torch.cuda.memory._record_memory_history()
+
+
+def write_cuda_memory(path: Path) -> None:
+    """Write what is allocated and what was recorded, and stop recording."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -11,7 +11,7 @@ with its residual addition, activation with its bias gradient. The rest of the s
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatoken.base.config.load import resolve_preset
+from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.console import Console
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.atomic_write import storage_errors
@@ -84,8 +85,6 @@ def measure(
 
     trace: file for a Chrome trace of the last profiled step.
     """
-    config = workload.state.model.config
-    tokens = workload.step_config.batch_tokens
     seconds: list[float] = []
     profiles: list[dict[str, float]] = []
     workload.step()
@@ -96,7 +95,23 @@ def measure(
         events = profile_step(workload, trace)
         profiles.append(sum_groups(events, on_cuda=device.type == "cuda"))
     console.close()
-    timing = Timing(tuple(seconds))
+    model, tokens = workload.state.model.config, workload.step_config.batch_tokens
+    return summarize(model, tokens, Timing(tuple(seconds)), profiles, events, device)
+
+
+def summarize(
+    config: ModelConfig,
+    tokens: int,
+    timing: Timing,
+    profiles: Sequence[dict[str, float]],
+    events: list[Any],
+    device: Device,
+) -> Row:
+    """Return the groups and totals of steps.
+
+    tokens: of a step. timing: of steps. profiles: of each profiled step, the seconds in each group.
+    events: of the last profiled step.
+    """
     products = 6 * count_matmul_parameters(config) * tokens
     attention = flops_per_token(config, causal=True) * tokens - products
     flops = {"matrix products": products, "attention": attention}
@@ -152,19 +167,36 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
 
     trace: file for a Chrome trace. Raises StorageError if it cannot be written.
     """
-    activities = [ProfilerActivity.CPU]
-    if workload.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with record_native_kernels(), profile(activities=activities) as profiler:
+    with profile_kernels(workload.device) as profiler:
         with record_function("step"):  # time in it that is in no operation is spent in Python
             workload.step()
         workload.device.synchronize()
     if trace:
-        with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
-            trace.write_bytes(b"")  # the profiler does not report write errors
-            profiler.export_chrome_trace(str(trace))
-    events = profiler.events()
-    if workload.device.type == "cuda":  # annotations contain the kernels of their block
+        write_trace(profiler, trace)
+    return list_events(profiler, workload.device)
+
+
+@contextmanager
+def profile_kernels(device: Device, *, memory: bool = False) -> Iterator[profile]:
+    """Profile what runs inside the context. memory: whether to record allocations."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with record_native_kernels(), profile(activities=activities, profile_memory=memory) as profiler:
+        yield profiler
+
+
+def write_trace(profiler: profile, trace: Path) -> None:
+    """Write a Chrome trace. Raises StorageError if it cannot be written."""
+    with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
+        trace.write_bytes(b"")  # the profiler does not report write errors
+        profiler.export_chrome_trace(str(trace))
+
+
+def list_events(profiler: profile, device: Device) -> list[Any]:
+    """Return torch's FunctionEvents, on CUDA only its kernels and copies."""
+    events: list[Any] = profiler.events()  # type: ignore[no-untyped-call]
+    if device.type == "cuda":  # annotations contain the kernels of their block
         return [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
     return [event for event in events if event.device_type.name == "CPU"]
 
@@ -208,7 +240,7 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
 def show_parts(result: Row, device: Device, console: Console) -> None:
     """Print the seconds of each group of operations as a Markdown table, then tokens/s."""
     step_seconds = result["step_seconds"]["median"]
-    remainder = "idle" if device.type == "cuda" else "step without profiler - parts"
+    remainder = "idle" if device.type == "cuda" else "rest of the step"
     totals = {
         "sum of parts": result["parts_seconds"],
         remainder: result["overhead_seconds"],
