@@ -215,6 +215,8 @@ def test_errors_are_one_line(s3: str):
             load_dataset(path)
     with pytest.raises(StorageError):
         ObjectStore(missing).write("x", b"")
+    with pytest.raises(StorageError, match="no such object or bucket"):
+        ObjectStore(s3).read("x", 0, 1)
     for address in ("s3:bucket/run", "s3:/bucket/run"):
         with pytest.raises(ConfigError):
             ObjectStore(address)

@@ -128,6 +128,8 @@ def test_without_a_cache_or_a_store(
     address: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A full disk does not matter; what is missing or damaged at the address is named."""
+    monkeypatch.chdir(tmp_path)
+    Path("memory").mkdir()  # named like the protocol
     tokens, store = load_mixture(address, cache="1GB").train, ObjectStore(address)
     expected = load_dataset(tmp_path / "made").train
 

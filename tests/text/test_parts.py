@@ -79,5 +79,7 @@ def test_missing_and_different_parts_are_named(tmp_path: Path, capsys: pytest.Ca
         shutil.rmtree(path)
     assert run(*common, "--tokenizer", "bytes", "--part", "2/2") == 0
     assert run("--join", tmp_path / "out") == 0
+    assert run(*common, "--tokenizer", "bytes") == 0
+    assert "9 shards: already prepared" in capsys.readouterr().out
     for part in ("0/2", "3/2", "1", "a/b"):
         refuse(*common, "--part", part)

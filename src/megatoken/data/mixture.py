@@ -4,10 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.data.dataset import ALL, Dataset, Report, Tokens, load_dataset, no_report
+from megatoken.data.shard_format import hash_bytes
 from megatoken.data.vocabulary import Vocabulary
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
@@ -50,7 +49,7 @@ class Mixture:
         if len(self.components) == 1:
             return self.components[0].dataset.fingerprint
         text = "".join(f"{each.share!r} {each.dataset.fingerprint}\n" for each in self.components)
-        return str(xxhash.xxh3_128_hexdigest(text.encode()))
+        return hash_bytes(text.encode())
 
     @property
     def n_val(self) -> int:
@@ -98,7 +97,7 @@ def load_mixture(
             raise ConfigError(what, "data.path", "leave it out")
         if _identify(component) != _identify(components[0]):
             what = f"{component.name} and {components[0].name} have different tokenizers"
-            fix = f"prepare one again, with --tokenizer {components[0].name}"
+            fix = f"prepare one again, with --tokenizer {components[0].dataset.path}"
             raise DataError(what, "data.path", fix)
     shards = [each for dataset in datasets for each in dataset.train.lists]
     return Mixture(components, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
@@ -108,7 +107,7 @@ def _parse_spec(spec: str) -> dict[str, float]:
     """Return the weight of each path."""
     items = [item.strip() for item in spec.split(",")]
     matches = [_WEIGHTED.fullmatch(item) for item in items]
-    paths = [item.rpartition(":")[0] or item for item in items]
+    paths = [re.sub(r"(?<=.):[^:/]*$", "", item) for item in items]
     is_one = len(items) == 1 and not matches[0]
     is_one &= paths == items or not Path(paths[0]).exists()
     if is_one or Path(spec).exists():

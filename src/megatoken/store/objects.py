@@ -191,7 +191,8 @@ class ObjectStore:
             try:
                 return call(*args, **options)
             except FileNotFoundError as error:
-                raise MissingObjectError(f"cannot {verb}: {error}", self.at(name), FIX) from error
+                what = f"cannot {verb}: no such object or bucket"
+                raise MissingObjectError(what, self.at(name), FIX) from error
             except Exception as error:  # each library has its own
                 if pause is None or type(error).__name__ in FINAL_ERRORS:
                     reason = str(error).partition("\n\nDebug source")[0][:300]  # obstore's

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-import xxhash
-
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.atomic_write import MALFORMED, read_json, replace_file, storage_errors
 from megatoken.base.system.file_lock import LOCK, OWNER, lock_folder
@@ -26,6 +24,7 @@ from megatoken.data.shard_format import (
     PROGRESS_NAME,
     SPLITS,
     Manifest,
+    hash_bytes,
     read_manifest,
     write_manifest,
 )
@@ -90,7 +89,7 @@ class DatasetWriter:
     def write_beside(self, name: str, data: bytes) -> None:
         """Durably write a file whose hash the manifest records. Raises OSError."""
         replace_file(self.out / name, data, durable=True)
-        self.files_beside[name] = xxhash.xxh3_128_hexdigest(data)
+        self.files_beside[name] = hash_bytes(data)
 
     def save(self) -> None:
         """Write all tokens and the state durably. Raises OSError."""
@@ -153,7 +152,7 @@ def make_dataset(
     return summarize(
         manifest,
         started=started,
-        shards=len(manifest.shards),
+        shards=len([*out.rglob("*.bin")]),  # also those of parts
         skipped_files=dict(source.skipped),
         resumed=is_resumed,
         unchanged=bool(finished),

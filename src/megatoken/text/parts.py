@@ -97,7 +97,11 @@ def join_parts(folder: Path, out: Path | str) -> PrepareResult:
         for key in first:
             if first[key] != other.get(key):
                 what = f"{name} has {key} {other.get(key)}, {names[0]} has {first[key]}"
-                raise DataError(what, str(out), f"delete {name}, then {fix}")
+                fix = f"delete {name}, then {fix}"
+                if key == "corpus":
+                    what = f"the source changed between {names[0]} and {name}"
+                    fix = "delete the parts of the earlier one, and prepare them again"
+                raise DataError(what, str(out), fix)
     manifest = _join(folder, {name: made[name] for name in names})
     for split in SPLITS if manifest.source["val_fraction"] else SPLITS[:1]:
         if not manifest.tokens(split):
