@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-import xxhash
 from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError, MegatokenError
@@ -24,7 +23,7 @@ from megatoken.base.system.atomic_write import (
     replace_file,
     storage_errors,
 )
-from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
+from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE, hash_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; 256k ids take 33 MB
@@ -72,7 +71,7 @@ class Vocabulary:
 
         Raises StorageError if the folder cannot be written.
         """
-        digest = xxhash.xxh3_128_hexdigest(self.files[TOKENIZER_FILE].encode())
+        digest = hash_bytes(self.files[TOKENIZER_FILE].encode())
         row = json.dumps(self.describe() | {"xxh3_128": digest}, indent=1) + "\n"
         with storage_errors(folder, what="cannot save the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         names = [each.name for each in sorted(folder.glob("[!.]*.j*"))]
         files = {name: read_small_file(folder / name, LARGEST_FILE).decode() for name in names}
         del files[DESCRIPTION_NAME]
-        if digest != xxhash.xxh3_128_hexdigest(files[TOKENIZER_FILE].encode()):
+        if digest != hash_bytes(files[TOKENIZER_FILE].encode()):
             raise ValueError("its hash differs")
         vocabulary = Vocabulary(**row, files=files)
         if [*map(type, row.values())] != [str, int, int, str] or vocabulary.describe() != row:

@@ -36,7 +36,6 @@ from megatoken.data.shard_format import (
     MANIFEST_NAME,
     Shard,
     check_hash,
-    hash_blocks,
     make_header,
     parse_manifest,
 )
@@ -205,11 +204,10 @@ class StreamedShard(ShardFile):
             self._fetch(missing[0], missing[-1] + 1)
 
     def _is_cached(self, number: int) -> bool:
-        opened, block = self.opened, b""  # open as long as it is referred to
-        with suppress(OSError):
-            position = self.offset + number * BLOCK_BYTES
-            block = os.pread(opened.descriptor, BLOCK_BYTES, position)
-        return np.array_equal(hash_blocks(block), opened.hashes[number : number + 1])
+        with suppress(DataError):
+            super().read_block(number)
+            return True
+        return False
 
     def _fetch(self, first: int, end: int, tries: int = TRIES) -> Ids:
         """Fetch blocks [first, end) in one request into the cache; return the ids of the last one.

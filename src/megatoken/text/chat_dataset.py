@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatoken.base.errors import DataError
 from megatoken.data.dataset import Dataset, Tokens
-from megatoken.data.shard_format import RESTORE, read_errors
+from megatoken.data.shard_format import RESTORE, check_hash, read_errors
 
 # Bits of a token's label: it is trained on, starts a conversation, pads the row, or (for KTO) starts
 # a conversation with a desirable answer.
@@ -104,9 +103,6 @@ def answers_name(split: str) -> str:
 def _read_verified(dataset: Dataset, name: str) -> bytes:
     path = dataset.path / name
     with read_errors(path):
-        data = path.read_bytes()
-    actual = xxhash.xxh3_128_hexdigest(data)
-    expected = dataset.manifest.source["files_beside"].get(name)
-    if actual != expected:
-        raise DataError(f"file is damaged: hash {actual}, expected {expected}", path, RESTORE)
-    return data
+        return check_hash(
+            path.read_bytes(), dataset.manifest.source["files_beside"].get(name), path
+        )

@@ -17,14 +17,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import xxhash
-
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.system.atomic_write import local_path, replace_file
 from megatoken.base.system.environment import megatoken_cache
 from megatoken.base.system.table import read_table
-from megatoken.data.shard_format import DESCRIPTION_NAME
+from megatoken.data.shard_format import DESCRIPTION_NAME, hash_bytes
 from megatoken.text.file_kinds import (
     FORMATS,
     FileFormat,
@@ -128,7 +126,7 @@ class Source:
             f"{file.name}\0{file.size}\0{file.changed if times else ''}{file.split}\n"
             for file in self.files
         )
-        return str(xxhash.xxh3_128_hexdigest("".join(rows).encode(errors="surrogateescape")))
+        return hash_bytes("".join(rows).encode(errors="surrogateescape"))
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
