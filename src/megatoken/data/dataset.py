@@ -375,7 +375,7 @@ class Dataset:
         actual = self.manifest.source.get("kind", "text")
         if actual != kind:
             what = f"{needed_by} needs {kind} data, this dataset holds {actual}"
-            raise DataError(what, self.path, "prepare another one")
+            raise DataError(what, self.where, "prepare another one")
 
     def byte_counter(self, split: str, vocabulary: Vocabulary) -> CountBytes:
         """Return a function that counts the bytes of text in inputs and targets (B, T) of a split.
