@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the page's modules to a folder."""
     folder = tmp_path_factory.mktemp("modules")
     for name, code in MODULES.items():
-        assert len(code.splitlines()) <= 30
+        assert len(code.splitlines()) <= 25
         (folder / f"{name}.py").write_text(code)
     return folder
 
@@ -78,7 +78,8 @@ def test_a_run_of_every_example_resumes_samples_and_is_refused_without_them(
     assert main(["sample", "whole", "1", "--tokens", "4", "--json"]) == 0
     Path("parity.jsonl").write_text('{"number": 3}\n{"number": 4}\n')
     assert main(["eval", "whole", "--tasks", "parity", "--data", "parity.jsonl"]) == 0
-    assert main(["export", "whole", "hf", "--out", "exported"]) == 2
+    assert main(["export", "whole", "--to", "hf", "--out", "exported"]) == 2
+    assert "no format has attention 'softcap'" in capsys.readouterr().err
     monkeypatch.setenv(IMPORT, "")
     capsys.readouterr()
     for command in (["sample", "whole", "1"], ["train", "whole"], ["plan", "whole"]):
@@ -86,6 +87,16 @@ def test_a_run_of_every_example_resumes_samples_and_is_refused_without_them(
         assert f"add --import {','.join(sorted(MODULES))}" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="dyt"):
         load_weights("whole")
+
+
+def test_rows_in_a_format_of_ones_own_are_prepared(
+    modules: str, capsys: pytest.CaptureFixture[str]
+):
+    rows = '{"dialog": [["user", "hi"], ["assistant", "yes"]]}\n' * 40
+    Path("dialogs.jsonl").write_text(rows)
+    command = "prepare dialogs.jsonl --tokenizer bytes --context 64 --out chats --import dialog"
+    assert main(command.split()) == 0
+    assert "40 documents" in capsys.readouterr().out
 
 
 def test_an_action_runs_and_an_observer_stops_the_run(
