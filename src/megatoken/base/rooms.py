@@ -132,6 +132,14 @@ def load_entry(kind: str, name: str) -> Any:
     return getattr(loaded, attribute) if attribute else loaded
 
 
+def find_entry(kind: str, name: str, setting: str) -> Any:
+    """Import the entry that a setting names. Raises ConfigError if there is none."""
+    names = list_entries(kind)
+    if name not in names:
+        raise ConfigError(f"no {kind} {name!r}", setting, f"choose one of {', '.join(names)}")
+    return load_entry(kind, name)
+
+
 def call_entries(kind: str, *arguments: Any) -> list[Any]:
     """Call each entry of a kind, and return the results that are not None."""
     results = [load_entry(kind, name)(*arguments) for name in list_entries(kind)]

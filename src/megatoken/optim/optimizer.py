@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatoken.base.config.schema import OptimConfig
 from megatoken.base.errors import ConfigError
-from megatoken.base.rooms import list_entries, load_entry
+from megatoken.base.rooms import find_entry, load_entry
 from megatoken.base.system.torch_compat import fused_adamw_step
 from megatoken.optim.costs import STATE_BYTES
 
@@ -76,11 +76,7 @@ class OptimizerSpec:
 
 def find_optimizer(name: str) -> OptimizerSpec:
     """Return the optimizer of this name. Raises ConfigError if there is none."""
-    names = list_entries("optimizer")
-    if name not in names:
-        fix = f"choose one of {', '.join(names)}"
-        raise ConfigError(f"unknown optimizer {name!r}", "optim.name", fix)
-    spec: OptimizerSpec = load_entry("optimizer", name)
+    spec: OptimizerSpec = find_entry("optimizer", name, "optim.name")
     return spec
 
 

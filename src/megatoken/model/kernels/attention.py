@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatoken.base.errors import ConfigError
-from megatoken.base.rooms import list_entries, load_entry
+from megatoken.base.rooms import find_entry
 from megatoken.base.system.torch_compat import flash_varlen
 
 Mask = Tensor | None
@@ -235,11 +235,7 @@ def supports_mask(name: str) -> bool:
 
 def find_attention(name: str) -> AttentionFn:
     """Return the attention of this name. Raises ConfigError if there is none."""
-    names = list_entries("attention")
-    if name not in names:
-        fix = f"choose one of {', '.join(names)}"
-        raise ConfigError(f"no attention {name!r}", "machine.attention", fix)
-    fn: AttentionFn = load_entry("attention", name)
+    fn: AttentionFn = find_entry("attention", name, "machine.attention")
     return fn
 
 
