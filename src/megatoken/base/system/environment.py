@@ -79,7 +79,7 @@ def python_command(program: str) -> list[str]:
 
     With -P, files in the current folder cannot shadow modules.
     """
-    path = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+    path = f"import sys; sys.path.append({str(Path(__file__).parents[3])!r})"
     return [sys.executable, "-P", "-c", f"{path}; {program}"]
 
 
