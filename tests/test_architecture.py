@@ -53,7 +53,7 @@ OWNERS = {
 # may lack ...
 OPTIONAL = """
 pyarrow matplotlib huggingface_hub datasets transformers lm_eval optuna shtab tensorboard trackio
-wandb lzma resource triton fsspec gguf llama_cpp
+wandb mlflow lzma resource triton fsspec gguf llama_cpp
 """
 # ... and where a process starts or the API is entered, whatever brings one of HEAVY: a typo must
 # not wait for torch. A process alone splits no model: torch's code for it, in distributed/, is a

@@ -56,8 +56,9 @@ def test_a_run_of_every_example_resumes_samples_and_is_refused_without_them(
 ):
     monkeypatch.setenv(IMPORT, modules)
     settings = [*SETTINGS.split(), "data.path=data"]
-    assert main(["train", str(TINY), "--out", "whole", *settings]) == 0
+    assert main(["train", str(TINY), "--out", "whole", *settings, "log.sinks=losses"]) == 0
     whole, out = Path("whole"), Path("stopped")
+    assert (whole / "losses.csv").read_text().endswith(f"12,{read_losses(whole)[-1]}\n")
     train(out, *settings, stop=5)
     train(out, *settings)
     assert read_losses(out) == read_losses(whole)

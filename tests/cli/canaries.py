@@ -28,6 +28,7 @@ ADDRESS https://user:canary14-pass@host/data
 BUCKET s3://KEYID:canary15/sec/ret@bucket/data
 TOKEN https://canary16-token@host/x
 SIGNED https://host/x?X-Amz-Signature=canary17abcdef&y=1
+WEBHOOK https://hooks.slack.com/services/T00/B00/canary21
 HUB hf_canary18abcdefghijklmnop
 GITHUB ghp_canary19abcdefghijklmnop
 SK sk-canary20-abcdefghijklmnop
@@ -35,7 +36,7 @@ ENV_HUB {VARIABLES["HF_TOKEN"]}
 ENV_OPENAI {VARIABLES["OPENAI_API_KEY"]}
 ENV_WANDB {VARIABLES["WANDB_API_KEY"]}
 """)
-CANARIES = [f"canary{number:02d}" for number in range(1, 21)]
+CANARIES = [f"canary{number:02d}" for number in range(1, 22)]
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 128}
 data: {path: data}
@@ -82,6 +83,7 @@ train --nanogpt "--wandb_log=SK --dataset=TOKEN"
 {TRAIN} --hf-token canary18-on-the-line
 {TRAIN} --api_key=canary20-on-the-line
 {TRAIN} optim.lr=ENV_HUB
+{TRAIN} log.alert=WEBHOOK
 prepare ADDRESS --out other
 sample TOKEN x
 export SIGNED --out other

@@ -11,7 +11,7 @@ MIN_LENGTH = 6  # of a secret value in a variable; shorter ones would match by c
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
 SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|"
-    r"CREDENTIALS?)$",
+    r"CREDENTIALS?|WEBHOOK)$",
     re.IGNORECASE,
 )
 PASSWORD = re.compile(r"://[^\s/:@]*:(?!\d{1,5}/)([^\s@]+)@")
@@ -22,7 +22,8 @@ RULES = (
     (re.compile(r"""(\w\w:/{1,2})(?:[^\s/:@'"]*:(?!\d{1,5}/)[^\s@'"]+|[^\s/@'"]+)@"""), r"\1***@"),
     (
         re.compile(
-            r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=)[^&\s'"]+""",
+            r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=|"""
+            r"""//hooks\.slack\.com/|//discord(?:app)?\.com/api/webhooks/)[^&\s'"]+""",
             re.I,
         ),
         r"\1***",

@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatoken.base.errors import ConfigError, DataError, MegatokenError
 from megatoken.inference.engine import Engine, Job
 from megatoken.inference.http_server import CheckHost
+from megatoken.inference.prometheus import format_metrics
 from megatoken.inference.protocol import (
     ApiError,
     ChatRequest,
@@ -254,15 +255,6 @@ async def stream_events(
 def format_event(content: dict[str, Any]) -> bytes:
     """Format a server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def format_metrics(kind: str, values: Mapping[str, float]) -> str:
-    """Format values in Prometheus' text format; `kind` is their type."""
-    lines = []
-    for name, value in sorted(values.items()):
-        lines.append(f"# TYPE megatoken_{name.partition('{')[0]} {kind}\n")
-        lines.append(f"megatoken_{name} {value}\n")
-    return "".join(dict.fromkeys(lines))
 
 
 def build_policy(page: str) -> str:

@@ -18,5 +18,13 @@ ENTRIES = {
         "sync": "megatoken.study.commands.sync",
     },
     "section": {"log": "megatoken.study.settings:ReportConfig"},
-    "check": {"sinks": "megatoken.study.check:check_names"},
+    "check": {"sinks": "megatoken.study.check:check_log"},
+    "sink": {
+        "tensorboard": "megatoken.study.sinks:TensorBoard",
+        "wandb": "megatoken.study.sinks:WandB",
+        "mlflow": "megatoken.study.sinks:MLflow",
+        "trackio": "megatoken.study.sinks:Trackio",
+        "alert": "megatoken.study.alerts:Alerts",
+        "prometheus": "megatoken.study.prometheus:Prometheus",
+    },
 }

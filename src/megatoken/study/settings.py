@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-SINKS = ("tensorboard", "wandb", "trackio")  # values of log.sinks, named like their packages
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
@@ -13,8 +11,20 @@ class ReportConfig:
     pictures: bool = False
     sinks: str = ""
     profile: str = ""
+    project: str = ""
+    group: str = ""
+    tags: str = ""
+    alert: str = ""
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+
+    def list_sinks(self) -> list[str]:
+        """Return the names of all sinks that get the run's rows."""
+        alert = ["alert"] if self.alert else []
+        prometheus = ["prometheus"] if self.metrics_port else []
+        return [*split_names(self.sinks), *alert, *prometheus]
 
 
-def split_sinks(names: str) -> list[str]:
-    """Split the comma-separated names in log.sinks."""
+def split_names(names: str) -> list[str]:
+    """Split names separated by commas."""
     return [name.strip() for name in names.split(",") if name.strip()]

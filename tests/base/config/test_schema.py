@@ -116,7 +116,8 @@ objective.group:       {UPDATES} objective.group=7
 save.every:            {UPDATES} save.every=10
 save.every:            {UPDATES} save.every=0.1dur
 evaluate.every:        {UPDATES} evaluate.every=6 save.keep_best=true
-log.sinks:             log.sinks=wandb,mlflow
+log.sinks:             log.sinks=wandb,comet
+log.alert:             log.alert=https://hooks.slack.com/services/x
 save.time_limit:       save.time_limit=soon
 none:                  seed=1
 none:                  {RAMP}
