@@ -26,6 +26,8 @@ from megatoken.convert.hf.export import (
 )
 from megatoken.convert.hf.peft import write_peft
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
+from megatoken.convert.model_card import write_card
+from megatoken.convert.push import push
 from megatoken.model.gpt import GPT
 from megatoken.text.load_pretrained import LoadedModel, load_pretrained
 from megatoken.text.tokenizer import Tokenizer
@@ -37,17 +39,19 @@ def export(
     out: str | Path,
     dtype: str = "fp32",
     console: Console | None = None,
+    push_to: str = "",
 ) -> dict[str, Any]:
-    """Write a model and its tokenizer to the new folder `out`.
+    """Write a model, its tokenizer and a model card to the new folder `out`.
 
     model: a loaded model, or a name for load_pretrained. to: `hf`, `peft`, `gguf` or `llmc`. out:
     for `gguf`, it can also be a new file whose name ends with .gguf. dtype: of the written weights,
-    fp32 or bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0.
+    fp32 or bf16; for `gguf`, also fp16, q8_0, q5_1, q5_0, q4_1 or q4_0. push_to: a repository on the
+    Hugging Face hub, to which the export is uploaded.
 
-    Returns a dict with source, format, out, verified, max_relative_difference (of the logits) and
-    ids_left_out. Raises StorageError if `out` exists or cannot be written, ConfigError if the
-    format cannot hold the model, and CheckpointError if the model cannot be read or the exported
-    model computes other logits.
+    Returns a dict with source, format, out, verified, max_relative_difference (of the logits),
+    ids_left_out and pushed_to, an address or "". Raises StorageError if `out` exists or cannot be
+    written, or if the upload fails, ConfigError if the format cannot hold the model, and
+    CheckpointError if the model cannot be read or the exported model computes other logits.
     """
     out = local_path(out)
     warn = console.warn if console else warnings.warn
@@ -62,21 +66,16 @@ def export(
         loaded = load_pretrained(model, warn, merge=chosen.merges_adapters)
     loaded = copy.deepcopy(loaded)
     n_unused = _prepare(loaded, warn)
-    with storage_errors(out.parent, what="cannot write the export"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = out.parent / f".{out.name}.{os.getpid()}"
-        unfinished.mkdir()
-        try:
-            difference = chosen.write(unfinished, loaded.model, loaded.tokenizer, dtype)
-            is_file = to == "gguf" and out.suffix == ".gguf"
-            (unfinished / GGUF if is_file else unfinished).rename(out)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    source = None if isinstance(model, LoadedModel) else Path(model)
+    difference = _write(loaded, chosen, out, dtype, to, push_to or out.stem, source)
     if console:
         verdict = f"NOT VERIFIED: pip install {chosen.verifier}"
         if difference is not None:
             verdict = f"verified, logits within {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")
+    address = push(out, push_to) if push_to else ""
+    if console and address:
+        console.print(f"pushed to {address}")
     return {
         "source": loaded.source,
         "format": to,
@@ -84,7 +83,32 @@ def export(
         "verified": difference is not None,
         "max_relative_difference": difference,
         "ids_left_out": n_unused,
+        "pushed_to": address,
     }
+
+
+def _write(
+    loaded: LoadedModel,
+    chosen: "ExportFormat",
+    out: Path,
+    dtype: str,
+    to: str,
+    name: str,
+    source: Path | None,
+) -> float | None:
+    """Write the export and its card; return the largest difference of logits, if compared."""
+    with storage_errors(out.parent, what="cannot write the export"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.parent / f".{out.name}.{os.getpid()}"
+        unfinished.mkdir()
+        try:
+            difference = chosen.write(unfinished, loaded.model, loaded.tokenizer, dtype)
+            write_card(unfinished, name, source, loaded.model.config, to)
+            is_file = to == "gguf" and out.suffix == ".gguf"
+            (unfinished / GGUF if is_file else unfinished).rename(out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return difference
 
 
 def _prepare(loaded: LoadedModel, warn: Warn) -> int:

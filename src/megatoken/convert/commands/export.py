@@ -24,5 +24,6 @@ def _parse_dtype(name: str) -> str:
 def run(options: Namespace, console: Console) -> Data:
     from megatoken.convert.export import export
 
-    data = export(options.model, options.to, options.out, options.dtype, console)
+    arguments = options.model, options.to, options.out, options.dtype
+    data = export(*arguments, console, push_to=options.push)
     return data
