@@ -49,6 +49,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     assert load_pretrained(str(out / "best")).source == str(out / "best")
     assert [event["step"] for event in read_events(out, "early stop")] == [END]
     assert train(out, settings).steps == END  # finished
+    assert train(tmp_path / "target", settings, "evaluate.target_loss=3").steps == 8
     # A free setting: the run continues, and ends again.
     assert train(out, settings, "evaluate.patience=4").steps == 32
     losses[36] = 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.base.config.model_config import ModelConfig
-from megatoken.base.config.schema import Config
+from megatoken.base.config.schema import Config, EvalConfig
 from megatoken.base.console import Console
 from megatoken.base.system.device import Device
 from megatoken.base.system.metrics_log import MetricsLogger
@@ -67,14 +67,16 @@ class History:
         measured = [s for s in sorted(steps) if math.isfinite(self.val_losses.get(s, math.nan))]
         return min(measured, key=self.val_losses.__getitem__, default=None)
 
-    def is_out_of_patience(self, patience: int) -> bool:
-        """Return whether the last `patience` validations did not lower the loss.
-
-        Always False if `patience` is 0.
-        """
+    def explain_early_stop(self, evaluate: EvalConfig) -> str:
+        """Return why the validation losses end the run before its last step; "" if they do not."""
         best = self.best_step(self.val_losses)
+        lowest = "never finite" if best is None else f"{self.val_losses[best]:.4f} at step {best}"
         n_worse = sum(best is None or step > best for step in self.val_losses)
-        return 0 < patience <= n_worse
+        if 0 < evaluate.patience <= n_worse:
+            return f"the validation loss has not improved on {lowest} for {n_worse} validations"
+        if best is not None and self.val_losses[best] <= evaluate.target_loss != 0:
+            return f"the validation loss has reached {lowest}"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,9 @@ class Run(RunPlan):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no step is left, or the validation loss has stopped falling."""
-        patience = self.config.evaluate.patience
+        """Whether no step is left, or the validation losses end the run early."""
         is_last = self.state.step >= self.step_config.total_steps
-        return is_last or self.history.is_out_of_patience(patience)
+        return is_last or bool(self.history.explain_early_stop(self.config.evaluate))
 
     def write(
         self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any

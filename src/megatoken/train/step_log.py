@@ -165,17 +165,6 @@ class StepLog:
             run.console.step(line, share=step.step / total_steps, last=is_last)
 
 
-def report_early_stop(run: Run) -> None:
-    """Log and print that the validation loss has not fallen for `evaluate.patience` validations."""
-    history = run.history
-    best = history.best_step(history.val_losses)
-    lowest = "never finite" if best is None else f"{history.val_losses[best]:.4f} at step {best}"
-    n = run.config.evaluate.patience
-    message = f"the validation loss has not improved on {lowest} for {n} validations"
-    run.event("early stop", message=message)
-    run.console.print(f"step {run.state.step}: {message}: stopping early")
-
-
 def report_end(
     run: Run, code: ExitCode, steps: StepLog, saver: CheckpointSaver, next_command: str
 ) -> None:

@@ -44,7 +44,7 @@ from megatoken.train.recovery import REPLICA_CHECK_STEPS, Guard, settle_steps
 from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import History, Observer, Run, RunContext
 from megatoken.train.step import train_step_async
-from megatoken.train.step_log import StepLog, report_early_stop, report_end
+from megatoken.train.step_log import StepLog, report_end
 
 MEMORY_FIX = (
     "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
@@ -268,8 +268,9 @@ def run_loop(
         with closing(batches):
             while state.step < run.step_config.total_steps:
                 call_actions(run, [action for action in actions if action.is_due(run)], poll)
-                if run.history.is_out_of_patience(run.config.evaluate.patience):
-                    report_early_stop(run)
+                if reason := run.history.explain_early_stop(run.config.evaluate):
+                    run.event("early stop", message=reason)
+                    run.console.print(f"step {state.step}: {reason}: stopping early")
                     break
                 if log.is_settled:
                     saver.commit_if_written()

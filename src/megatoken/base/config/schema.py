@@ -152,6 +152,7 @@ class EvalConfig:
     every: Duration = Duration(0.1, "dur")
     tokens: int = 1048576
     patience: int = 0
+    target_loss: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ SHARED_SETTINGS = ("seed", "evaluate.every", "evaluate.tokens")  # must be equal
 FIXED_SETTINGS = (
     "evaluate.tasks=",
     "evaluate.patience=0",
+    "evaluate.target_loss=0",
     "sample.every=0",
     "save.mirror=",
     "log.every=1steps",
