@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,9 +44,15 @@ class ForkedChild:
     """A `megatoken.base.system.process.Child` that starts in milliseconds."""
 
     def __init__(
-        self, command: Sequence[str], *, stdout: Path, stderr: Path, detached: bool
+        self,
+        command: Sequence[str],
+        *,
+        stdout: Path,
+        stderr: Path,
+        env: dict[str, str],
+        detached: bool,
     ) -> None:
-        self._process = start_process(run_command, command[len(COMMAND) :], stdout)
+        self._process = start_process(run_command, command[len(COMMAND) :], stdout, env)
 
     def wait(self, seconds: float) -> int | None:
         self._process.join(seconds)
@@ -57,8 +63,9 @@ class ForkedChild:
         os.kill(self._process.pid, number)
 
 
-def run_command(arguments: Sequence[str], log: Path) -> None:
-    """Run `megatoken ARGUMENTS` and append its output to a file."""
+def run_command(arguments: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> None:
+    """Run `megatoken ARGUMENTS` and append its output to a file. env: variables to add."""
+    os.environ.update(env)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

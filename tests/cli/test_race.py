@@ -126,6 +126,11 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     assert json.loads((out / "race.json").read_text())["answer"] == both
     assert (out / "race.png").stat().st_size > 10_000
 
+    ask(f"{line} 5120 --seeds 2 --jobs 2 --out {out}-2")  # side by side
+    for log in (log.relative_to(out) for log in out.glob("*/*/metrics.jsonl")):
+        losses = [read_losses((folder / log).parent) for folder in (out, tmp_path / "out-2")]
+        assert losses[0] == losses[1]
+
     low = ask(f"{line} 5120 --seeds 2 --target-loss 0.01")
     assert [row["reached"] for row in low["contenders"]] == [0, 0]
     assert call(f"{line} 10240")[0] == ExitCode.CONFIG  # the runs have 5,120

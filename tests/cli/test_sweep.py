@@ -89,7 +89,7 @@ CHOICES = ["optim.lr=4e-3|1e-3|2e-3"]
 def open_sweep(arguments: list[str], out: Path, trials: int) -> Sweep:
     out.mkdir(exist_ok=True)
     options = parse(["sweep", "quickstart", *arguments, f"--trials={trials}", f"--out={out}"])
-    return Sweep(options, *parse_space("quickstart", arguments), Console())
+    return Sweep(options, *parse_space("quickstart", arguments), [], Console())
 
 
 def draw_trials(
@@ -103,6 +103,7 @@ def draw_trials(
     values: list[tuple[str, ...]] = []
     while run := search.ask():
         if run.trial.number in kill_in:
+            del run  # and its lock
             search = open_sweep(arguments, out, trials)
             run = search.ask()
             assert run
@@ -165,25 +166,34 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_resumes_its_run(
+def test_workers_share_a_sweep_and_take_up_killed_trials(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):
     trial = tmp_path / "out/trial-000"
-    line = f"sweep {recipe} --out {tmp_path}/out --trials 1 optim.lr=log:1e-3..1e-2"
-    line += " budget.steps=300 save.every=20steps"
+    line = f"sweep {recipe} optim.lr=1e-3|3e-3|1e-2 budget.steps=300 save.every=20steps --out "
+    arguments = f"{line}{tmp_path}/out".split()
     step = 0
     for number, work, code in (
         (signal.SIGTERM, run_forked, ExitCode.STOPPED),
         (signal.SIGKILL, run_command, -signal.SIGKILL),  # the trial dies with its parent
     ):
-        process = start_process(work, line.split(), tmp_path / "log")
+        process = start_process(work, arguments, tmp_path / "log")
         wait_until(lambda: newest_step(trial) > step or not process.is_alive())  # noqa: B023 (used at once)
         os.kill(process.pid, number)
         process.join()
         assert process.exitcode == code
-        wait_until(lambda: "stopped" in (trial / "status.json").read_text())
         step = newest_step(trial)
+    workers = [start_process(run_forked, arguments, tmp_path / "log") for _ in range(2)]
+    for process in workers:
+        process.join()
+        assert process.exitcode == ExitCode.DONE
     monkeypatch.setattr(experiment, "Child", ForkedChild)
-    (row,) = ask(line)["trials"]
-    assert (row["trial"], row["state"]) == ("trial-000", "complete")
-    assert f"step {step}" in (tmp_path / "out/trial-000.log").read_text()
+    shared, serial = (ask(f"{line}{tmp_path}/{name}") for name in ("out", "serial"))
+    assert {row["trial"]: len(row.pop("workers")) for row in shared["trials"]} == {
+        "trial-000": 3,
+        "trial-001": 1,
+        "trial-002": 1,
+    }
+    assert [row.pop("workers") for row in serial["trials"]]
+    assert shared["trials"] == serial["trials"]
+    assert trial.with_name("trial-000.log").read_text().count("resuming from step-") == 2

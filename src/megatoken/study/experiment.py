@@ -1,23 +1,54 @@
 """Experiments: many runs of `megatoken train`, which a repeated command continues.
 
-`sweep` and `race` say which run is next. When the command is stopped, the runs save and stop too.
+`sweep` and `race` choose the next run. When the command is stopped, the runs save and stop as well.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatoken.base.config.schema import MachineConfig
+from megatoken.base.console import Console
 from megatoken.base.errors import ExitCode, error_from_code
 from megatoken.base.system.atomic_write import read_object, storage_errors
+from megatoken.base.system.environment import VISIBLE_GPUS
+from megatoken.base.system.file_lock import LockedError, lock_folder
+from megatoken.base.system.machine import cpu_count
 from megatoken.base.system.metrics_log import STATUS, Row
 from megatoken.base.system.process import Child
 from megatoken.distributed.local_launch import COMMAND
 from megatoken.distributed.signals import handle_signals
 
 POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where runs train side by side, spread over GPUs.
+
+    wanted: number of slots; 0 for one per GPU. gpus: as in CUDA_VISIBLE_DEVICES; empty if the runs
+    choose their device themselves.
+    """
+
+    wanted: int
+    gpus: Sequence[str] = ()
+
+    @property
+    def jobs(self) -> int:
+        """The number of slots."""
+        return self.wanted or len(self.gpus) or 1
+
+    def environment(self, job: int) -> dict[str, str]:
+        """Return the variables of the runs in a slot."""
+        return {VISIBLE_GPUS: self.gpus[job % len(self.gpus)]} if self.gpus else {}
+
+    def share_cores(self, machine: MachineConfig) -> list[str]:
+        """Return the setting that divides the cores among the slots, unless the recipe sets it."""
+        share = max(1, cpu_count() // self.jobs)
+        return [] if machine.threads or self.jobs == 1 else [f"machine.threads={share}"]
 
 
 @dataclass
@@ -30,6 +61,7 @@ class Run:
 
     folder: Path
     arguments: list[str]
+    console: Console
     name: str = ""
     turn_seconds: int | None = None
 
@@ -68,15 +100,18 @@ class Run:
         if code not in expected and not is_stopping:
             raise error_from_code(code, f"{self.name}: {self.read_error()}")
 
-    def train(self, stopping: threading.Event) -> None:
-        """Train until the run's end, the end of its turn, or until `stopping` is set."""
+    def train(self, stopping: threading.Event, environment: dict[str, str]) -> None:
+        """Train until the run's end, the end of its turn, or until `stopping` is set.
+
+        environment: variables of the run's process.
+        """
+        self.wait_for_folder(stopping)
         limit = self.turn_seconds
         limits = [] if limit is None else [f"save.time_limit={limit or ''}"]
         command = [*COMMAND, "train", "--out", str(self.folder), *self.arguments, *limits]
         with storage_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             # Detached, so that Ctrl-C here becomes SIGTERM there.
-            child = Child(command, stdout=self.log, stderr=self.log, detached=True)
+            child = Child(command, stdout=self.log, stderr=self.log, env=environment, detached=True)
         is_told = False
         while True:
             code = child.wait(POLL_SECONDS)
@@ -88,27 +123,42 @@ class Run:
                 is_told = True  # a second SIGTERM would end it before it has saved
                 child.send(signal.SIGTERM)
 
+    def wait_for_folder(self, stopping: threading.Event) -> None:
+        """Wait while the run of a killed command still saves. Raises LockedError on a stop."""
 
-def train_all(runs: Iterator[Run], jobs: int = 1) -> bool:
-    """Train the runs that an iterator yields, `jobs` at once.
+        def report() -> None:
+            if stopping.is_set():
+                raise LockedError("another run is using this folder", self.folder)
+            self.console.print(f"waiting for another run in {self.folder}")
 
-    The next run is requested when one has ended. Returns whether SIGTERM or SIGINT has stopped the
-    command.
+        with lock_folder(self.folder, "run", on_wait=report):
+            pass
+
+
+def train_all(ask: Callable[[], Run | None], slots: Slots) -> bool:
+    """Train the runs that `ask` returns, one per slot at once.
+
+    A slot whose run has ended asks for the next one, until it gets None. An error stops all runs.
+    Returns whether SIGTERM or SIGINT has stopped the command.
     """
     stopping = threading.Event()
     asking = threading.Lock()
 
-    def work(_: int) -> None:
-        while not stopping.is_set():
-            with asking:
-                run = next(runs, None)
-            if run is None:
-                return
-            run.train(stopping)
+    def work(job: int) -> None:
+        try:
+            while not stopping.is_set():
+                with asking:
+                    run = ask()
+                if run is None:
+                    return
+                run.train(stopping, slots.environment(job))
+        except BaseException:
+            stopping.set()
+            raise
 
     with (
-        ThreadPoolExecutor(jobs) as pool,
+        ThreadPoolExecutor(slots.jobs) as pool,
         handle_signals(("SIGTERM", "SIGINT"), lambda *_: stopping.set()),
     ):
-        list(pool.map(work, range(jobs)))  # raises what a thread raised
+        list(pool.map(work, range(slots.jobs)))  # raises what a thread raised
     return stopping.is_set()

@@ -10,7 +10,7 @@ import torch
 
 from megatoken.base.config.schema import DEVICE_NAMES, MachineConfig
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.environment import preferred_precision
+from megatoken.base.system.environment import preferred_precision, visible_gpus
 from megatoken.base.system.machine import (
     allowed_features,
     cpu_count,
@@ -195,6 +195,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
         error
     )
+
+
+def list_gpus(requested: str) -> list[str]:
+    """Return the GPUs that `machine.device` allows, named as in CUDA_VISIBLE_DEVICES."""
+    n_gpus = torch.cuda.device_count() if requested in ("auto", "cuda") else 0
+    return (visible_gpus() or [*map(str, range(n_gpus))])[:n_gpus]
 
 
 def _find_device(requested: str) -> torch.device:

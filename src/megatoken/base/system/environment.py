@@ -12,6 +12,7 @@ from megatoken.base.system.malloc import keep_freed_memory
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
 IMPORT = "MEGATOKEN_IMPORT"
 INSTRUCTION_SET = "MEGATOKEN_INSTRUCTION_SET"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
 OMP_SPINS = 5000
 _ADDED_VARIABLES: set[str] = set()
@@ -53,6 +54,11 @@ def import_modules(names: Sequence[str]) -> None:
     """Add users' modules to those of this process and of the processes that it starts."""
     modules = dict.fromkeys((*imported_modules(), *names))
     os.environ[IMPORT] = ",".join(modules)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; an empty list if unset."""
+    return list(filter(None, os.environ.get(VISIBLE_GPUS, "").split(",")))
 
 
 def preferred_precision() -> str:

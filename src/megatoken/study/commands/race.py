@@ -3,8 +3,8 @@
 A contender is a recipe, which may have its own settings: 'quickstart optim.lr=8e-3' (in quotes).
 All contenders train with the same seeds, which set the order of the data, and are validated on all
 held-out text. Each run is a `megatoken train` in a folder below OUT. The runs take turns of a few
-minutes, so that slow hours of the machine affect all of them. Repeating the command continues a
-race, and trains seeds or contenders that were added.
+minutes, so that slow hours of the machine affect all of them; with `--jobs`, several train at once.
+Repeating the command continues a race, and trains seeds or contenders that were added.
 
 With `--minutes`, short runs of each contender first measure its pace, which sets how many tokens it
 trains on. The budget is fixed from then on, so schedules end with it and runs are deterministic.
@@ -12,9 +12,11 @@ trains on. The budget is fixed from then on, so schedules end with it and runs a
 
 import re
 import shlex
+import threading
 from argparse import ArgumentParser, Namespace
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ from megatoken.cli import Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.store.run_state import read_config
-from megatoken.study.experiment import Run, train_all
+from megatoken.study.experiment import Run, Slots, train_all
 
 if TYPE_CHECKING:
     from megatoken.data.mixture import Mixture
@@ -99,6 +101,7 @@ class Contender:
 
 def run(options: Namespace, console: Console) -> Result:
     """Train all unfinished runs, then compare the contenders, and draw and record the result."""
+    from megatoken.base.system.device import list_gpus
     from megatoken.study.race_report import report
 
     if not (options.target_loss or options.tokens or options.minutes):
@@ -107,9 +110,14 @@ def run(options: Namespace, console: Console) -> Result:
     contenders = [open_contender(label, options) for label in options.contenders]
     metric = check_contenders(contenders)
     options.out = options.out or Path("races") / contenders[0].folder
-    rounds: dict[int, dict[str, Run]] = {}
+    rounds: Rounds = {}
+    slots = Slots(options.jobs, list_gpus(contenders[0].config.machine.device))
     with lock_folder(options.out, "race"):
-        train_all(list_turns(contenders, options, rounds, console))
+        if options.minutes:
+            contenders = fit_budgets(contenders, options, slots, console)
+        if contenders:
+            rounds = list_rounds(contenders, options, slots, console)
+            train_all(partial(choose_run, rounds), slots)
         finished = {
             seed: runs
             for seed, runs in rounds.items()
@@ -138,58 +146,72 @@ def open_contender(label: str, options: Namespace) -> Contender:
     return Contender(label, (recipe, *overrides), config, data)
 
 
-def list_turns(
-    contenders: list[Contender],
-    options: Namespace,
-    rounds: dict[int, dict[str, Run]],
-    console: Console,
-) -> Iterator[Run]:
-    """Yield the run that trains next, until all have ended. Fills `rounds`.
+@dataclass
+class Racer(Run):
+    """A run of a race.
 
-    Raises ConfigError if a folder holds a run with other settings.
+    n_turns: turns that it has begun. is_training: whether it is in one.
     """
-    if options.minutes:
-        contenders = yield from fit_budgets(contenders, options, console)
-    rounds |= list_rounds(contenders, options)
+
+    n_turns: int = 0
+    is_training: bool = False
+
+    def train(self, stopping: threading.Event, environment: dict[str, str]) -> None:
+        step = self.status.get("step", 0)
+        super().train(stopping, environment)
+        now = self.status.get("step", 0)
+        val = find_last_rows(self.folder, ["val"]).get("val", {})
+        loss = float(val.get("loss", "nan"))
+        self.console.print(f"{self.name}: step {now:,}, validation loss {loss:.4f}")
+        if self.turn_seconds and now == step:
+            self.turn_seconds *= 2  # setup or validation takes longer than a turn
+        self.is_training = False
+
+
+Rounds = dict[int, dict[str, Racer]]  # the runs of a seed by contender label
+
+
+def choose_run(rounds: Rounds) -> Racer | None:
+    """Return the run that trains next, in the first round that has one; None if there is none.
+
+    It is the run that has had the fewest turns.
+    """
     for runs in rounds.values():
-        check_unchanged(list(runs.values()))
-    for runs in rounds.values():
-        while unfinished := [run for run in runs.values() if not run.is_finished]:
-            for run in unfinished:
-                step = run.status.get("step", 0)
-                yield run
-                now = run.status.get("step", 0)
-                val = find_last_rows(run.folder, ["val"]).get("val", {})
-                loss = float(val.get("loss", "nan"))
-                console.print(f"{run.name}: step {now:,}, validation loss {loss:.4f}")
-                if run.turn_seconds and now == step:
-                    run.turn_seconds *= 2  # setup or validation takes longer than a turn
+        free = [run for run in runs.values() if not (run.is_training or run.is_finished)]
+        if free:
+            run = min(free, key=lambda run: run.n_turns)
+            run.n_turns += 1
+            run.is_training = True
+            return run
+    return None
 
 
 def fit_budgets(
-    contenders: Sequence[Contender], options: Namespace, console: Console
-) -> Generator[Run, None, list[Contender]]:
-    """Return the contenders with the budgets that they train in `--minutes`.
+    contenders: Sequence[Contender], options: Namespace, slots: Slots, console: Console
+) -> list[Contender]:
+    """Return the contenders with the budgets that they train in `--minutes`; empty on a stop.
 
     Paces are measured once, by CALIBRATIONS runs of each contender below OUT that take turns; the
     fastest counts, because other work on the machine only slows a run down.
     """
     from megatoken.study.race_report import read_pace
 
-    settings = (*FIXED_SETTINGS, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
-    paces: dict[str, list[float]] = {contender.label: [] for contender in contenders}
-    for number in range(CALIBRATIONS):
+    fixed = (*FIXED_SETTINGS, f"budget.steps={CALIBRATION_STEPS}", "evaluate.tokens=0")
+    rounds: Rounds = {number: {} for number in range(CALIBRATIONS)}
+    for number, runs in rounds.items():
         for contender in contenders:
+            settings = [*slots.share_cores(contender.config.machine), *fixed]
             folder = options.out / contender.folder / f"calibration-{number}"
             name = f"{contender.label}, {folder.name}"
-            run = Run(folder, [*contender.arguments, *settings], name, 0)
-            while not run.is_finished:
-                yield run
-            _, pace = read_pace(read_metrics(folder, console.warn))
-            paces[contender.label].append(float(median(pace)))
+            arguments = [*contender.arguments, *settings]
+            runs[contender.label] = Racer(folder, arguments, console, name, 0)
+    if train_all(partial(choose_run, rounds), slots):
+        return []
     fitted = []
     for contender in contenders:
-        tokens = round(60 * options.minutes / min(paces[contender.label]))
+        folders = [runs[contender.label].folder for runs in rounds.values()]
+        paces = [read_pace(read_metrics(folder, console.warn))[1] for folder in folders]
+        tokens = round(60 * options.minutes / min(float(median(pace)) for pace in paces))
         console.print(f"{contender.label}: {tokens:,} tokens in {options.minutes:g} minutes")
         recipe, *overrides = contender.arguments
         overrides.append(f"budget.tokens={tokens}")
@@ -217,18 +239,21 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
     return "loss" if len(tokenizers) == 1 else "bits_per_byte"
 
 
-def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
-    """Return for each seed its runs by contender label, in the order in which they take turns.
+def list_rounds(
+    contenders: Sequence[Contender], options: Namespace, slots: Slots, console: Console
+) -> Rounds:
+    """Return the runs, in the order in which they take their first turns.
 
     The order rotates from seed to seed. The interval of validations is chosen so that validation
-    costs about a third of the training FLOPs of the longest contender.
+    costs about a third of the training FLOPs of the longest contender. Raises ConfigError if a
+    folder holds a run with other settings.
     """
     longest = max(contender.total_tokens for contender in contenders)
     n_val = max(contender.n_val for contender in contenders)
     fewest, most = VALIDATIONS
     every = max(1, longest // min(max(longest // n_val, fewest), most))
     user_keys = {override.partition("=")[0] for override in options.overrides}
-    rounds: dict[int, dict[str, Run]] = {}
+    rounds: Rounds = {}
     for index in range(options.seeds):
         seed = contenders[0].config.seed + index
         start = index % len(contenders)
@@ -236,20 +261,22 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
         for contender in [*contenders[start:], *contenders[:start]]:
             shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": contender.n_val}
             own = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
+            own += slots.share_cores(contender.config.machine)
             arguments = [*contender.arguments, *FIXED_SETTINGS, *own, f"seed={seed}"]
             folder = options.out / contender.folder / f"seed-{seed}"
             name = f"{contender.label}, seed {seed}"
-            rounds[seed][contender.label] = Run(folder, arguments, name, int(options.turn))
+            run = Racer(folder, arguments, console, name, int(options.turn))
+            check_unchanged(run)
+            rounds[seed][contender.label] = run
     return rounds
 
 
-def check_unchanged(runs: Sequence[Run]) -> None:
-    """Raise ConfigError if the folder of one of the runs holds a run with other settings."""
-    for run in runs:
-        if not (run.folder / RUN_CONFIG).is_file():
-            continue
-        config = resolve(run.arguments[0], run.arguments[1:]).config
-        for change in list_changes(read_config(run.folder), config):
-            if change.key in SHARED_SETTINGS or change.resume != "free":
-                what = f"{run.name} has changed: {change}"
-                raise ConfigError(what, run.folder, "name another --out")
+def check_unchanged(run: Run) -> None:
+    """Raise ConfigError if the folder of a run holds one with other settings."""
+    if not (run.folder / RUN_CONFIG).is_file():
+        return
+    config = resolve(run.arguments[0], run.arguments[1:]).config
+    for change in list_changes(read_config(run.folder), config):
+        if change.key in SHARED_SETTINGS or change.resume != "free":
+            what = f"{run.name} has changed: {change}"
+            raise ConfigError(what, run.folder, "name another --out")

@@ -1,15 +1,21 @@
 """`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: search settings with short runs and Optuna.
 
 Each trial is a `megatoken train` in a folder below OUT. A trial is stopped early if its validation
-loss is worse than the median of earlier trials at the same step. OUT/journal.log records the
-search: repeating the command continues it, and unfinished trials resume from their checkpoints.
+loss is worse than the median of other trials at the same step. OUT/journal.log records the search:
+repeating the command continues it, and unfinished trials resume from their checkpoints. Several
+machines that run the same command with OUT on a shared disk share the search: each trains trials
+that no other one is training.
 """
 
+import os
 import re
 import shlex
+import socket
+import threading
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,17 +28,18 @@ from megatoken.base.errors import ConfigError, DataError, ExitCode, import_extra
 from megatoken.base.pictures import Draw, draw, line, panel
 from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import replace_file, storage_errors
-from megatoken.base.system.file_lock import lock_folder
-from megatoken.base.system.machine import cpu_count
+from megatoken.base.system.file_lock import LockedError, lock_folder
 from megatoken.base.system.metrics_log import METRICS, START, read_new_rows
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_options
 from megatoken.cli.recipe import RECIPE_HELP
-from megatoken.study.experiment import Run, train_all
+from megatoken.study.experiment import Run, Slots, train_all
 
 HELP = "search hyperparameters with short runs"
 EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
 JOURNAL = "journal.log"
+STUDY = "sweep"
+LOCKS = ".locks"  # a folder per trial, which is locked by the process that trains it
 BEST = "best.yaml"
 PICTURE = "sweep.png"
 UNPRUNED_TRIALS = 4  # trials before any is stopped early
@@ -48,14 +55,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console) -> Result:
     """Run `options.trials` trials, or all combinations of choices if these are fewer."""
+    from megatoken.base.system.device import list_gpus
+
     optuna = import_extra("optuna", "sweep")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space, settings = parse_space(options.recipe, options.overrides)
     check_data(options.recipe, space, settings)
     options.out = options.out or Path("sweeps") / Path(options.recipe).stem
-    with lock_folder(options.out, "sweep"), warnings.catch_warnings(action="ignore"):
-        search = Sweep(options, space, settings, console)
-        is_stopped = train_all(iter(search.ask, None), options.jobs)
+    machine = resolve(options.recipe, settings).config.machine
+    slots = Slots(options.jobs, list_gpus(machine.device))
+    with warnings.catch_warnings(action="ignore"):
+        with lock_folder(options.out, "sweep", on_wait=lambda: None):  # others also open it
+            search = Sweep(options, space, settings, slots.share_cores(machine), console)
+        is_stopped = train_all(search.ask, slots)
         data = report(search)
     return Result(ExitCode.STOPPED if is_stopped else ExitCode.DONE, data)
 
@@ -125,10 +137,18 @@ class Sweep:
     """A search in the folder `options.out`, new or continued.
 
     Raises ConfigError if the folder holds another search.
+
+    settings, machine_settings: fixed settings of the user and of this machine's trials.
+    killed: numbers of trials that were killed in this process, which leaves them to the next one.
     """
 
     def __init__(
-        self, options: Namespace, space: Space, settings: Sequence[str], console: Console
+        self,
+        options: Namespace,
+        space: Space,
+        settings: Sequence[str],
+        machine_settings: Sequence[str],
+        console: Console,
     ) -> None:
         import optuna
         from optuna.storages.journal import JournalFileBackend
@@ -136,19 +156,20 @@ class Sweep:
         self.options = options
         self.space = space
         self.settings = settings
+        self.machine_settings = machine_settings
         self.console = console
+        self.killed: set[int] = set()
         journal = JournalFileBackend(str(options.out / JOURNAL))
         self.study = optuna.create_study(
             storage=optuna.storages.JournalStorage(journal),
             pruner=optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS),
-            study_name="sweep",
+            study_name=STUDY,
             load_if_exists=True,
         )
         search = [options.recipe, *options.overrides]
         if self.study.user_attrs.get("search", search) != search:
             raise ConfigError("another sweep is in this folder", options.out, "name another --out")
         self.study.set_user_attr("search", search)
-        self._interrupted_trials = self.study.get_trials(states=[optuna.trial.TrialState.RUNNING])
         self._n_trials = options.trials
         combinations = list(product(*(getattr(values, "choices", ()) for values in space.values())))
         if 0 < len(combinations) <= options.trials:  # all are choices
@@ -156,46 +177,68 @@ class Sweep:
                 params = dict(zip(space, values, strict=True))
                 self.study.enqueue_trial(params, skip_if_exists=True)
             self._n_trials = len(self.study.trials)
+        for _ in range(len(self.study.trials), self._n_trials):
+            self.study.enqueue_trial({})
 
     def ask(self) -> "Trial | None":
-        """Return the next trial with its values, or None at the end; interrupted trials come first.
+        """Return the first unfinished trial that no process is training; None if there is none."""
+        for number in range(self._n_trials):
+            with ExitStack() as lock, suppress(LockedError):
+                if not (number in self.killed or self._get_trial(number).state.is_finished()):
+                    folder = self.options.out / LOCKS / find_folder(self.options.out, number).name
+                    lock.enter_context(lock_folder(folder, "sweep"))
+                    if trial := self._claim(number):
+                        return Trial(self, trial, lock.pop_all())
+        return None
+
+    def _get_trial(self, number: int) -> Any:
+        return self.study.get_trials(deepcopy=False)[number]
+
+    def _claim(self, number: int) -> Any:
+        """Return a trial with its values; None if another process has just trained it.
 
         The values are drawn with a seed per trial, so that a continued search draws the same ones.
         """
         import optuna
 
-        trials = self.study.get_trials(deepcopy=False)
-        n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
-        number = self._interrupted_trials[0].number if self._interrupted_trials else len(trials)
-        self.study.sampler = optuna.samplers.TPESampler(
-            seed=self.options.seed + number, constant_liar=self.options.jobs > 1
-        )
-        if self._interrupted_trials:
-            trial = optuna.Trial(self.study, self._interrupted_trials.pop(0)._trial_id)
-        elif n_started < self._n_trials:
-            trial = self.study.ask()
-        else:
+        trial = self._get_trial(number)
+        if trial.state.is_finished():
             return None
+        self.study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.RUNNING)
+        sampler = optuna.samplers.TPESampler(seed=self.options.seed + number, constant_liar=True)
+        study = optuna.load_study(  # of its own, because studies cache the trials of others
+            study_name=STUDY, storage=self.study._storage, sampler=sampler, pruner=self.study.pruner
+        )
+        claimed = optuna.Trial(study, trial._trial_id)
         for key, distribution in self.space.items():
-            trial._suggest(key, distribution)
-        return Trial(self, trial)
+            claimed._suggest(key, distribution)
+        worker = f"{socket.gethostname()}:{os.getpid()}"
+        workers = dict.fromkeys((*claimed.user_attrs.get("workers", ()), worker))
+        claimed.set_user_attr("workers", [*workers])
+        return claimed
 
 
 class Trial(Run):
     """A run of a sweep, whose validation losses are reported to Optuna as it logs them."""
 
-    def __init__(self, search: Sweep, trial: Any) -> None:
-        threads = max(1, cpu_count() // search.options.jobs)
+    def __init__(self, search: Sweep, trial: Any, lock: ExitStack) -> None:
+        """Open a trial. lock: is closed at the end of `train`."""
         self.values = [f"{key}={text}" for key, text in format_values(trial.params).items()]
-        arguments = [search.options.recipe, f"machine.threads={threads}", *search.settings]
+        arguments = [search.options.recipe, *search.machine_settings, *search.settings]
         arguments += [*self.values, "save.mirror="]  # a mirror has room for one run
-        super().__init__(find_folder(search.options.out, trial), arguments)
+        folder = find_folder(search.options.out, trial.number)
+        super().__init__(folder, arguments, search.console)
         self.trial = trial
         self.losses: list[float] = []
         self.is_pruned = False
         self._search = search
+        self._lock = lock
         self._position = START
         self._step = 0
+
+    def train(self, stopping: threading.Event, environment: dict[str, str]) -> None:
+        with self._lock:
+            super().train(stopping, environment)
 
     def is_hopeless(self) -> bool:
         """Report new losses; return whether the trial must be stopped early.
@@ -217,14 +260,17 @@ class Trial(Run):
         return self.is_pruned
 
     def end(self, code: int, *, is_stopping: bool) -> None:
-        """Record how the trial ended. Optuna keeps one that was told to stop, and resumes it."""
+        """Record how the trial ended. One that was stopped or killed stays to be resumed."""
         from optuna.trial import TrialState
 
         if self.is_pruned:
             state = TrialState.PRUNED
         elif code == ExitCode.DONE and self.losses:
             state = TrialState.COMPLETE
-        elif is_stopping:
+        elif is_stopping or code == ExitCode.STOPPED:
+            return
+        elif code < 0:
+            self._search.killed.add(self.trial.number)
             return
         else:
             state = TrialState.FAIL
@@ -232,12 +278,12 @@ class Trial(Run):
         self._search.study.tell(self.trial, loss if state == TrialState.COMPLETE else None, state)
         result = f"exit {code}" if loss is None else f"loss {loss:.4f}"
         line = f"{self.folder.name}  {state.name.lower():<8}  {result}  {' '.join(self.values)}"
-        self._search.console.print(line)
+        self.console.print(line)
 
 
-def find_folder(out: Path, trial: Any) -> Path:
+def find_folder(out: Path, number: int) -> Path:
     """Return the run folder of a trial."""
-    return out / f"trial-{trial.number:03d}"
+    return out / f"trial-{number:03d}"
 
 
 def report(search: Sweep) -> dict[str, Any]:
@@ -250,8 +296,9 @@ def report(search: Sweep) -> dict[str, Any]:
     out, console = search.options.out, search.console
     rows: list[dict[str, Any]] = [
         {
-            "trial": find_folder(out, trial).name,
+            "trial": find_folder(out, trial.number).name,
             "state": trial.state.name.lower(),
+            "workers": trial.user_attrs.get("workers", []),
             "values": format_values(trial.params),
             "loss": trial.value,
         }
@@ -259,13 +306,15 @@ def report(search: Sweep) -> dict[str, Any]:
         if trial.params
     ]
     rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] is None, row["loss"]))
-    cells = [("trial", "state", "loss", *search.space)]
+    cells = [("trial", "state", "loss", *search.space, "workers")]
     for row in rows:
         loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
-        cells.append((row["trial"], row["state"], loss, *row["values"].values()))
+        workers = ", ".join(row["workers"])
+        cells.append((row["trial"], row["state"], loss, *row["values"].values(), workers))
     console.table(cells)
     if rows and all(row["state"] == "fail" for row in rows):
-        raise DataError(f"all trials failed: {Run(out / rows[0]['trial'], []).read_error()}", out)
+        first = Run(out / rows[0]["trial"], [], console)
+        raise DataError(f"all trials failed: {first.read_error()}", out)
     if not rows or rows[0]["state"] != "complete":
         return {"trials": rows, "best": None}
     values = [f"{key}={text}" for key, text in rows[0]["values"].items()]
