@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megatoken.base.errors import ExitCode
 from tests.cli import test_report
 from tests.cli.test_report import write_config
 from tests.conftest import Ask, Call
@@ -77,6 +78,30 @@ def test_logs_may_be_missing_torn_or_long_and_runs_are_sorted(tmp_path: Path, as
     assert list(list_runs(ask, tmp_path)) == ["diverged", "long", "missing"]
     # The most steps first, and unknown ones last.
     assert list(list_runs(ask, f"{tmp_path} --sort step")) == ["diverged", "missing", "long"]
+
+
+WHERE = """\
+a b c: step=100
+a: optim.lr=1e-3
+b: optim.lr>0.001 seed=7
+c: seed!=1337 val_loss<2
+: state=running
+: log.every<5
+"""
+
+
+def test_conditions_choose_runs(tmp_path: Path, ask: Ask, call: Call):
+    write_run(tmp_path / "a", "optim.lr=1e-3", "log.tags=mine")
+    write_run(tmp_path / "b", "optim.lr=2e-3", "seed=7", "log.tags=old, mine")
+    run = write_run(tmp_path / "c", "seed=8")
+    write_jsonl(run / "metrics.jsonl", [{"kind": "val", "step": 1, "tokens": 1, "loss": 1.5}])
+    for line in WHERE.splitlines():
+        names, _, conditions = line.partition(":")
+        arguments = "".join(f" --where {condition}" for condition in conditions.split())
+        assert list(list_runs(ask, f"{tmp_path}{arguments}")) == names.split(), line
+    assert list(list_runs(ask, f"{tmp_path} --tag mine --sort val_loss")) == ["a", "b"]
+    for wrong in ("seed", "sed=7", "seed=x"):
+        assert call(f"runs {tmp_path} --where {wrong}")[0] == ExitCode.CONFIG
 
 
 def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, call: Call):

@@ -46,14 +46,15 @@ def read_run(run: Path) -> Row:
     state = find_state(run, status)
     message = status.get("message", "") if state == "failed" else ""
     try:
-        objective = str(read_config(run).objective.name)
+        settings = flatten(read_config(run))
     except ConfigError as error:
-        objective = ""
+        settings = {}
         message = message or str(error)
     return {
         "run": str(run),
         "state": state,
-        "objective": objective,
+        "objective": settings.get("objective.name", ""),
+        "tags": settings.get("log.tags", ""),
         "phase": status.get("phase", ""),
         "step": status.get("step", train.get("step")),
         "total_steps": status.get("total_steps"),

@@ -243,6 +243,7 @@ def _summarize_run(run: RunData, price: float | None) -> dict[str, str]:
         "run": run.name,
         "state": _join(status["state"], status["message"], ": "),
         "objective": status["objective"] if status["objective"] != PRETRAIN else "",
+        "tags": status["tags"],
         "steps": _join(f"{status['step'] or 0:,}", _cell(status["total_steps"], ",", ""), " of "),
         "tokens": format_quantity(tokens) if tokens > 0 else "-",
         "loss": _cell(last.get("loss"), ".4f"),
