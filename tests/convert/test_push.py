@@ -51,4 +51,5 @@ def test_a_pushed_run_is_loaded_from_the_hub_with_its_card(tmp_path: Path):
     _, header, text = files["README.md"].decode().split("---\n")
     assert yaml.safe_load(header)["library_name"] == "transformers"
     assert f"{read_rows(run, 'val')[-1]['loss']:.4f} nats per token" in text
-    assert "n_layer: 2" in text
+    assert "\nmodel.n_layer=2\n" in text
+    assert "optim.beta1" not in text

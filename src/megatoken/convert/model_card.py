@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatoken import __version__
-from megatoken.base.config.load import RUN_CONFIG, render, resolve_run
+from megatoken.base.config.load import RUN_CONFIG, read_recipe
 from megatoken.base.config.model_config import ModelConfig, describe_heads
-from megatoken.base.console import format_duration
+from megatoken.base.console import format_count, format_duration
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.metrics_log import Row, find_last_rows
 from megatoken.model.flops import count_parameters
@@ -87,22 +87,28 @@ def _describe_run(source: Path) -> Iterator[str]:
             break
     else:
         return
-    resolved = resolve_run(run, run / RUN_CONFIG)
+    given = read_given(run / RUN_CONFIG)
     last = find_last_rows(run, ("train", "val"))
     machine = read_object(run / PROVENANCE)
     yield from ("## Training", "")
-    yield from (f"- {line}" for line in _list_facts(resolved.config.data.path, last, machine))
-    recipe = render(resolved.config, resolved.origins, given_only=True)
-    settings = "\n".join(line.partition("  #")[0].rstrip() for line in recipe.splitlines())
-    yield from (
-        "",
-        "The recipe, where it differs from the defaults:",
-        "",
-        "```yaml",
-        settings,
-        "```",
-        "",
-    )
+    yield from (f"- {line}" for line in _list_facts(given.get("data.path", ""), last, machine))
+    yield from ("", "Settings that are not the defaults:", "", "```")
+    yield from (f"{key}={value}" for key, value in given.items())
+    yield from ("```", "")
+
+
+def read_given(config: Path) -> dict[str, str]:
+    """Return the settings of a run that a recipe, preset or command line gave, as text.
+
+    They are not checked: those of a user's module need not be known.
+    """
+    lines = config.read_text(encoding="utf-8").splitlines()
+    numbered = [(each, int(each.where.rpartition(":")[2])) for each in read_recipe(config)]
+    return {
+        each.key: each.text
+        for each, number in numbered
+        if lines[number - 1].rpartition("  # ")[2] != "default"
+    }
 
 
 def _list_facts(data: str, last: dict[str, Row], machine: Row) -> Iterator[str]:
@@ -117,6 +123,6 @@ def _list_facts(data: str, last: dict[str, Row], machine: Row) -> Iterator[str]:
             f"held-out loss {float(row['loss']):.4f} nats per token, "
             f"{float(row['bits_per_byte']):.4f} bits per byte, at step {row['step']:,}"
         )
-    processes = machine.get("processes", 1)
-    yield f"{processes} x {machine.get('device')}, {machine.get('precision')}"
+    processes = format_count(int(machine.get("processes", 1)), "process", "processes")
+    yield f"{processes} on {machine.get('device')}, {machine.get('precision')}"
     yield f"megatoken {__version__}, torch {machine.get('torch')}"
