@@ -63,6 +63,7 @@ check: $(VENV)/.dev
 	$(BIN)ruff format --check .
 	$(BIN)ruff check .
 	$(BIN)mypy
+	$(BIN)mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 # The pages of docs/ as a site: build/site/index.html.
 docs: $(VENV)/.dev

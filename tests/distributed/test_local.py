@@ -101,7 +101,6 @@ def test_a_signal_to_the_group_is_one_request(tmp_path: Path):
 
 
 @pytest.mark.fault(9)
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal at its parent's death")
 def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path):
     with start(tmp_path, "while handler.stop_reason == 'SIGTERM': time.sleep(0.01)") as process:
         process.kill()

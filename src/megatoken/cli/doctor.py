@@ -94,7 +94,8 @@ def check_device(_: Path) -> Finding:
     from megatoken.base.system.device import choose_device
 
     device = choose_device(MachineConfig())
-    memory = f"{format_quantity(free_memory_bytes(), 'B')} of memory free"
+    free = free_memory_bytes()
+    memory = f"{format_quantity(free, 'B')} of memory free" if free else "free memory unknown"
     text = (
         f"{device.name} ({device.torch_device}), {device.precision}, {cpu_count()} cores, {memory}"
     )
@@ -178,7 +179,7 @@ def check_collective(_: Path) -> Finding:
         text = f"two processes did not meet in {MEET_SECONDS:.0f} s"
         return Finding("bad", text, "check the load of the machine")
     if exit_code:
-        remedy = "check the host name and the firewall, or set GLOO_SOCKET_IFNAME=lo"
+        remedy = "check the host name and the firewall, or set GLOO_SOCKET_IFNAME=lo (lo0 on macOS)"
         return Finding("bad", "".join(lines[-1:]).strip(), remedy)
     nccl = "; NCCL is available" if torch.distributed.is_nccl_available() else ""
     return Finding("good", f"two processes joined by gloo and summed{nccl}")

@@ -160,7 +160,8 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
     if dist_env.world_size == 1:
         yield Comm(dist_env)
         return
-    prepare_gloo()
+    if sys.platform == "linux":  # elsewhere, gloo's transport is libuv, which cannot
+        prepare_gloo()
     allow_open_files()  # rank 0 has a connection to each rank
     with _join_errors(dist_env):
         dist.init_process_group(

@@ -39,8 +39,8 @@ def launch(
     """Run `command` in `nproc` processes; return 0, or the exit code of the first that failed.
 
     Signals are forwarded to all processes, and a second SIGTERM or SIGINT kills them. If one of the
-    processes is killed, hangs or loses a peer, all are ended and restarted. On Linux, if this
-    process is killed, they get SIGTERM, save and stop.
+    processes is killed, hangs or loses a peer, all are ended and restarted. If this process is
+    killed, they save and stop.
 
     restarts: how many times in a row to restart without progress before giving up.
     machine: this machine's rank among several. If one of its processes is lost, all of its
@@ -217,14 +217,17 @@ def wait_for_all(children: Mapping[int, Child], watchdog: Watchdog) -> tuple[int
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Reserve a free TCP port inside the context.
+    """Reserve a free TCP port inside the context; on macOS, find one.
 
     A socket with SO_REUSEADDR, such as that of torch's TCPStore, can still listen on it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":  # others refuse connections to the address of an idle socket
+            holder.close()
+        yield port
 
 
 def find_free_port() -> int:

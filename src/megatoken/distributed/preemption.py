@@ -69,8 +69,8 @@ class PreemptionHandler:
 
         The time limit is a reason if the action no longer fits in it.
         """
-        if self._signal and not self._reason:
-            return name_cause(self._signal)  # may change: a dying launcher takes a moment
+        if not self._reason and (cause := name_cause(self._signal)):
+            return cause  # may change: a dying launcher takes a moment
         if (
             not self._reason
             and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline

@@ -1,9 +1,7 @@
 """Handle the signals that ask a process to stop."""
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 
 from megatoken.base.errors import ExitCode
+from megatoken.base.system.environment import heartbeat_file
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # Ctrl-C stays an interrupt
 FORWARDED = (*STOP_SIGNALS, "SIGINT")
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
 COPY_SECONDS = 0.5  # signals this close are one: some launchers signal a process and its group
-PR_GET_PDEATHSIG = 2  # Linux's prctl
 PARENT = os.getppid()
 
 
@@ -100,10 +98,10 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 
 
 def name_cause(number: int) -> str:
-    """Describe why a signal was sent: its name, or that Linux sent it because the launcher died."""
-    if sys.platform == "linux" and os.getppid() != PARENT:
-        death_signal = ctypes.c_int()
-        ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal))
-        if death_signal.value == number:
-            return "the death of its launcher"
-    return signal.Signals(number).name
+    """Return why to stop: the launcher of this rank died, or a signal's name; "" for neither.
+
+    number: of the signal; 0 for none. Only Linux sends one when the launcher dies.
+    """
+    if heartbeat_file() and os.getppid() != PARENT:
+        return "the death of its launcher"
+    return signal.Signals(number).name if number else ""

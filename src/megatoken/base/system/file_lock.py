@@ -77,8 +77,9 @@ def _locked_error(folder: Path, what: str) -> LockedError:
         with suppress(OSError, *MALFORMED):
             owner = read_json(folder / OWNER)
             owner_text = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
-            if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():
-                break
+            if owner["host"] == socket.gethostname():
+                os.kill(owner["pid"], 0)  # raises OSError if the process has ended
+            break
         time.sleep(0.02)
     fix = "wait for it or use another folder"
     return LockedError(f"another {what} is using this folder: {owner_text}", folder, fix)

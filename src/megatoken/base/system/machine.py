@@ -41,10 +41,9 @@ def cpu_count() -> int:
 
     On Linux it respects CPU affinity and cgroup limits.
     """
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
     quotas = [text.split() for (text,) in _read_cgroups("cpu", "cpu.max")]
     quotas += _read_cgroups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
     for quota, period in quotas:
