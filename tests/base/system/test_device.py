@@ -155,6 +155,7 @@ def test_out_of_memory_is_a_config_error():
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Including x"),
         RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8 GB, max allowed: 9 GB)."),
         MemoryError("Unable to allocate 2 TiB"),
     ):
         with pytest.raises(ConfigError), memory_errors("rank 1", "lower it"):

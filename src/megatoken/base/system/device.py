@@ -147,11 +147,12 @@ def choose_device(
 ) -> Device:
     """Choose device and precision without changing torch's settings.
 
-    On CUDA, each local rank gets its own device. The result's peak_flops is from the data sheet, or
-    0 if the device is not in the table. Raises ConfigError if the requested device is missing or
-    does not support the requested precision.
+    On CUDA, each local rank gets its own device; for several processes, `auto` does not choose an
+    Apple GPU. The result's peak_flops is from the data sheet, or 0 if the device is not in the
+    table. Raises ConfigError if the requested device is missing or does not support the requested
+    precision.
     """
-    device = _find_device(machine.device)
+    device = _find_device(machine.device, local_world_size)
     if device.type == "cuda" and local_world_size > 1:
         # Slurm may show each process its own GPU only (--gpus-per-task=1), as cuda:0.
         index = local_rank if torch.cuda.device_count() > 1 else 0
@@ -191,9 +192,9 @@ def memory_errors(where: str, fix: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory. On CPUs torch raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
-        error
+    """Return whether an error means out of memory. Except on CUDA, torch's is a RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(
+        re.search("DefaultCPUAllocator|MPS backend out of memory", str(error))
     )
 
 
@@ -203,11 +204,14 @@ def list_gpus(requested: str) -> list[str]:
     return (visible_gpus() or [*map(str, range(n_gpus))])[:n_gpus]
 
 
-def _find_device(requested: str) -> torch.device:
+def _find_device(requested: str, processes: int = 1) -> torch.device:
     if requested == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        # Several processes communicate by gloo, which does not support MPS.
+        return torch.device(
+            "mps" if processes == 1 and torch.backends.mps.is_available() else "cpu"
+        )
     if not re.fullmatch(DEVICE_NAMES, requested):
         raise ConfigError(
             f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps"
