@@ -218,7 +218,7 @@ def test_rooms_and_the_loop_keep_to_their_budgets():
         if "/" in file:
             used[file.split("/")[0]] += sizes[module]
     check([f"{room}: {used[room]:,}" for room, most in budgets.items() if used[room] > most])
-    assert sum(sizes.get(module, 0) for module in find_imported("megatoken.train.train")) <= 81_600
+    assert sum(sizes.get(module, 0) for module in find_imported("megatoken.train.train")) <= 81_800
 
 
 def test_no_import_cycles():

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatoken.base.errors import CheckpointError
+from megatoken.base.errors import CheckpointError, ConfigError
+from megatoken.base.rooms import REGISTERED
 from megatoken.base.system.environment import IMPORT
 from megatoken.cli.main import main
 from megatoken.model.flops import count_padded_parameters, flops_per_token
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, Linear
 from megatoken.model.loss import label_smoothing, sum_terms, z_loss
 from megatoken.store.pretrained import load_weights
+from tests.tiny_model import TINY_GPT
 from tests.tiny_run import TINY, assert_equal_tensors, read_column, read_losses, tiny_run, train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -119,6 +121,15 @@ def test_own_parts_are_counted_as_they_are_built(modules: str, monkeypatch: pyte
     matrices = 4 * 32**2 + 3 * 32 * 128  # a block's
     attention = 6 * 32 * 16
     assert flops_per_token(config, causal=True) == 6 * (2 * matrices + 257 * 32) + 2 * attention
+
+
+def test_vectors_start_at_initial_and_wrong_entries_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Linear, "initial", {"bias": 0.5}, raising=False)
+    assert GPT(TINY_GPT, seed=0).get_parameter("blocks.0.mlp.up.bias")[0] == 0.5
+    for entry in (Linear, "torch:Typo"):
+        monkeypatch.setitem(REGISTERED, "block", {"standard": entry})
+        with pytest.raises(ConfigError, match=r"Typo|Block"):
+            GPT(TINY_GPT)
 
 
 def test_terms_are_sums_over_the_tokens_with_a_target_for_any_chunk(

@@ -64,7 +64,7 @@ def _read_imported(modules: tuple[str, ...]) -> list[Room]:
     rooms = []
     for module in modules:
         try:
-            spec = find_spec(module)
+            spec = None if module.startswith(".") else find_spec(module)
         except ModuleNotFoundError:  # `module.py` asks for a module in a package
             spec = None
         if spec is None or spec.origin is None:
@@ -110,25 +110,27 @@ def ask_for_modules(names: Iterable[str]) -> str:
 
 def list_own(kind: str) -> Mapping[str, Any]:
     """Return the users' entries of a kind by name: references, or registered objects."""
-    rooms = _read_imported(imported_modules())
-    read = {name: ref for room in rooms for name, ref in room.entries.get(kind, {}).items()}
-    return {**read, **REGISTERED.get(kind, {})}
+    return {**_merge(_read_imported(imported_modules()), kind), **REGISTERED.get(kind, {})}
 
 
 def list_entries(kind: str) -> Mapping[str, Any]:
     """Return the references of the entries of a kind, or registered objects, by name."""
-    rooms = find_rooms().values()
-    found = {name: ref for room in rooms for name, ref in room.entries.get(kind, {}).items()}
-    return {**found, **list_own(kind)}
+    return {**_merge(find_rooms().values(), kind), **list_own(kind)}
+
+
+def _merge(rooms: Iterable[Room], kind: str) -> dict[str, str]:
+    return {name: ref for room in rooms for name, ref in room.entries.get(kind, {}).items()}
 
 
 def load_entry(kind: str, name: str) -> Any:
-    """Import an entry. Raises KeyError if no room or user adds it."""
+    """Import an entry. Raises KeyError if nobody adds it, ConfigError if its module lacks it."""
     entry = list_entries(kind)[name]
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")
     loaded = import_module(module)
+    if attribute and not hasattr(loaded, attribute):
+        raise ConfigError(f"no '{attribute}' in {module}", entry)
     return getattr(loaded, attribute) if attribute else loaded
 
 

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +125,16 @@ class Norm(Module):
 
 def build_norm(config: ModelConfig, width: int = 0) -> Norm:
     """Return the norm that `model.norm` names. width: 0 for d_model."""
-    norm: type[Norm] = load_entry("norm", config.norm)
+    norm: type[Norm] = _load_part("norm", config, Norm)
     return norm(config, width or config.d_model)
+
+
+def _load_part(kind: str, config: ModelConfig, base: type[Module]) -> Any:
+    """Import the class that `model.<kind>` names. Raises ConfigError if it is not a `base`."""
+    part = load_entry(kind, getattr(config, kind))
+    if not (isinstance(part, type) and issubclass(part, base)):
+        raise ConfigError(f"{part} is not a subclass of {base.__name__}", f"model.{kind}")
+    return part
 
 
 class Attention(Module):
@@ -267,7 +275,7 @@ class Block(Module):
         self.attention = Attention(config, layer)
         self.post_norm1 = build_norm(config) if has_post else None
         self.norm2 = build_norm(config) if has_pre else None
-        mlp: type[MLP] = load_entry("mlp", config.mlp)
+        mlp: type[MLP] = _load_part("mlp", config, MLP)
         self.mlp = mlp(config)
         self.post_norm2 = build_norm(config) if has_post else None
         self.drop1 = Dropout(config.dropout, site=2)
@@ -353,12 +361,14 @@ class GPT(Module):
             self.smear_scale = nn.Parameter(torch.zeros(1))
         if config.backout:
             self.backout_scale = nn.Parameter(torch.zeros(1))
-        block: type[Block] = load_entry("block", config.block)
+        block: type[Block] = _load_part("block", config, Block)
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
         self.norm = build_norm(config)
         self.head = None
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.padded_vocab_size, bias=False)
+        if buffers := [name for name, _ in self.named_buffers()]:
+            raise ConfigError(f"a buffer is not saved: {buffers[0]}", fix="compute it in forward")
         for extension in load_extensions(config):
             extension.apply(self)
         if seed is not None and not self.tokens.weight.is_meta:
@@ -494,7 +504,7 @@ def measure_parts(config: ModelConfig, norm_width: int = 0) -> tuple[int, int, i
     Returns the numbers of the block's parameters that are in matrices and elsewhere, the rows of
     its MLP's matrices, and the number of the norm's parameters.
     """
-    block_class: type[Block] = load_entry("block", config.block)
+    block_class: type[Block] = _load_part("block", config, Block)
     with torch.device("meta"):
         block = block_class(replace(config, value_embeddings=False), 0)
         norm = build_norm(config, norm_width)
@@ -557,8 +567,9 @@ def init_weights(
     Only the names and shapes of `model`'s parameters are read. All architectures use GPT-2's rule,
     since the LLaMA papers publish none: Normal(0, 0.02) for matrices and embeddings, divided by
     sqrt(2 n_layer) for the two projections into the residual stream; biases and the vocabulary's
-    padding rows 0; norms 1. Gates of value embeddings, smear and backout are 0. With `zero_init`,
-    the two projections and an untied output layer are also 0. Extensions draw their own values.
+    padding rows 0; norms 1, and other vectors `initial` of their module or 0. Gates of value
+    embeddings, smear and backout are 0. With `zero_init`, the two projections and an untied output
+    layer are also 0. Extensions draw their own values.
 
     added_only: whether to yield only the parameters of extensions.
     """
@@ -577,7 +588,7 @@ def init_weights(
             continue
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
-            initial = owner.initial if isinstance(owner, Norm) else {"residual_scales": 1.0}
+            initial = getattr(owner, "initial", {"residual_scales": 1.0})
             values.fill_(initial.get(own_name, 0.0))
         elif not name.endswith(zeros):
             std = residual_std if name.endswith(into_stream) else INIT_STD

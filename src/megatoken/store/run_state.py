@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatoken.base.config.load import RUN_CONFIG, format_value, resolve
+from megatoken.base.config.load import RUN_CONFIG, format_value, resolve_run
 from megatoken.base.config.schema import FIELDS, Config, flatten
 from megatoken.base.errors import ConfigError, MegatokenError
 from megatoken.base.system.atomic_write import read_object
@@ -114,7 +114,7 @@ def read_config(run: Path) -> Config:
     """Return the settings of a run. Raises ConfigError if config.yaml is missing or damaged."""
     if not (run / RUN_CONFIG).is_file():
         raise ConfigError("no such file", run / RUN_CONFIG)
-    return resolve(str(run / RUN_CONFIG)).config
+    return resolve_run(run, run / RUN_CONFIG).config
 
 
 def find_own_data(models: Sequence[str]) -> str:
