@@ -50,6 +50,6 @@ def test_a_pushed_run_is_loaded_from_the_hub_with_its_card(tmp_path: Path):
         assert loaded.stdout.split()[-1:] == [str(parameters)], loaded.stderr
     _, header, text = files["README.md"].decode().split("---\n")
     assert yaml.safe_load(header)["library_name"] == "transformers"
-    assert f"{read_rows(run, 'val')[-1]['loss']:.4f} nats per token" in text
+    assert f"held-out loss {read_rows(run, 'val')[-1]['loss']:.4f}, " in text
     assert "\nmodel.n_layer=2\n" in text
     assert "optim.beta1" not in text

@@ -4,6 +4,7 @@ A card of a run's model says what it was trained on, with which recipe, to which
 machine. The card of any other model has its sizes alone.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,13 +117,12 @@ def _list_facts(data: str, last: dict[str, Row], machine: Row) -> Iterator[str]:
         row = last["train"]
         duration = format_duration(float(row["elapsed_seconds"]))
         yield f"{row['tokens']:,} tokens of `{Path(data).name}` in {row['step']:,} steps, {duration}"
-        yield f"training loss {float(row['loss']):.4f} nats per token"
+        yield f"training loss {float(row['loss']):.4f}"
     if "val" in last:
         row = last["val"]
-        yield (
-            f"held-out loss {float(row['loss']):.4f} nats per token, "
-            f"{float(row['bits_per_byte']):.4f} bits per byte, at step {row['step']:,}"
-        )
+        bits = float(row.get("bits_per_byte", math.nan))  # of text only
+        text = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
+        yield f"held-out loss {float(row['loss']):.4f}{text}, at step {row['step']:,}"
     processes = format_count(int(machine.get("processes", 1)), "process", "processes")
     yield f"{processes} on {machine.get('device')}, {machine.get('precision')}"
     yield f"megatoken {__version__}, torch {machine.get('torch')}"
