@@ -162,6 +162,16 @@ def test_blocks_with_other_parts_are_not_fused(row: str, is_fused: bool):
         assert (got - expected).norm() < 1e-5 * expected.norm() + 1e-8
 
 
+@pytest.mark.usefixtures("fastest")
+@pytest.mark.parametrize("part", ["attention", "mlp", "norm1"])
+def test_a_part_of_ones_own_is_not_ignored(part: str):
+    block = build(TINY_GPT).blocks[0]
+    assert fuse(block) is not None
+    module = block.get_submodule(part)
+    module.__class__ = type("Own", (type(module),), {})
+    assert fuse(block) is None
+
+
 def test_heads_that_are_divided_between_processes_are_not_fused():
     (block,) = build(replace(TINY_GPT, n_layer=1)).blocks
     block.attention.heads = [1, 1, 1]

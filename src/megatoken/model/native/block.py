@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.model.gpt import MLP, Block, Linear, Norm
+from megatoken.model.gpt import MLP, Attention, Block, Linear, Norm
 from megatoken.model.native import ops
 from megatoken.model.native.attention import native_attention
 from megatoken.model.native.library import DTYPES, BlockArguments, BlockParameters, addresses
@@ -87,6 +87,7 @@ def fuse(block: Block) -> Callable[..., Tensor] | None:
     is_plain = (
         attention.attention_fn is native_attention
         and type(norm) is type(block.norm2) is Norm
+        and type(attention) is Attention
         and type(mlp) is MLP
         and block.post_norm1 is None
         and attention.heads[0] * attention.d_head == norm.width
