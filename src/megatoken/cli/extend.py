@@ -54,7 +54,9 @@ def extend_run(
         raise ConfigError("no run to extend: it has no checkpoint", out, fix)
     config = copy_architecture(resolved, out).config
     objective = load_objective(config.objective.name)
-    data = setup.open_data(config, objective, replace(context, console=Console(quiet=True)))
+    # This process alone reads the data, also if each batch is for several ranks.
+    alone = replace(config, machine=replace(config.machine, tensor_parallel=1))
+    data = setup.open_data(alone, objective, replace(context, console=Console(quiet=True)))
     steps = build_step_config(config, epoch_tokens=data.epoch_tokens)
     newest = max(saved_steps)
     if newest < steps.total_steps:
