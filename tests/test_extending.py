@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,8 @@ def test_an_action_runs_and_an_observer_stops_the_run(
 def test_own_parts_are_counted_as_they_are_built(modules: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(IMPORT, modules)
     config = tiny_run(MODEL, "data.path=data").config.model.resolve(257)
-    assert count_padded_parameters(config) == sum(p.numel() for p in GPT(config).parameters())
+    for model in (config, replace(config, lora_rank=4)):
+        assert count_padded_parameters(model) == sum(p.numel() for p in GPT(model).parameters())
     matrices = 4 * 32**2 + 3 * 32 * 128  # a block's
     attention = 6 * 32 * 16
     assert flops_per_token(config, causal=True) == 6 * (2 * matrices + 257 * 32) + 2 * attention

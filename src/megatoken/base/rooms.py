@@ -8,7 +8,7 @@ core that a room imports; if one of them is missing, the room is ignored. Both a
 are read without importing the module.
 
 Users add entries in two ways: `--import MODULE` reads the ENTRIES of a module of theirs, also in the
-processes that the command starts, and `register` adds an entry to this process.
+processes that the command starts, and `register` adds an entry to this process only.
 """
 
 import ast
@@ -103,7 +103,7 @@ def register(kind: str, name: str, value: Any) -> None:
 
 
 def ask_for_modules(names: Iterable[str]) -> str:
-    """Return the advice to import those of the users' modules that are not; "" if all are."""
+    """Return how to import those of the users' modules that are not imported; "" if all are."""
     lacking = ",".join(sorted(set(names) - {"", *imported_modules()}))
     return f"add --import {lacking}" if lacking else ""
 
@@ -123,7 +123,7 @@ def _merge(rooms: Iterable[Room], kind: str) -> dict[str, str]:
 
 
 def load_entry(kind: str, name: str) -> Any:
-    """Import an entry. Raises KeyError if nobody adds it, ConfigError if its module lacks it."""
+    """Import an entry. Raises KeyError for an unknown name, ConfigError if its module lacks it."""
     entry = list_entries(kind)[name]
     if not isinstance(entry, str):
         return entry

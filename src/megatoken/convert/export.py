@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ def export(
     loaded = copy.deepcopy(loaded)
     n_unused = _prepare(loaded, warn)
     source = None if isinstance(model, LoadedModel) else Path(model)
-    difference = _write(loaded, chosen, out, dtype, to, push_to or out.stem, source)
+    card = partial(write_card, name=push_to or out.stem, source=source, to=to)
+    difference = _write(loaded, to, out, dtype, card)
     if console:
         verdict = f"NOT VERIFIED: pip install {chosen.verifier}"
         if difference is not None:
@@ -88,13 +90,7 @@ def export(
 
 
 def _write(
-    loaded: LoadedModel,
-    chosen: "ExportFormat",
-    out: Path,
-    dtype: str,
-    to: str,
-    name: str,
-    source: Path | None,
+    loaded: LoadedModel, to: str, out: Path, dtype: str, write_card: Callable[..., None]
 ) -> float | None:
     """Write the export and its card; return the largest difference of logits, if compared."""
     with storage_errors(out.parent, what="cannot write the export"):
@@ -102,8 +98,8 @@ def _write(
         unfinished = out.parent / f".{out.name}.{os.getpid()}"
         unfinished.mkdir()
         try:
-            difference = chosen.write(unfinished, loaded.model, loaded.tokenizer, dtype)
-            write_card(unfinished, name, source, loaded.model.config, to)
+            difference = FORMATS[to].write(unfinished, loaded.model, loaded.tokenizer, dtype)
+            write_card(unfinished, config=loaded.model.config)
             is_file = to == "gguf" and out.suffix == ".gguf"
             (unfinished / GGUF if is_file else unfinished).rename(out)
         finally:

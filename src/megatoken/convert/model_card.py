@@ -1,24 +1,26 @@
 """Write the model card of an export: README.md, as the Hugging Face hub shows it.
 
 A card of a run's model says what it was trained on, with which recipe, to which losses and on which
-machine. The card of any other model has its sizes alone.
+machine. The card of any other model has its sizes alone. A card is published, so it holds no paths and
+no settings of the machine or of other programs.
 """
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatoken import __version__
-from megatoken.base.config.load import RUN_CONFIG, read_recipe
+from megatoken.base.config.load import RUN_CONFIG, format_value, read_recipe
 from megatoken.base.config.model_config import ModelConfig, describe_heads
+from megatoken.base.config.schema import FIELDS
 from megatoken.base.console import format_count, format_duration
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.metrics_log import Row, find_last_rows
 from megatoken.model.flops import count_parameters
-from megatoken.store.run_folder import PROVENANCE
+from megatoken.store.run_folder import CHECKPOINTS, PROVENANCE
 
 README = "README.md"
 LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "llama.cpp", "llmc": "llm.c"}
+RECIPE_SECTIONS = ("seed", "model", "objective", "optim", "budget")
 USES = {
     "hf": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,33 +85,24 @@ def write_card(folder: Path, name: str, source: Path | None, config: ModelConfig
 
 def _describe_run(source: Path) -> Iterator[str]:
     """Yield lines about the training of a run's model; none for another model."""
-    for run in (source, source.parent.parent):
-        if (run / RUN_CONFIG).is_file() and (run / PROVENANCE).is_file():
-            break
-    else:
+    step = source.resolve()
+    run = step.parents[1] if step.parent.name == CHECKPOINTS else step
+    if not ((run / RUN_CONFIG).is_file() and (run / PROVENANCE).is_file()):
         return
-    given = read_given(run / RUN_CONFIG)
+    settings = {each.key: each.text for each in read_recipe(run / RUN_CONFIG)}
     last = find_last_rows(run, ("train", "val"))
     machine = read_object(run / PROVENANCE)
     yield from ("## Training", "")
-    yield from (f"- {line}" for line in _list_facts(given.get("data.path", ""), last, machine))
-    yield from ("", "Settings that are not the defaults:", "", "```")
-    yield from (f"{key}={value}" for key, value in given.items())
+    yield from (f"- {line}" for line in _list_facts(settings.get("data.path", ""), last, machine))
+    yield from ("", "The recipe, where it differs from the defaults:", "", "```")
+    for (
+        key,
+        text,
+    ) in settings.items():  # not parsed, because names of a user's module may be unknown
+        is_default = key not in FIELDS or text == format_value(FIELDS[key].default)
+        if key.partition(".")[0] in RECIPE_SECTIONS and not is_default:
+            yield f"{key}={text}"
     yield from ("```", "")
-
-
-def read_given(config: Path) -> dict[str, str]:
-    """Return the settings of a run that a recipe, preset or command line gave, as text.
-
-    They are not checked: those of a user's module need not be known.
-    """
-    lines = config.read_text(encoding="utf-8").splitlines()
-    numbered = [(each, int(each.where.rpartition(":")[2])) for each in read_recipe(config)]
-    return {
-        each.key: each.text
-        for each, number in numbered
-        if lines[number - 1].rpartition("  # ")[2] != "default"
-    }
 
 
 def _list_facts(data: str, last: dict[str, Row], machine: Row) -> Iterator[str]:
@@ -125,4 +118,4 @@ def _list_facts(data: str, last: dict[str, Row], machine: Row) -> Iterator[str]:
         yield f"held-out loss {float(row['loss']):.4f}{text}, at step {row['step']:,}"
     processes = format_count(int(machine.get("processes", 1)), "process", "processes")
     yield f"{processes} on {machine.get('device')}, {machine.get('precision')}"
-    yield f"megatoken {__version__}, torch {machine.get('torch')}"
+    yield f"megatoken {machine.get('megatoken')}, torch {machine.get('torch')}"

@@ -2,11 +2,12 @@
 
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.model.extensions import Additions
+from megatoken.model.flops import count_mlp_outputs
 
 
 def count_lora(config: ModelConfig) -> Additions:
     """Count the adapters of one block and the outputs of their A (posttrain/lora.py)."""
-    d, inputs = config.d_model, 1 + config.is_gated
+    d, inputs = config.d_model, count_mlp_outputs(config) // config.d_ff
     attention = (3 * d + sum(config.qkv_rows)) + (config.attention_width + d)
     return Additions(
         freezes=True,

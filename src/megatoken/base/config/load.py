@@ -36,7 +36,7 @@ from megatoken.base.suggest import suggest
 from megatoken.base.system.environment import imported_modules
 
 VERSION = "2"  # of recipes
-IMPORTS = "imports"  # key of a run's config, which tells what was given to --import
+IMPORTS = "imports"  # key of a run's config: the modules given to --import
 SHIPPED = Path(__file__).parent / "recipes"
 RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20

@@ -87,7 +87,7 @@ def _validate_terms(config: Config) -> Conflicts:
 
 
 def _validate_machine(config: Config) -> Conflicts:
-    machine, mask = config.machine, config.data.document_mask
+    machine, model, mask = config.machine, config.model, config.data.document_mask
     if not re.fullmatch(CACHE, config.data.cache):
         yield "data.cache", f"not a size: {config.data.cache}", "use 100GB, 2TB or all"
     if not re.fullmatch(DEVICE_NAMES, machine.device):
@@ -106,10 +106,9 @@ def _validate_machine(config: Config) -> Conflicts:
             yield "machine.activation_checkpointing", problem, "use none or block"
         if machine.fp8 != "off":
             yield "machine.fp8", problem, "use off"
-        model = config.model
         if model.mlp in list_own("mlp") or model.block in list_own("block"):
             problem = "not supported for an MLP or block of your own"
             yield "machine.tensor_parallel", problem, "use machine.sharding"
-        if mask or config.model.lora_rank:
+        if mask or model.lora_rank:
             problem = "not supported for data.document_mask or model.lora_rank"
             yield "machine.tensor_parallel", problem, "use machine.sharding"
