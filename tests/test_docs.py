@@ -144,7 +144,7 @@ def read_anchors(page: Path) -> set[str]:
 
 
 def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "scaling-up.md").read_text()
+    page = (ROOT / "docs" / "plan.md").read_text()
     shown = re.search(r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", page, re.M)
     assert shown is not None
     assert main(shown[1].split()) == 0

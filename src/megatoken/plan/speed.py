@@ -2,7 +2,7 @@
 
 Matmuls and attention run at a share of peak FLOP/s, everything else at memory bandwidth. With small
 micro-batches, GPUs wait for the host to launch kernels; with many GPUs, they wait for communication
-that computation does not hide. docs/numbers.md lists the constants with their sources, and the
+that computation does not hide. docs/plan.md lists the constants with their sources, and the
 error on published runs.
 """
 
