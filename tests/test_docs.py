@@ -98,7 +98,7 @@ def test_notebook(notebook: Path, tmp_path: Path):
 
 def read_commands(page: Path) -> list[list[str]]:
     """Return the arguments of the `megatoken` commands of a page, without abbreviated ones."""
-    text = page.read_text()
+    text = page.read_text().replace("\\\n", "")
     blocks = "\n".join(re.findall(r"^```\n(.*?)^```$", text, re.M | re.S))
     lines = re.findall(r"^megatoken .*(?:\n {4}.*)*", blocks, re.M)
     lines += [line.replace("\n", " ") for line in re.findall(r"`(megatoken [^`]+)`", text)]
