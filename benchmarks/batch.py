@@ -15,7 +15,7 @@ from benchmarks.arguments import SPEED
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import MachineConfig
-from megatoken.base.console import Console, format_quantity
+from megatoken.base.console import Console, format_memory
 from megatoken.base.errors import ConfigError
 from megatoken.base.markdown_table import show_rows
 from megatoken.base.system.device import Device, open_device
@@ -62,7 +62,7 @@ def run_batch(options: argparse.Namespace, console: Console) -> Iterator[Row]:
     largest = options.largest or fitting
     needed = estimate_step_bytes(config, config.seq_len)
     if needed > find_allowed_bytes(device):
-        what = f"one sequence needs about {format_quantity(needed, 'B')}"
+        what = f"one sequence needs about {format_memory(needed)}"
         raise ConfigError(what, "--seq-len", "use a smaller one, or a smaller preset")
     machine = MachineConfig(device=str(device.torch_device), compile="off")
     workload = build_workload(config, machine, batch_seqs=1, micro_batch=1)
@@ -96,7 +96,7 @@ def measure(
         console.step(f"micro-batch {seqs}: first step")
         needed = estimate_step_bytes(config, seqs * config.seq_len)
         if needed > find_allowed_bytes(device):
-            ended = f"micro-batch {seqs}, which needs about {format_quantity(needed, 'B')}"
+            ended = f"micro-batch {seqs}, which needs about {format_memory(needed)}"
             break
         device.reset_peak_memory()
         idle_bytes = device.peak_memory_bytes()

@@ -19,7 +19,7 @@ from benchmarks.batch import describe_size, estimate_step_bytes, find_allowed_by
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.base.config.schema import MachineConfig
-from megatoken.base.console import Console, format_quantity
+from megatoken.base.console import Console, format_memory, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
@@ -170,7 +170,7 @@ def time_cases(
             row["skipped"] = ended.get(case.series)
             rows.append(row)
             if not row["skipped"] and case.needed_bytes > allowed:
-                needed = format_quantity(case.needed_bytes, "B")
+                needed = format_memory(case.needed_bytes)
                 row["skipped"] = f"{case.label} needs about {needed}"
             if row["skipped"]:
                 continue
@@ -472,7 +472,7 @@ def measure_steps(
     for size in sizes:
         needed = estimate_step_bytes(size.model_config, size.tokens)
         if needed > allowed:
-            console.warn(f"{size.name}: skipped, needs about {format_quantity(needed, 'B')}")
+            console.warn(f"{size.name}: skipped, needs about {format_memory(needed)}")
             continue
         console.step(f"measuring {size.name}")
         device.reset_peak_memory()

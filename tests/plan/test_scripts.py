@@ -89,7 +89,7 @@ NUMBERS = """
 .job.podFailurePolicy.rules.1.action Ignore
 .container.resources.limits.nvidia.com/gpu 4
 .container.resources.requests.cpu 12
-.container.resources.requests.memory 16Gi
+.container.resources.requests.memory 16G
 .container.envFrom.0.secretRef.name megatoken
 .container.envFrom.0.secretRef.optional True
 .container.volumeMounts.0.name work

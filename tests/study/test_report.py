@@ -17,7 +17,7 @@ tokens_per_second 1234.5 1000 2000: 1,234 (1,000 to 2,000)
 seconds 0.0123 0.01 0.02: 12.3 ms (10 to 20)
 seconds 0.5 0.4 2: 500 ms (400 to 2 s)
 overhead_seconds -0.032: -32 ms
-seconds_per_token 2.5e-5: 25 us
+seconds_per_token 2.5e-5: 25 µs
 flops_per_second 1.234e12: 1.234 TFLOP/s
 peak_memory_bytes 2.5e9: 2.5 GB
 mfu_causal 0.71987: 72.0%

@@ -195,11 +195,10 @@ class Console:
     def _fit(self, line: str, share: float | None) -> Text:
         """Return the progress bar, and as many values of the line as fit on the terminal."""
         text = Text(overflow="ellipsis", no_wrap=True, end="")
-        bar = 0 if share is None or self.rich.width < 60 else 10
-        if share is not None and bar:
-            n_full = int(share * bar)
+        if share is not None and self.rich.width >= 60:
+            n_full = int(10 * share)
             full, rest = ("#", "-") if self.rich.options.ascii_only else ("━", "─")
-            text.append(full * n_full, ACCENT).append(rest * (bar - n_full) + " ", MUTED)
+            text.append(full * n_full, ACCENT).append(rest * (10 - n_full) + " ", MUTED)
         while cell_len(line) > self.rich.width - text.cell_len and SEPARATOR in line:
             line = line.rpartition(SEPARATOR)[0]
         return text.append(line)

@@ -59,8 +59,12 @@ def import_extra(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        fix = f'pip install -e ".[{extra}]" in the checkout of megatoken'
-        raise ConfigError(f"{error.name} is not installed", fix=fix) from None
+        raise ConfigError(f"{error.name} is not installed", fix=install_extras(extra)) from None
+
+
+def install_extras(*extras: str) -> str:
+    """Return the command that installs optional dependencies."""
+    return f'pip install -e ".[{",".join(extras)}]" in the checkout of megatoken'
 
 
 class DataError(MegatokenError):

@@ -6,7 +6,7 @@ A figure is a measurement as a dict: median, low and high quartile, and number o
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatoken.base.console import Console, format_quantity
+from megatoken.base.console import Console, format_memory, format_quantity
 
 
 def format_cell(key: str, value: Any) -> str:
@@ -20,7 +20,7 @@ def format_cell(key: str, value: Any) -> str:
     if key in ("gain", "ratio", "speedup"):
         return f"{value:,.0f}x" if value >= 1000 else f"{value:.2f}x"
     if key.endswith("_bytes"):
-        return format_quantity(value, "B")
+        return format_memory(value)
     if "flops" in key:
         return format_quantity(value, "FLOP/s" if "per_second" in key else "FLOP")
     if key.endswith("seconds") or "seconds_" in key:
@@ -42,9 +42,8 @@ def _format_figure(key: str, figure: Mapping[str, Any]) -> str:
 def _format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1:
         return f"{seconds:.4g} s"
-    if abs(seconds) >= 1e-3:
-        return f"{1e3 * seconds:.4g} ms"
-    return f"{1e6 * seconds:.4g} us"
+    ms = 1e3 * seconds
+    return f"{ms:.4g} ms" if abs(ms) >= 1 else f"{1e3 * ms:.4g} µs"
 
 
 def format_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -19,10 +19,8 @@ OUTSIDE = {  # a legend at the right of its panel, with colored texts instead of
     "bbox_to_anchor": (1, 1),
     "labelcolor": "linecolor",
     "handlelength": 0,
-    "markerscale": 0.7,
     "frameon": False,
     "fontsize": 8,
-    "title_fontsize": 8,
 }
 
 

@@ -6,49 +6,38 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatoken.base.config.schema import MachineConfig
-from megatoken.base.console import Console, format_quantity
-from megatoken.base.errors import ExitCode, MegatokenError
+from megatoken.base.console import Console, format_memory
+from megatoken.base.errors import ExitCode, MegatokenError, install_extras
 from megatoken.base.rooms import list_entries, load_entry
-from megatoken.base.system.environment import python_command
 from megatoken.base.system.machine import cpu_count, find_compiler, free_memory_bytes
-from megatoken.base.system.process import run_child
 from megatoken.cli import Result
 
 HELP = "check that this machine can train, with a remedy for each problem"
 EXAMPLE = "megatoken doctor"
-MEET_SECONDS = 90.0  # limit for two processes on a busy machine to start, join and sum
+JOIN_SECONDS = 30.0  # limit for two ranks to connect and sum on a busy machine
 MIN_DISK = 5e9  # bytes that a run of GPT-2 124M takes
-EXTRAS = {  # a module of each extra; if it is found, the extra is installed
+EXTRAS = {  # packages of each extra for users in pyproject.toml
     "data": "pyarrow",
     "plot": "matplotlib",
     "hf": "transformers",
-    "serve": "uvicorn",
+    "serve": "starlette uvicorn pydantic",
     "gguf": "gguf",
     "sweep": "optuna",
-    "s3": "s3fs",
-    "eval": "lm_eval",
+    "shell": "shtab",
+    "s3": "s3fs obstore",
+    "sinks": "tensorboard wandb mlflow trackio",
+    "eval": "datasets lm_eval accelerate",
 }
 AMX_REMEDY = "AMX needs g++ 11 and Linux 5.16 or newer; report a failed self-test"
-# Two processes join a group and sum rank + 1.
-PROGRAM = """
-import torch
-from megatoken.distributed import comm
-from megatoken.distributed.env import read_dist_env
-from megatoken.base.errors import PeerError
-comm.JOIN_SECONDS = 30
-try:
-    with comm.join_process_group(read_dist_env(), "cpu") as two:
-        total = float(two.sum(torch.tensor(two.dist_env.rank + 1.0)))
-except PeerError as error:
-    sys.exit(str(error))
-sys.exit(0 if total == 3.0 else f"1 + 2 is {total}")
-"""
-LAUNCH = "from megatoken.distributed.local_launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+NETWORK_REMEDY = "set GLOO_SOCKET_IFNAME=lo (lo0 on macOS), or repair the host name's address"
 
 
 class Finding(NamedTuple):
@@ -85,9 +74,7 @@ def run_check(check: Callable[[Path], Finding], folder: Path) -> Finding:
 
 
 def check_versions(_: Path) -> Finding:
-    import torch
-
-    return Finding("good", f"Python {platform.python_version()}, torch {torch.__version__}")
+    return Finding("good", f"Python {platform.python_version()}, torch {version('torch')}")
 
 
 def check_device(_: Path) -> Finding:
@@ -95,7 +82,7 @@ def check_device(_: Path) -> Finding:
 
     device = choose_device(MachineConfig())
     free = free_memory_bytes()
-    memory = f"{format_quantity(free, 'B')} of memory free" if free else "free memory unknown"
+    memory = f"{format_memory(free)} of memory free" if free else "free memory unknown"
     text = (
         f"{device.name} ({device.torch_device}), {device.precision}, {cpu_count()} cores, {memory}"
     )
@@ -113,8 +100,7 @@ def check_compiler(_: Path) -> Finding:
     reason = misses_triton(device) if device.type == "cuda" else ""
     if reason:
         return Finding("lacking", f"no compiled kernels: {reason}", "pip install triton")
-    compiler = find_compiler()
-    if compiler:
+    if compiler := find_compiler():
         return Finding("good", compiler)
     return Finding("lacking", "no C++ compiler: models run uncompiled", "install g++")
 
@@ -142,7 +128,7 @@ def check_disk(folder: Path) -> Finding:
     except OSError as error:
         return Finding("bad", f"{existing}: {error.strerror}", "choose a writable folder")
     free = shutil.disk_usage(existing).free
-    text = f"{format_quantity(free, 'B')} free at {existing}"
+    text = f"{format_memory(free)} free at {existing}"
     if free < MIN_DISK:
         return Finding("lacking", text, "free some space, or choose another folder")
     return Finding("good", text)
@@ -153,42 +139,52 @@ def check_tokenizer(_: Path) -> Finding:
         return Finding("lacking", "no tokenizer: text/ was removed", "prepare datasets elsewhere")
     try:
         tokenizer = load_entry("tokenizer", "load")("gpt2")
-        return Finding("good", f"gpt2, {tokenizer.vocab_size:,} ids")
     except MegatokenError as error:
-        remedy = "go online once, or use --tokenizer bpe:N or bytes"
-        return Finding("lacking", str(error).partition(" — ")[0], remedy)
+        reason = str(error).partition(" — ")[0]
+        return Finding(
+            "lacking", f"no gpt2: {reason}", "use --tokenizer bpe:N, which downloads nothing"
+        )
+    return Finding("good", f"gpt2, {tokenizer.vocab_size:,} ids")
 
 
 def check_extras(_: Path) -> Finding:
-    missing = [name for name, module in EXTRAS.items() if find_spec(module) is None]
-    found = ", ".join(name for name in EXTRAS if name not in missing)
-    if missing:
-        remedy = f'pip install -e ".[{",".join(missing)}]" in the checkout'
-        return Finding("lacking", f"with {found}; without {', '.join(missing)}", remedy)
-    return Finding("good", found)
+    absent: dict[str, list[str]] = {}
+    for extra, packages in EXTRAS.items():
+        if missing := [name for name in packages.split() if find_spec(name) is None]:
+            absent[extra] = missing
+    text = f"installed: {', '.join(extra for extra in EXTRAS if extra not in absent)}"
+    if not absent:
+        return Finding("good", text)
+    names = "; ".join(f"{extra}: {', '.join(missing)}" for extra, missing in absent.items())
+    return Finding("lacking", f"{text}; missing: {names}", install_extras(*absent))
 
 
 def check_collective(_: Path) -> Finding:
     import torch
+    from torch.distributed import HashStore, ProcessGroupGloo, is_nccl_available  # type: ignore[attr-defined]
 
-    command = [*python_command(LAUNCH), *python_command(PROGRAM)]
-    lines: list[str] = []
+    store = HashStore()
+
+    def sum_ranks(rank: int) -> float:
+        group: Any = ProcessGroupGloo(store, rank, 2, timedelta(seconds=JOIN_SECONDS))
+        total = torch.tensor(rank + 1.0)
+        group.allreduce([total]).wait()
+        return float(total)
+
     try:
-        exit_code = run_child(command, on_line=lines.append, timeout=MEET_SECONDS)
-    except TimeoutError:
-        text = f"two processes did not meet in {MEET_SECONDS:.0f} s"
-        return Finding("bad", text, "check the load of the machine")
-    if exit_code:
-        remedy = "check the host name and the firewall, or set GLOO_SOCKET_IFNAME=lo (lo0 on macOS)"
-        return Finding("bad", "".join(lines[-1:]).strip(), remedy)
-    nccl = "; NCCL is available" if torch.distributed.is_nccl_available() else ""
-    return Finding("good", f"two processes joined by gloo and summed{nccl}")
+        with ThreadPoolExecutor(2) as pool:
+            sums = list(pool.map(sum_ranks, range(2)))
+    except RuntimeError as error:
+        return Finding("bad", f"two ranks cannot connect: {error}", NETWORK_REMEDY)
+    assert sums == [3.0, 3.0], sums
+    nccl = "; NCCL is available" if is_nccl_available() else ""
+    return Finding("good", f"two ranks joined by gloo and summed{nccl}")
 
 
 CHECKS: dict[str, Callable[[Path], Finding]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
-        *(check_versions, check_device, check_compiler, check_native),
-        *(check_disk, check_tokenizer, check_extras, check_collective),
+        *(check_versions, check_disk, check_extras, check_native, check_tokenizer),
+        *(check_device, check_compiler, check_collective),  # these import torch
     )
 }

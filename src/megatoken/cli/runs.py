@@ -14,7 +14,7 @@ from typing import Any
 from megatoken.base.config.fields import parse_value
 from megatoken.base.config.schema import FIELDS, flatten
 from megatoken.base.config.setting_names import suggest_setting
-from megatoken.base.console import Console, format_duration, format_quantity
+from megatoken.base.console import Console, format_duration, format_memory
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.metrics_log import Row
 from megatoken.cli import Data
@@ -127,5 +127,5 @@ def format_row(row: Row) -> tuple[str, ...]:
         cell("val_loss", ".4f"),
         cell("tokens_per_second", ",.0f"),
         format_duration(row["eta_seconds"]) if row["eta_seconds"] else "-",
-        format_quantity(row["bytes"], "B"),
+        format_memory(row["bytes"]),
     )

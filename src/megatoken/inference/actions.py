@@ -100,7 +100,7 @@ def score_tasks(tasks: Tasks, run: Run, poll: Poll) -> None:
         scores = score_examples(model, tasks[task], run.device, comm, on_batch)
         metrics = compute_metrics(scores)
         run.write("eval", task=task, **metrics)
-        run.console.print(f"step {state.step}: {task} {format_metrics(metrics)}")
+        run.console.print(f"step {state.step:,}: {task} {format_metrics(metrics)}")
 
 
 def sample(run: Run, poll: Poll) -> None:
@@ -158,4 +158,4 @@ def sample(run: Run, poll: Poll) -> None:
     except OSError as error:
         run.console.warn(f"sample not saved: {error.strerror} — {file}")
     run.write("sample", text=texts)
-    run.console.fence(f"step {step}: sample", texts)
+    run.console.fence(f"step {step:,}: sample", texts)

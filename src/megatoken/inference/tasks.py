@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatoken.base.errors import ConfigError, DataError
+from megatoken.base.errors import ConfigError, DataError, install_extras
 from megatoken.base.rooms import list_entries, load_entry
 from megatoken.base.suggest import suggest
 from megatoken.base.system.atomic_write import MALFORMED
@@ -218,7 +218,7 @@ def _read_hub(task: Task) -> Iterator[tuple[str, Row]]:
         rows = load_dataset(task.hub, task.config, split=task.split)
     except Exception as error:  # the hub, its cache and the network raise many types
         what = f"cannot load {task.hub} from the Hugging Face hub: {type(error).__name__}: {error}"
-        fix = f'pip install -e ".[eval]", or {GIVE_FILE}'
+        fix = f"{install_extras('eval')}, or {GIVE_FILE}"
         raise DataError(what, task.name, fix) from error
     for number, row in enumerate(rows, start=1):
         yield f"{task.hub} {task.split}, row {number}", dict(row)

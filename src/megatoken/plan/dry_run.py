@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatoken.base.config.schema import Config
-from megatoken.base.console import format_count, format_quantity
+from megatoken.base.console import format_count, format_memory
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.device import Device
 from megatoken.base.system.torch_compat import FakeStore, FakeTensorMode
@@ -237,21 +237,21 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
     ]
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         share = size / estimate.total_bytes
-        rows.append((name, f"{format_quantity(size, 'B'):>9} {share:5.0%}"))
-    sent = f"{format_quantity(estimate.communication_bytes_per_step, 'B'):>9} per step"
+        rows.append((name, f"{format_memory(size):>9} {share:5.0%}"))
+    sent = f"{format_memory(estimate.communication_bytes_per_step):>9} per step"
     by_collective = [
-        f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items()
+        f"{name} {format_memory(size)}" for name, size in estimate.communication.items()
     ]
     if by_collective:
         sent += f": {', '.join(by_collective)} (rings)"
-    peak = f"{format_quantity(estimate.total_bytes, 'B'):>9} allocated at once"
+    peak = f"{format_memory(estimate.total_bytes):>9} allocated at once"
     return [*rows, ("peak", peak), ("sent", sent)]
 
 
 def check_fit(estimate: Estimate, gpu: str, memory_bytes: float) -> tuple[bool, str]:
     """Return whether the step fits, and a line that says so, with advice if it does not."""
     usable = USABLE * memory_bytes
-    share = f"{estimate.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable on {gpu}"
+    share = f"{estimate.total_bytes / usable:.0%} of {format_memory(usable)} usable on {gpu}"
     if estimate.total_bytes <= usable:
         return True, f"fits: {share}"
     advice = f"--gpus {2 * estimate.processes} halves the state"

@@ -24,7 +24,7 @@ ENGINES = TABLE["engines"]
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
 IMAGES = {False: "megatoken", True: "megatoken:cuda"}  # without and with GPUs
 CORES = 3  # per process: training, its backward, and data or saves
-MEMORY_GIB = 4  # per process: CUDA's context, prefetched batches, its share of a save
+MEMORY_GB = 4  # per process: CUDA's context, prefetched batches, its share of a save
 WORK = "/work"  # where the volume `megatoken` is mounted, with dataset and runs
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit, for the current step and the save
@@ -123,7 +123,7 @@ def write_script(engine: str, job: Job) -> str:
             "n_gpus": job.nproc if has_gpus else "",
             "machine": machine,
             "cores": CORES * job.nproc,
-            "memory": MEMORY_GIB * job.nproc,
+            "memory": MEMORY_GB * job.nproc,
             "partition": job.partition and shlex.quote(job.partition),
             "account": job.account and shlex.quote(job.account),
             "sbatch": "\n".join(f"#SBATCH --{_quote_value(option)}" for option in job.sbatch),

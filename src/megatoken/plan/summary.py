@@ -24,7 +24,7 @@ def print_summary(name: str, plan: RunPlan) -> None:
     vocabulary = data.vocabulary
     tokens = steps.tokens_before(steps.total_steps)
     flops = flops_per_token(model, causal=False)
-    work = f"{flops:,} FLOPs a token (full attention)"
+    work = f"{flops:,} FLOPs per token (full attention)"
     if plan.data.fills_context:  # else rows are shorter than the context
         work += f", {format_quantity(flops * tokens, 'FLOP')} in all"
     machine = [str(device.torch_device), device.name, device.precision]

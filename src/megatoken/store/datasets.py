@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatoken.base.console import format_quantity
+from megatoken.base.console import format_memory
 from megatoken.base.errors import DataError, StorageError
 from megatoken.base.system.atomic_write import hash_file, storage_errors
 from megatoken.base.system.environment import megatoken_cache
@@ -63,15 +63,15 @@ def begin_fetch(
     if free < needed:
         what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
         raise StorageError(what, path, "make room, or set MEGATOKEN_CACHE")
-    report(f"fetching {format_quantity(needed, 'B')} from {address} into {path}")
+    report(f"fetching {format_memory(needed)} from {address} into {path}")
     next_report = time.monotonic() + REPORT_SECONDS
 
     def report_progress() -> None:
         nonlocal next_report
         if time.monotonic() >= next_report:
             next_report = time.monotonic() + REPORT_SECONDS
-            done = format_quantity(total - count_missing(), "B")
-            report(f"{done} of {format_quantity(total, 'B')} fetched")
+            done = format_memory(total - count_missing())
+            report(f"{done} of {format_memory(total)} fetched")
 
     return report_progress
 
@@ -139,7 +139,7 @@ def upload_dataset(folder: Path, address: str, report: Report) -> None:
             if path.is_file() and not path.name.startswith(".") and path.name != MANIFEST_NAME
         }
         total = sum(path.stat().st_size for path in files.values())
-        report(f"uploading {format_quantity(total, 'B')} to {address}")
+        report(f"uploading {format_memory(total)} to {address}")
         hashes = {name: hash_file(path) for name, path in files.items()}
         store.commit(folder, hashes, MANIFEST_NAME)
     elif store.read(MANIFEST_NAME) != (folder / MANIFEST_NAME).read_bytes():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.base.config.schema import Config
-from megatoken.base.console import Console, format_duration, format_quantity
+from megatoken.base.console import Console, format_duration, format_memory
 from megatoken.base.errors import MegatokenError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.system.environment import python_command
@@ -173,7 +173,7 @@ class Mirror:
             self._event("not mirrored", message=result["error"])
             return False
         if result["uploaded"]:
-            size = format_quantity(result["bytes"], "B")
+            size = format_memory(result["bytes"])
             duration = format_duration(result["seconds"])
             names = ", ".join(result["uploaded"])
             message = f"{names} copied to {self._address}: {size} in {duration}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import xxhash
 
-from megatoken.base.errors import ConfigError, MegatokenError, StorageError
+from megatoken.base.errors import ConfigError, MegatokenError, StorageError, install_extras
 from megatoken.base.redact import redact
 from megatoken.base.rooms import load_entry
 from megatoken.base.system.address import is_address
@@ -95,7 +95,7 @@ class ObjectStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(self.address, **options)
         except ImportError as error:
-            fix = 'pip install -e ".[s3]", or the library that fsspec names'
+            fix = f"{install_extras('s3')}, or the library that fsspec names"
             raise ConfigError(f"{error}", address, fix) from error
         except ValueError as error:
             fix = "write it as s3://bucket/folder"

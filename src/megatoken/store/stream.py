@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.base.console import format_quantity
+from megatoken.base.console import format_memory
 from megatoken.base.errors import DataError, StorageError
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.file_lock import lock_folder
@@ -273,6 +273,6 @@ def open_prepared(
                 folder.fetch_all(report)
                 replace_file(done, b"")
     if limit is not None:
-        kept = format_quantity(limit, "B")
+        kept = format_memory(limit)
         report(f"streaming {store.address}; at most {kept} are kept in {path}")
     return folder

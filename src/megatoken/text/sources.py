@@ -235,7 +235,7 @@ def _find_on_hub(name: str, root: Path | None) -> Source:
         listing: dict[str, Any] = HfFileSystem().glob(folder + pattern, detail=True)
     except Exception as error:  # the hub, its cache and the network raise their own exceptions
         what = f"cannot read {name}: {type(error).__name__}: {error!s:.200}"
-        fix = f'pip install -e ".[data]", or name a folder with {pattern} by --root'
+        fix = f"check the connection, or name a folder with {pattern} by --root"
         raise DataError(what, f"dataset {repository}", fix) from error
     files = tuple(
         File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", open_on_hub)

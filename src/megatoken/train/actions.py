@@ -75,7 +75,7 @@ def validate(run: Run, batches: BatchSource, poll: Poll) -> None:
     row, text = batches.validate(poll)
     run.history.val_losses[step] = row["loss"]
     run.write("val", **row)
-    run.console.print(f"step {step}: {text}")
+    run.console.print(f"step {step:,}: {text}")
 
 
 def call_actions(run: Run, actions: Sequence[Action], poll: Poll) -> None:

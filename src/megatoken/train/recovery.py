@@ -140,7 +140,7 @@ def report(run: Run, step: StepMetrics, what: str, message: str) -> None:
     numbers = {"step": step.step, "batch": batch, "loss": step.loss, "grad_norm": step.grad_norm}
     run.event(what, **numbers, message=message)
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
-    run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
+    run.console.warn(f"step {step.step:,}: {what}: batch {batch}, {values}: {message}")
 
 
 def skip_batch(run: Run, bad: StepMetrics) -> None:
@@ -168,8 +168,8 @@ def find_difference(run: Run) -> NumericsError | None:
         return None
     message = found.message
     run.event("replicas differ", ranks=found.ranks, tensors=found.tensors, message=message)
-    run.console.warn(f"step {state.step}: {message}")
-    return NumericsError(message, f"step {state.step}", REPLICA_FIX)
+    run.console.warn(f"step {state.step:,}: {message}")
+    return NumericsError(message, f"step {state.step:,}", REPLICA_FIX)
 
 
 def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
@@ -181,7 +181,7 @@ def rewind(run: Run, saver: CheckpointSaver, decision: Rewind) -> None:
         raise decision.error
     skipped = range(state.position.next_batch, decision.last_bad_batch + 1)
     state.position = state.position.skip(*skipped)
-    message = f"rewound from step {left_step} to {state.step}"
+    message = f"rewound from step {left_step:,} to {state.step:,}"
     if skipped:
         message += f", skipping batches {skipped[0]} to {skipped[-1]}"
     run.event("rewind", message=f"{message}: {decision.error}")

@@ -70,7 +70,7 @@ class History:
     def explain_early_stop(self, evaluate: EvalConfig) -> str:
         """Return why the validation losses end the run before its last step; "" if they do not."""
         best = self.best_step(self.val_losses)
-        lowest = "never finite" if best is None else f"{self.val_losses[best]:.4f} at step {best}"
+        lowest = "never finite" if best is None else f"{self.val_losses[best]:.4f} at step {best:,}"
         n_worse = sum(best is None or step > best for step in self.val_losses)
         if 0 < evaluate.patience <= n_worse:
             return f"the validation loss has not improved on {lowest} for {n_worse} validations"

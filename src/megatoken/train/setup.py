@@ -18,7 +18,7 @@ from megatoken import __version__
 from megatoken.base.config.load import Change, ResolvedConfig, render
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import Config
-from megatoken.base.console import format_quantity
+from megatoken.base.console import format_memory
 from megatoken.base.errors import ConfigError, StorageError
 from megatoken.base.redact import redact
 from megatoken.base.rooms import call_entries
@@ -146,8 +146,8 @@ def choose_layout(
     needed = count_state_bytes(dims, model_config, optimizer, device.precision)
     if 0 < MEMORY_MARGIN * memory_bytes < needed:
         what = (
-            f"weights, gradients and moments need {format_quantity(needed, 'B')} per process, "
-            f"available: {format_quantity(memory_bytes, 'B')}"
+            f"weights, gradients and moments need {format_memory(needed)} per process, "
+            f"available: {format_memory(memory_bytes)}"
         )
         raise ConfigError(what, "model", "choose a smaller model, or split it: docs/scaling-up.md")
     if config.machine.deterministic and not dims.is_unsharded:
@@ -235,7 +235,7 @@ def check_space(
     free = shutil.disk_usage(out).free
     if free < needed:
         what = (
-            f"no space for {n_missing} more checkpoints: {format_quantity(needed, 'B')} needed, "
-            f"{format_quantity(free, 'B')} free"
+            f"no space for {n_missing} more checkpoints: {format_memory(needed)} needed, "
+            f"{format_memory(free)} free"
         )
         raise StorageError(what, out, "free some space, lower save.keep_last, or change --out")

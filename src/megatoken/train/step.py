@@ -292,7 +292,7 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
 
 def bad_step_error(step: StepMetrics, batches: Sequence[int] = ()) -> NumericsError:
     """Return the error to raise for a bad step, which names `batches`."""
-    where = f"step {step.step}"
+    where = f"step {step.step:,}"
     if step.grad_norm == 0:
         fix = "check for frozen or all-zero weights; machine.compile=off rules out the compiler"
         return NumericsError(f"loss {step.loss:g}, but the gradient is 0", where, fix)

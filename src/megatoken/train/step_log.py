@@ -179,7 +179,7 @@ def report_end(
     if code != ExitCode.DONE:
         left = format_duration(steps.estimate_left(step))
         resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"
-        console.print(f"stopped by {reason} at step {step}, all saved ({left} left); {resume}")
+        console.print(f"stopped by {reason} at step {step:,}, all saved ({left} left); {resume}")
         return
     best = saver.find_best()
     if best is not None and best != step:

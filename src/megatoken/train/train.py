@@ -270,7 +270,7 @@ def run_loop(
                 call_actions(run, [action for action in actions if action.is_due(run)], poll)
                 if reason := run.history.explain_early_stop(run.config.evaluate):
                     run.event("early stop", message=reason)
-                    run.console.print(f"step {state.step}: {reason}: stopping early")
+                    run.console.print(f"step {state.step:,}: {reason}: stopping early")
                     break
                 if log.is_settled:
                     saver.commit_if_written()

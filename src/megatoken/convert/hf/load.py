@@ -83,8 +83,7 @@ def find_folder(name_or_folder: str) -> Path:
     except Exception as error:  # network and hub errors have many types
         reason = str(error).partition("\n")[0]
         what = f"no such folder, and no download from the Hugging Face hub: {reason}"
-        fix = 'check the name, or the connection (pip install -e ".[hf]")'
-        raise CheckpointError(what, name_or_folder, fix) from error
+        raise CheckpointError(what, name_or_folder, "check the name and the connection") from error
     return Path(snapshot)
 
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from megatoken.base.console import Console
+from megatoken.base.console import Console, format_memory
 from megatoken.base.errors import ConfigError, import_extra
 from megatoken.cli import Data
 from megatoken.distributed.signals import handle_signals
@@ -66,7 +66,8 @@ def serve(options: Namespace, console: Console) -> Data:
         app = build_app(engine, served, hosts, options.api_key or "")
         server = http.build_server(app, engine.max_jobs + MORE_CONNECTIONS)
         address = http.format_address(options.host, listener)
-        cache = f"KV cache of up to {cache_tokens:,} tokens ({cache_tokens * bytes_per_token / 2**30:.2f} GiB)"
+        size = format_memory(cache_tokens * bytes_per_token)
+        cache = f"KV cache of up to {cache_tokens:,} tokens ({size})"
         console.print(
             f"{loaded.source}: chat at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"
         )

@@ -52,7 +52,7 @@ def run(options: Namespace, console: Console) -> Data:
     name = f"{resolved.name} on {options.gpus:,} x {options.gpu}"
     rows = [("model", name), ("settings", settings), *describe_estimate(estimate)]
     if options.gpus > 1:
-        rows.append(("", f"{step.describe_communication()}, by arithmetic"))
+        rows.append(("", f"{step.describe_communication()} (estimated)"))
     console.table(rows)
     console.print(advice)
     step.warn(console)

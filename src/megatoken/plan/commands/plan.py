@@ -10,7 +10,13 @@ from typing import Any
 from megatoken.base.config.fields import parse_time, parse_value
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.schema import FIELDS, Config
-from megatoken.base.console import Console, format_count, format_duration, format_quantity
+from megatoken.base.console import (
+    Console,
+    format_count,
+    format_duration,
+    format_memory,
+    format_quantity,
+)
 from megatoken.base.errors import ConfigError
 from megatoken.base.system.atomic_write import read_object
 from megatoken.base.system.gpus import GPUS, parse_gpus
@@ -61,6 +67,13 @@ PLAN_COLUMNS = [
     "layout",
 ]
 PROGRAMS = {"eager": "not compiled", "compiled": "compiled", "fused": "compiled, weights in bf16"}
+NAMES = {  # of parts of memory and time
+    "gathered": "gathered parameters",
+    "low_precision": "low-precision weights",
+    "products": "matrix products",
+    "elements": "elementwise operations",
+    "weights": "conversion of weights",
+}
 RECOMPUTED = {"none": "", "gelu": ", GELU recomputed", "block": ", blocks recomputed"}
 
 
@@ -122,7 +135,7 @@ def list_gpus(console: Console) -> Data:
     for gpu in GPUS.values():
         peaks = ", ".join(f"{name} {peak / 1e12:g}" for name, peak in gpu.peaks.items())
         rates = f"{gpu.memory_rate / 1e9:,.0f} GB/s", f"{gpu.watts} W", f"{gpu.price or ''}"
-        memory = format_quantity(gpu.memory_bytes, "B")
+        memory = format_memory(gpu.memory_bytes)
         rows.append([gpu.name, gpu.architecture, peaks, memory, *rates])
     console.table(rows, left=3)
     return {"gpus": [asdict(gpu) for gpu in GPUS.values()]}
@@ -229,8 +242,8 @@ def plan_here(options: Namespace, config: Config, tokens: float, console: Consol
         "micro_batch": measured.micro_batch,
     }
     layers = " and ".join(map(str, measured.layers))
-    free = f"{format_quantity(free_bytes, 'B')} free" if free_bytes else "free memory unknown"
-    needed = f"{format_quantity(memory_bytes, 'B')} with micro-batches of {measured.micro_batch}"
+    free = f"{format_memory(free_bytes)} free" if free_bytes else "free memory unknown"
+    needed = f"{format_memory(memory_bytes)} with micro-batches of {measured.micro_batch}"
     rows = [
         describe_model(options.recipe, model),
         ("on", f"{device.name}, {device.precision}, measured with {layers} layers"),
@@ -291,10 +304,10 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
     and energy. constant_hours: hours without the batch ramp.
     """
     layout = plan.layout
-    usable = format_quantity(USABLE * plan.gpu.memory_bytes, "B")
+    usable = format_memory(USABLE * plan.gpu.memory_bytes)
     fit = "fits" if plan.fits else "does not fit"
     share = plan.memory.usable_share(plan.gpu.memory_bytes)
-    room = f"plus {ERROR:.0%} for error {share:.0%} of {usable} usable ({USABLE:.0%} of the GPU)"
+    room = f"{ERROR:.0%} more for error is {share:.0%} of {usable} usable ({USABLE:.0%} of the GPU)"
     ramp = plan.ramp
     parallel = f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     size = format_count(layout.micro_steps, "micro-batch", "micro-batches")
@@ -304,8 +317,8 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
     program = f"{layout.precision}{emulated}, {PROGRAMS[layout.program]}"
     rows = [
         ("on", f"{layout.gpus} x {plan.gpu.name}, {program}"),
-        ("memory", f"{fit}: {format_quantity(plan.memory.total_bytes, 'B')}, {room}"),
-        ("", describe_parts(asdict(plan.memory), lambda part: format_quantity(part, "B"))),
+        ("memory", f"{fit}: {format_memory(plan.memory.total_bytes)}; {room}"),
+        ("", describe_parts(asdict(plan.memory), format_memory)),
         ("layout", f"sharding {layout.sharding}{parallel}, {size}{recomputed}"),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
         ("", describe_parts(plan.step.parts, lambda part: f"{part / plan.step.seconds:.0%}")),
@@ -336,7 +349,7 @@ def describe_plan(plan: Plan, constant_hours: float) -> list[tuple[str, str]]:
 def describe_parts(parts: Mapping[str, float], describe: Callable[[float], str]) -> str:
     """Format the nonzero terms of a sum with their names, largest first."""
     names = sorted((name for name in parts if parts[name]), key=lambda name: -parts[name])
-    return ", ".join(f"{name.replace('_', ' ')} {describe(parts[name])}" for name in names)
+    return ", ".join(f"{NAMES.get(name, name)} {describe(parts[name])}" for name in names)
 
 
 def describe_speed(rate: float, spread: tuple[float, float], mfu: float | None) -> str:
@@ -391,7 +404,7 @@ def print_plans(
                 row += costs if plan.tokens else [""] * 3
                 row += [f"{size}{sharding}{RECOMPUTED[layout.checkpointing]}"]
             else:
-                size = format_quantity(plan.memory.total_bytes, "B")
+                size = format_memory(plan.memory.total_bytes)
                 row += [*[""] * 6, f"does not fit: {size}"]
             rows.append(row)
     if len(rows) > 1:

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megatoken.base.console import Console, format_quantity
+from megatoken.base.console import Console, format_memory
 from megatoken.base.errors import import_extra
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.metrics_log import METRICS
@@ -38,5 +38,5 @@ def run(options: Namespace, console: Console) -> Data:
     with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
-    console.print(f"report: {options.out} ({format_quantity(len(page), 'B')})")
+    console.print(f"report: {options.out} ({format_memory(len(page))})")
     return {"report": str(options.out), "bytes": len(page)}
