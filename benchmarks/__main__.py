@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     arg("--against", metavar="FOLDER", type=Path, help="older records to compare with")
     arg("--record", metavar="NAME", help="show all speeds of this record")
     arg("--plot", metavar="FILE", type=Path, help="picture of the scoreboard")
+    arg("--pictures", action="store_true", help="draw the folder's pictures again from its records")
     return parser
 
 

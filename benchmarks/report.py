@@ -2,12 +2,17 @@
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.records import choose_headline, describe_hardware, list_leaves, read_records
 from benchmarks.scoreboard import show_scoreboard
+from benchmarks.sweep import VIEWS, draw_record
 from megatoken.base.console import Console
 from megatoken.base.markdown_table import format_cell, show_rows
+from megatoken.study.bench.ladder import draw_rungs, list_published
+from megatoken.study.bench.report import save_picture
 
 FEWEST_REPEATS = 3  # fewer have no quartiles
 
@@ -17,6 +22,9 @@ def run_report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if len(options.folders) > 1 or options.record or options.plot:
         return show_scoreboard(options, console)
     records = read_records(options.folders[0], console)
+    if options.pictures:
+        draw_pictures(records, options.folders[0], console)
+        return {}
     rows = []
     described = []
     for name, record in records.items():
@@ -35,6 +43,18 @@ def run_report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         console.print()
         changes = compare(records, read_records(options.against, console), console)
     return {"records": described, "changes": changes}
+
+
+def draw_pictures(records: Mapping[str, Any], folder: Path, console: Console) -> None:
+    """Draw the pictures of records again that hold all that their pictures show."""
+    for name, record in records.items():
+        answer = record["answer"]
+        picture = partial(draw_record, name, answer)
+        if name == "ladder":
+            title = f"{answer['preset']} on {answer['device']}"
+            picture = partial(draw_rungs, answer["rungs"] + list_published(), title)
+        if name in ("ladder", *VIEWS):
+            save_picture(picture, folder / f"{name}.png", console)
 
 
 def compare(

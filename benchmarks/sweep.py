@@ -4,7 +4,7 @@ Each benchmark lists its cases; `time_cases` times them, `show` prints and draws
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.console import Console, format_memory, format_quantity
-from megatoken.base.errors import ConfigError
+from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.markdown_table import format_cell, show_rows
 from megatoken.base.pictures import load_pyplot, save_figure
 from megatoken.base.rooms import list_entries
@@ -139,10 +139,19 @@ def show(title: str, result: dict[str, Any], options: argparse.Namespace, consol
     view = VIEWS[options.bench]
     console.print(title)
     show_rows(view.columns, result["rows"], console)
-    timed = [row for row in result["rows"] if not row["skipped"]]
-    if timed:
-        picture = partial(draw, view, timed, title)
-        save_picture(picture, options.out / f"{options.name}.png", console)
+    picture = partial(draw_record, options.bench, result)
+    save_picture(picture, options.out / f"{options.name}.png", console)
+
+
+def draw_record(bench: str, result: Mapping[str, Any], path: Path) -> Path:
+    """Draw the answer of a record of a benchmark of VIEWS. Raises DataError if nothing was timed."""
+    view = VIEWS[bench]
+    timed = [row for row in result["rows"] if not row.get("skipped")]
+    shown = [row for row in timed if row.get("sweep", "") in {sweep for sweep, *_ in view.panels}]
+    if not shown:
+        raise DataError("the record has no rows to draw", path, "measure it again")
+    title = ", ".join(result[key] for key in ("preset", "precision", "device") if key in result)
+    return draw(view, shown, title, path)
 
 
 def time_cases(
@@ -244,7 +253,7 @@ def draw(view: View, rows: Sequence[Row], title: str, path: Path) -> Path:
             yscale="log" if y_key == "seconds" else "linear",
         )
         ticks = sorted({row[x_key] for row in own})
-        axis.set_xticks(ticks, [f"{x:g}" if x < 1e5 else format_quantity(x) for x in ticks])
+        axis.set_xticks(ticks, [f"{x:,}" if x < 1e5 else format_quantity(x) for x in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.yaxis.set_major_formatter(
@@ -299,7 +308,7 @@ def run_gemm(options: argparse.Namespace, console: Console) -> Iterator[Row]:
         cache_peak(device, peaks[dtype])
     found = ", ".join(f"{dtype} {format_quantity(peak, 'FLOP/s')}" for dtype, peak in peaks.items())
     title = f"matrix products on {device.name}; peak: {found}"
-    show(title, {"rows": rows}, options, console)
+    show(title, {"device": device.name, "rows": rows}, options, console)
 
 
 def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[list[Case]]:
@@ -386,7 +395,7 @@ def run_attention(options: argparse.Namespace, console: Console) -> Iterator[Row
         for new in time_cases(groups, device, "flops_per_second", repeats, console, optional):
             rows += new
             yield {**about, "rows": rows}
-    show(title, {"rows": rows}, options, console)
+    show(title, {**about, "rows": rows}, options, console)
 
 
 def list_attention(

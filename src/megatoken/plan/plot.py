@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.base.pictures import draw, line, panel
+from megatoken.base.pictures import draw, format_tick, line, panel
 from megatoken.plan.estimate import Plan
 
 
@@ -32,21 +32,21 @@ def draw_plan(
         "xscale": "log",
         "yscale": "log",
         "xticks": counts,
-        "formats": ("{x:g}",),
+        "formats": ("{x:g}", format_tick),
     }
     speed = panel(
         line(counts, counts * rates[0] / counts[0], "linear", fmt="--", color="gray"),
-        line(
-            counts,
-            rates,
-            "predicted",
-            fmt="o-",
-            band=(low * rates, high * rates),
-            notes=[f"{plan.mfu:.0%}" for plan in scaled],
-        ),
-        title=f"{name}: {scaled[0].step.tokens:,} tokens per step",
-        ylabel="tokens/s (at each point: MFU)",
+        line(counts, rates, "predicted", fmt="o-", band=(low * rates, high * rates)),
+        title="tokens/s",
         **axes,
+    )
+    percent: dict[str, Any] = {
+        "yscale": "linear",
+        "ylim": (0, None),
+        "formats": ("{x:g}", "{x:.0%}"),
+    }
+    mfu = panel(
+        line(counts, [plan.mfu for plan in scaled], fmt="o-"), title="MFU", **axes | percent
     )
     lines = []
     for model, plans in families.items():
@@ -54,8 +54,9 @@ def draw_plan(
         gpus = [plan.layout.gpus for plan in fitting]
         lines.append(line(gpus, [plan.hours for plan in fitting], model, fmt="o-", markersize=3))
     title = f"hours to train on {length}"
-    hours = panel(*lines, ylabel="hours", title=title, outside="", **axes)
-    return draw([[speed, hours]], target, width=6.5, heights=(4.8,))
+    hours = panel(*lines, title=title, **axes)
+    about = f"{name}: {scaled[0].step.tokens:,} tokens per step"
+    return draw([[speed, mfu, hours]], target, width=4.5, heights=(4,), title=about)
 
 
 def draw_ladder(title: str, rungs: Sequence[Mapping[str, Any]], target: Path) -> Path:

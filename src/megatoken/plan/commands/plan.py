@@ -72,7 +72,6 @@ NAMES = {  # of parts of memory and time
     "low_precision": "low-precision weights",
     "products": "matrix products",
     "elements": "elementwise operations",
-    "weights": "conversion of weights",
 }
 RECOMPUTED = {"none": "", "gelu": ", GELU recomputed", "block": ", blocks recomputed"}
 

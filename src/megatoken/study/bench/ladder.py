@@ -349,8 +349,9 @@ def draw_rungs(rows: Sequence[Row], title: str, path: Path) -> Path:
         axes: dict[str, Any] = {
             "xlabel": label,
             "xscale": scale,
-            "xmargin": 0.4,
+            "xmargin": 0.5,
             "formats": (tick,),
+            "outside": "",
         }
         panels.append(panel(*lines, names=names if is_rate else [""] * len(names), **axes))
     note = "\n".join(dict.fromkeys(sources))
