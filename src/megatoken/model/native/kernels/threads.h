@@ -70,6 +70,11 @@ class ThreadPool {
         return false;
     }
 
+    // Waits, holding the mutex. std::condition_variable::wait is newer in libstdc++ 12, which wheels must not need.
+    template <class Condition> void wait(std::condition_variable& event, const Condition& condition) {
+        while (!condition()) pthread_cond_wait(event.native_handle(), mutex.native_handle());
+    }
+
     // The loop of thread `index`.
     void serve(Index index) {
         const auto has_work = [&] { return unclaimed > 0 && index < limit; };
@@ -78,7 +83,7 @@ class ThreadPool {
             if (spin(has_work)) continue;
             std::unique_lock lock(mutex);
             sleepers++;
-            work.wait(lock, has_work);
+            wait(work, has_work);
             sleepers--;
         }
     }
@@ -107,7 +112,7 @@ class ThreadPool {
         if (!spin(is_done)) {
             std::unique_lock lock(mutex);
             is_waiting = true;
-            end.wait(lock, is_done);
+            wait(end, is_done);
             is_waiting = false;
         }
         in_use = false;
