@@ -46,12 +46,6 @@ def read_python(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 
 
-def read_notebook(path: Path) -> str:
-    """Return the code cells of a notebook as one program."""
-    cells = json.loads(path.read_text())["cells"]
-    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-
-
 def run(program: str, folder: Path) -> str:
     """Run a program, its runs shortened, in a process in `folder` and return its output."""
     (folder / "text.txt").write_text(TEXT)
@@ -92,8 +86,14 @@ def test_python_page(tmp_path: Path):
     "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem
 )
 def test_notebook(notebook: Path, tmp_path: Path):
+    """Each cell prints and draws if it did when its outputs were stored."""
     pytest.importorskip("matplotlib")
-    run(read_notebook(notebook), tmp_path)
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    texts = run("\nprint('\\f')\n".join(sources), tmp_path).split("\f")
+    for cell, source, text in zip(cells, sources, texts, strict=True):
+        kinds = {kind for output in cell["outputs"] for kind in output}
+        assert (bool(text.strip()), "plt.show" in source) == ("text" in kinds, "data" in kinds)
 
 
 def read_commands(page: Path) -> list[list[str]]:
