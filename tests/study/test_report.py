@@ -1,10 +1,14 @@
 """Records and tables of benchmarks."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.report import draw_pictures
 from benchmarks.scoreboard import list_speeds
+from megatoken.base.console import Console
 from megatoken.base.markdown_table import format_cell
 
 
@@ -45,3 +49,11 @@ def test_a_ladder_has_the_speedup_of_its_rounds():
     assert [row["ratio"] for row in list_speeds({"a": result}, every=True)] == [1.0, 3.5]
     both = list_speeds({"a": result, "b": result}, every=False)
     assert [(row["value"]["median"], row["ratio"]) for row in both] == [(400.0, 1.0), (400.0, 1.0)]
+
+
+def test_pictures_are_drawn_from_records(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    names = {"attention", "ladder", "size"}
+    records = {name: json.loads(Path(f"records/{name}.json").read_text()) for name in names}
+    draw_pictures(records, tmp_path, Console())
+    assert {path.stem for path in tmp_path.glob("*.png")} == names
