@@ -14,7 +14,7 @@ endif
 # What machine.precision=auto means in tests: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast test-cuda bench-gpu faults soak check docs dist clean
+.PHONY: quickstart test test-fast test-cuda bench-gpu records faults soak check docs dist clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -37,6 +37,11 @@ test-cuda: .venv-cuda/.ready
 # SOURCES="--nanogpt PATH" for the peers. Installs nothing: PYTHON has torch and our dependencies.
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/bench-gpu) --sources="$(SOURCES)"
+
+# What README and docs cite of a CPU, measured again in an hour on two cores, and written into them.
+# NANOGPT=CHECKOUT for the peers, TEXT=tiny Shakespeare to download nothing.
+records: $(VENV)/.dev
+	$(MAKE) -f benchmarks/Makefile records BIN=$(BIN) NANOGPT=$(NANOGPT) TEXT=$(TEXT)
 
 # While you edit: config, model, optimizer, training step, checkpoints, house rules.
 CORE = $(addprefix tests/,base model optim train store test_architecture.py)
@@ -68,7 +73,7 @@ check: $(VENV)/.dev
 # The pages of docs/ as a site: build/site/index.html.
 docs: $(VENV)/.dev
 	$(BIN)python -m pip install -q -e ".[docs]"
-	$(BIN)python docs/build_site.py
+	PYTHONPATH=. $(BIN)python docs/build_site.py
 
 # A wheel and an sdist of HEAD in dist/, then the wheel in a new environment of each Python and torch.
 # URL=https://HOST/OWNER/megatoken/blob/main makes the links of its README absolute.

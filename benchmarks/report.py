@@ -50,10 +50,10 @@ def draw_pictures(records: Mapping[str, Any], folder: Path, console: Console) ->
     for name, record in records.items():
         answer = record["answer"]
         picture = partial(draw_record, name, answer)
-        if name == "ladder":
+        if name.startswith("ladder"):
             title = f"{answer['preset']} on {answer['device']}"
             picture = partial(draw_rungs, answer["rungs"] + list_published(), title)
-        if name in ("ladder", *VIEWS):
+        if name.startswith("ladder") or name in VIEWS:
             save_picture(picture, folder / f"{name}.png", console)
 
 

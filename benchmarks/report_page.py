@@ -94,7 +94,7 @@ def main() -> int:
         seconds = []
         with Browser(program) as browser:
             for _ in range(OPENINGS):
-                browser.open(page)
+                browser.open(page.as_uri())
                 seconds.append(
                     browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
                     / 1000
@@ -106,7 +106,7 @@ def main() -> int:
                 [(w, d) for w in (1280, 390) for d in (False, True)] if options.pictures else []
             ):
                 browser.resize(width, dark=dark)
-                browser.open(page)
+                browser.open(page.as_uri())
                 browser.save_picture(
                     options.pictures / f"{width}-{'dark' if dark else 'light'}.png"
                 )

@@ -10,8 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import generate
-
+from benchmarks import pages
 from megatoken import _MODULES
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +20,7 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 
 def main() -> int:
-    generate.main()
+    pages.main()
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE, ignore=shutil.ignore_patterns("*.py"))
     shutil.copytree(ROOT / "records", SOURCE / "records")
@@ -30,7 +29,7 @@ def main() -> int:
         (SOURCE / name).write_text(rewrite_links((ROOT / name).read_text(), "docs/"))
     for page in (ROOT / "docs").glob("*.md"):
         (SOURCE / page.name).write_text(rewrite_links(page.read_text(), "../"))
-    (SOURCE / "commands.md").write_text(generate.list_commands(with_options=True))
+    (SOURCE / "commands.md").write_text(pages.list_commands(with_options=True))
     (SOURCE / "reference.md").write_text(list_api())
     return subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT

@@ -15,6 +15,7 @@ from megatoken.base.redact import redact
 from megatoken.base.system.atomic_write import replace_file, storage_errors
 from megatoken.base.system.machine import cpu_count, find_commit
 from megatoken.base.system.metrics_log import Row
+from megatoken.model.native.build import runnable_instruction_sets
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
 
@@ -33,7 +34,12 @@ def write_record(folder: Path, name: str, result: Row, device: str, command: Seq
         "date": datetime.date.today().isoformat(),
         "command": redact(shlex.join(command)),
         "commit": find_commit(),
-        "hardware": {"device": device, "cores": cpu_count(), "system": platform.machine()},
+        "hardware": {
+            "device": device,
+            "cores": cpu_count(),
+            "system": platform.machine(),
+            "instructions": next(iter(runnable_instruction_sets()), ""),
+        },
         "versions": versions,
         "answer": result,
     }
