@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import sys
 import time
 from argparse import Namespace
 from contextlib import closing
@@ -69,8 +70,7 @@ def run(options: Namespace, console: Console) -> Data:
     if folder != options.out:
         upload_dataset(folder, options.out, console.print)
         console.print(f"uploaded; local copy in {folder}")
-    name = Path(options.out).name
-    print_summary(console, options.out, prepared, f"quickstart --out runs/{shlex.quote(name)}")
+    print_summary(console, options.out, prepared)
     return asdict(prepared)
 
 
@@ -106,7 +106,7 @@ def prepare_parts(options: Namespace, corpus: "Source", console: Console) -> Dat
                 shutil.rmtree(folder)
             results[name] = asdict(prepared)
             console.print(f"{name} of {part.total:,}: {format_count(prepared.tokens, 'token')}")
-    command = f"megatoken prepare --join {shlex.quote(str(options.out))}"
+    command = f"{name_program()} prepare --join {shlex.quote(str(options.out))}"
     console.print(f"when all parts are prepared: {command}")
     return results
 
@@ -167,7 +167,7 @@ def join(out: Path | str, console: Console) -> Data:
         prepared = join_parts(folder, out)
         if is_address(out):
             upload_dataset(folder, str(out), console.print)
-    print_summary(console, out, prepared, "RECIPE")
+    print_summary(console, out, prepared)
     return asdict(prepared)
 
 
@@ -241,9 +241,15 @@ class PrepareBar:
 
 
 def print_summary(
-    console: Console, out: Path | str, prepared: "PrepareResult", train_arguments: str
+    console: Console, out: Path | str, prepared: "PrepareResult", train_arguments: str = ""
 ) -> None:
-    """Print what was prepared, and the next command: `megatoken train` with `train_arguments`."""
+    """Print what was prepared, and the next command: `train` with `train_arguments`.
+
+    By default, it trains the quickstart's recipe.
+    """
+    train_arguments = train_arguments or shlex.join(
+        ["quickstart", "--out", f"runs/{Path(out).name}"]
+    )
     documents = format_count(prepared.documents, "document")
     shards = format_count(prepared.shards, "shard")
     summary = f"{format_count(prepared.tokens, 'token')} of {documents} in {shards}"
@@ -263,4 +269,14 @@ def print_summary(
             loss = f"{lost:,} lost ({lost / max(1, text):.2%})"
             console.warn(f"{split}: {text:,} bytes of text, {decoded:,} after decoding, {loss}")
     setting = shlex.quote(f"data.path={out}")
-    console.print(f"dataset: {out}; next: megatoken train {train_arguments} {setting}")
+    console.print(f"dataset: {out}; next: {name_program()} train {train_arguments} {setting}")
+
+
+def name_program() -> str:
+    """Return the command by which a user starts this program in a shell."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return "python -m megatoken"
+    if path.stem == "megatoken" and not shutil.which("megatoken"):
+        return shlex.quote(sys.argv[0])
+    return "megatoken"

@@ -5,8 +5,6 @@ Each command is printed before it runs. If quickstart is run again, it skips fin
 
 import re
 import shlex
-import shutil
-import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
@@ -19,6 +17,7 @@ from megatoken.base.console import Console, format_quantity
 from megatoken.base.errors import ConfigError
 from megatoken.cli import Data, Result, run_parsed
 from megatoken.cli.arguments import parse
+from megatoken.text.commands.prepare import name_program
 
 if TYPE_CHECKING:
     from megatoken.data.dataset import Dataset
@@ -160,13 +159,3 @@ def describe_end(
     if not has_source:
         rows.append(("your text", f"{program} quickstart --data FOLDER_OR_FILE"))
     return rows
-
-
-def name_program() -> str:
-    """Return the command by which a user starts this program in a shell."""
-    path = Path(sys.argv[0])
-    if path.name == "__main__.py":
-        return "python -m megatoken"
-    if path.stem == "megatoken" and not shutil.which("megatoken"):
-        return sys.argv[0]
-    return "megatoken"
