@@ -96,7 +96,7 @@ KERNELS = $(wildcard src/megatoken/model/native/kernels/*)
 $(VENV)/.user: EXTRAS = plot
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.user $(VENV)/.dev: pyproject.toml $(KERNELS) | $(VENV)
-	$(BIN)python -m pip install -q "$(TORCH)" -e ".[$(EXTRAS)]"
+	$(BIN)python -m pip install -q --no-compile "$(TORCH)" -e ".[$(EXTRAS)]"
 	-$(BIN)python -m megatoken.model.native.build
 	@touch $@
 

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -74,13 +75,16 @@ def compile_library(
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(instruction_set)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        objects = []
-        for source in sorted(SOURCES.glob("*.cc")):
-            output = str(Path(scratch) / f"{source.stem}.o")
+
+        def compile_source(source: Path) -> str:
+            output = f"{scratch}/{source.stem}.o"
             _compile(
                 [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", output]
             )
-            objects.append(output)
+            return output
+
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_source, sorted(SOURCES.glob("*.cc"))))
         new_library = Path(scratch) / target.name
         _compile([compiler, "-shared", *extra_options, *objects, "-o", str(new_library)])
         new_library.replace(target)
