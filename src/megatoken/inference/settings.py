@@ -28,6 +28,6 @@ class SampleConfig:
     at_start: bool = False
     prompt: str = ""
     tokens: int = 64
-    temperature: float = 0.8
+    temperature: float = 1.0
     top_k: int = 50
     num_samples: int = 1
