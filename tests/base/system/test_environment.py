@@ -142,3 +142,11 @@ def test_loads_are_shares(monkeypatch: pytest.MonkeyPatch):
     assert shares[2:] == (0.97, 0.25)
     assert 0 <= shares[0] <= 1
     assert 0 < shares[1] < 1
+
+
+def test_the_commit_of_a_checkout_is_found():
+    root = Path(machine.__file__).parents[4]
+    if not (root / ".git").exists():
+        pytest.skip("the package is not from a git checkout")
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    assert machine.find_commit() == subprocess.check_output(command, text=True).strip()

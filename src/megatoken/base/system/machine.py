@@ -183,7 +183,7 @@ def find_compiler() -> str:
 
 def find_commit() -> str:
     """Return the git commit of this package's source checkout; "" for an installed package."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     if not (package.parents[1] / ".git").exists():
         return ""
     return _first_line(["git", "-C", str(package), "describe", "--always", "--dirty"])
