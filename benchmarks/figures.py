@@ -44,6 +44,12 @@ def describe_origin(name: str) -> str:
     return " ".join([*device.split(), *instructions.split()]) + f", {record['date']}"
 
 
+def name_origin(link: re.Match[str]) -> str:
+    """Return the text of a link to a record, as it is if only its line breaks differ."""
+    origin = f"[{describe_origin(link[1])}]"
+    return link[0] if " ".join(link[0].split()) == origin else origin
+
+
 def find(figure: Figure, page: str) -> re.Match[str]:
     """Return the only match of a figure's text in a page. Raises LookupError."""
     literals = re.split(r"\{[^}]*\}", figure[0])
@@ -52,6 +58,12 @@ def find(figure: Figure, page: str) -> re.Match[str]:
     if len(matches) != 1:
         raise LookupError(f"{len(matches)} times on the page: {figure[0]}")
     return matches[0]
+
+
+def show(field: str, value: Any) -> str:
+    """Format a figure: 1e-7 instead of 1e-07, zero without a sign."""
+    text = field.format(value).replace("e-0", "e-").replace("0e+00", "0")
+    return re.sub(r"^[-+](?=0\.0+$)", "", text)
 
 
 def fill(name: str, page: str) -> str:
@@ -64,12 +76,8 @@ def fill(name: str, page: str) -> str:
         match = find(figure, page)
         for index, (field, value) in reversed([*enumerate(zip(fields, values, strict=True), 1)]):
             start, end = match.span(index)
-            page = (
-                page[:start]
-                + field.format(value).replace("e-0", "e-").replace("0e+00", "0")
-                + page[end:]
-            )
-    return LINK.sub(lambda link: f"[{describe_origin(link[1])}]", page)
+            page = page[:start] + show(field, value) + page[end:]
+    return LINK.sub(name_origin, page)
 
 
 def list_unknown(name: str, page: str) -> list[str]:
